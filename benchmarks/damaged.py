@@ -25,9 +25,9 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_image
 
-from lightning_fastdata.images import wholeness
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.reading import MAX_PIXELS
+from lightning_fastdata.ext.images import wholeness
+from lightning_fastdata.ext.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.reading import MAX_PIXELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from resilience.damaged_images import DamagedImage, damaged_images

@@ -24,16 +24,16 @@ from pathlib import Path
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
 
-_GEOMETRIES = ("as it is", "window", "resize", "warp", "filter")
-_POINTERS = ("uint8", "int32", "float32", "float64", "int64", "float32")
+_GEOMETRIES = ("as it is", "window", "resize", "warp")
+_POINTERS = ("uint8", "int32", "float32", "float64", "int64")
 
 
 def fused(geometry, *, sums=False, ends=1, planes=True, pixels=16):
-    """Return what a fused kernel is compiled for, as `replay/warm_up.py` has it."""
+    """Return what a fused kernel is compiled for; the name of a dtype stands for a tensor."""
     target = "uint8" if sums or ends == 0 else "float32"
     constants = {"GEOMETRY": geometry, "SUMS": sums, "ENDS": ends, "PLANES": planes, "BLOCK": 512}
     arguments = ["uint8", target, *_POINTERS, *[0] * 11, pixels]
-    return {"name": "fused", "arguments": arguments, "constants": constants}
+    return {"arguments": arguments, "constants": constants}
 
 
 KERNELS = {
@@ -42,11 +42,6 @@ KERNELS = {
     "resize, bytes": fused(2, ends=0, planes=False),
     "resize, odd size": fused(2, pixels=2),
     "resize, channels last": fused(2, planes=False),
-    "rows of a blur": {
-        "name": "across",
-        "arguments": ["uint8", "float32", "int32", "float32", *[0] * 5],
-        "constants": {"BLOCK": 512},
-    },
 }
 """What images become float32 ``[n, 3, H, W]`` with, by how they are read, and some others."""
 
@@ -68,10 +63,40 @@ COUNTED_IN_PTX = {
 """The same in PTX, for a Triton that comes without `cuobjdump`."""
 
 
+class _Device:
+    """Stands for Triton's driver where there is no GPU, or none that is to be touched."""
+
+    def __init__(self, capability):
+        from triton.backends.compiler import GPUTarget
+
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+        self.get_current_device = lambda: capability
+        self.get_current_stream = lambda _device: 0
+
+
+class _Tensor:
+    """Stands for a tensor, of which Triton wants to know the dtype and where it lies."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def data_ptr(self):
+        return 0
+
+
+def compiled(kernel, capability):
+    """Return a kernel as Triton has compiled it for GPUs of a capability, such as 90."""
+    from triton.runtime import driver
+
+    from lightning_fastdata.augment.replay.kernels.fused import OPTIONS, fused_kernel
+
+    driver.set_active(_Device(capability))
+    arguments = [_Tensor(one) if isinstance(one, str) else one for one in kernel["arguments"]]
+    return fused_kernel.warmup(*arguments, grid=(1,), **kernel["constants"], **OPTIONS)
+
+
 def measure(kernel, architecture):
     """Return what a kernel is on an architecture, by name; ValueError: it is not known."""
-    from lightning_fastdata.augment.replay.kernels.compiling import compiled
-
     with tempfile.TemporaryDirectory() as cache, environment(TRITON_CACHE_DIR=cache):
         began = time.perf_counter()
         try:

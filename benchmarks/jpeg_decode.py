@@ -31,8 +31,8 @@ from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
-from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.images.reading import open_image
+from lightning_fastdata import FastImageFolder
+from lightning_fastdata.ext.images.reading import open_image
 
 
 def write_mosaics(folder: Path, count: int) -> Path:

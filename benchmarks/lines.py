@@ -66,7 +66,7 @@ def main():
     print("|---|---:|---:|---:|---:|")
     for name, (make, samples) in READS.items():
         read = make()
-        watches = TaskWatch(0), TaskWatch(0, None, LineWatch(every=1))
+        watches = TaskWatch(0), TaskWatch(0, LineWatch(every=1))
         for watch in watches * 3:
             timed_task(watch, read, samples)
         pairs = []

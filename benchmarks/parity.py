@@ -47,7 +47,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "ColorJitter": ({}, {"hue": 0}),
     "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
-    "Equalize": ({}, {"mode": "pil"}),
     "Normalize": ({},),
     "Pad": ({"padding": 9},),
     "PadIfNeeded": (

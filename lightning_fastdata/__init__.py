@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
-    from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
+    from lightning_fastdata.ext.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.insight.report.run_report import RunReport as RunReport
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
@@ -46,7 +46,7 @@ _HOME = {
     "FastDataLoader": "loading.loader",
     "FastDataModule": "plugin.bindings",
     "FastDataWarning": "errors",
-    "FastImageFolder": "images.folder",
+    "FastImageFolder": "ext.images.folder",
     "LoaderOptions": "planning.options",
     "MixUp": "augment.mixing",
     "Mixture": "order.mixture",

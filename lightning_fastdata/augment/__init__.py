@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
-    from lightning_fastdata.augment.replay.warm_up import prepare_kernels as prepare_kernels
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
@@ -37,7 +36,6 @@ _HOME = {
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
     "left_undone": "batch_images",
-    "prepare_kernels": "replay.warm_up",
     "register": "registry",
     "warn_of_unkeyed": "pipeline.unkeyed",
 }

@@ -6,7 +6,8 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -41,9 +42,7 @@ from lightning_fastdata.types import Batch, SampleKey
 if TYPE_CHECKING:
     from typing import Self
 
-    from lightning_fastdata.augment.replay.warm_up import Kernel
-
-__all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
+__all__ = ["CutMix", "MixUp", "MixedTransform", "mixed"]
 _BOX_KEYS: Final = ("boxes", "bboxes")
 _LABEL_KEYS: Final = ("label", "labels", "target", "targets")
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
@@ -112,16 +111,14 @@ class MixUp:
         OptionsError: ``alpha`` is not positive, or ``p`` is no probability.
     """
 
+    count: ClassVar[int] = 2
+    """Numbers that are drawn for each sample."""
     alpha: float = 0.2
     p: float = 1.0
 
     def __post_init__(self) -> None:
         _check_positive("alpha", self.alpha)
         _check_share("p", self.p)
-
-    def count(self) -> int:
-        """Return 2: whether, and the share."""
-        return 2
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether (a uniform number) and the share."""
@@ -162,16 +159,14 @@ class CutMix:
         OptionsError: ``alpha`` is not positive, or ``p`` is no probability.
     """
 
+    count: ClassVar[int] = 4
+    """Numbers that are drawn for each sample."""
     alpha: float = 1.0
     p: float = 1.0
 
     def __post_init__(self) -> None:
         _check_positive("alpha", self.alpha)
         _check_share("p", self.p)
-
-    def count(self) -> int:
-        """Return 4: whether, the share, and the middle."""
-        return 4
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether, the share, and where the middle is in parts of the sides."""
@@ -212,70 +207,7 @@ def cut_boxes(
     return left, top, right, bottom
 
 
-class OneOfMixes:
-    """Use one of several ways for each sample, chosen by chance.
-
-    Args:
-        steps: ways to mix, such as ``MixUp(0.8), CutMix()``.
-        weights: how often each is chosen, in any unit; equally often by default.
-        p: probability that a sample is mixed at all.
-
-    Raises:
-        OptionsError: there are not as many weights as ways, or they are not positive.
-    """
-
-    def __init__(
-        self, *steps: MixStep, weights: Sequence[float] | None = None, p: float = 1.0
-    ) -> None:
-        given = [1.0] * len(steps) if weights is None else [float(weight) for weight in weights]
-        if not steps or len(given) != len(steps):
-            raise OptionsError(
-                f"OneOfMixes got {len(steps)} ways to mix and {len(given)} weights; give one or "
-                "more ways, and a weight for each."
-            )
-        for weight in given:
-            _check_positive("a weight", weight)
-        _check_share("p", p)
-        self.steps, self.p = steps, p
-        self._bounds = [p * sum(given[: end + 1]) / sum(given) for end in range(len(given))]
-
-    def __repr__(self) -> str:
-        return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
-
-    def count(self) -> int:
-        """Return the numbers of all ways, and one to choose between them."""
-        return 1 + sum(step.count() for step in self.steps)
-
-    def draw(self, generator: np.random.Generator) -> list[float]:
-        """Return the number that chooses, and those of all ways."""
-        numbers = [generator.random()]
-        for step in self.steps:
-            numbers += step.draw(generator)
-        return numbers
-
-    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
-        """Return the batch with each sample mixed in its way; BatchError as the ways raise it."""
-        out, start, low = parts, 1, 0.0
-        for step, high in zip(self.steps, self._bounds, strict=True):
-            own = numbers[:, start : start + step.count()]
-            chosen = (numbers[:, 0] >= low) & (numbers[:, 0] < high)
-            # Every way starts from the batch as it came, so partners are whole.
-            out = _where(chosen, step.mix(parts, own, order), out)
-            start, low = start + step.count(), high
-        return out
-
-
-def _where(chosen: Tensor, new: Parts, old: Parts) -> Parts:
-    def pick(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        if one is None or other is None:
-            return None
-        return torch.where(_per_sample(chosen, one), one, other)
-
-    image = torch.where(_per_sample(chosen, new.image), new.image, old.image)
-    return Parts(image=image, labels=pick(new.labels, old.labels), mask=pick(new.mask, old.mask))
-
-
-MixStep: TypeAlias = MixUp | CutMix | OneOfMixes
+MixStep: TypeAlias = MixUp | CutMix
 """One way to change a batch whose samples see each other: how many numbers it draws for each, the
 numbers, and what it makes of a batch by them. ``order``, int64 ``[n]``, decides who meets whom."""
 
@@ -362,11 +294,10 @@ class Mixer:
                 labels=shares,
                 mask=None if given is None else _mask_parts(given, form.image),
             )
-            start = 0
-            for number, step in enumerate(self.steps):
-                own = numbers[:, start : start + step.count()]
-                parts = step.mix(parts, own, order[:, number])
-                start += step.count()
+            ends = list(accumulate(step.count for step in self.steps))
+            own = numbers.tensor_split(ends[:-1], dim=1)
+            for step, drawn, by in zip(self.steps, own, order.unbind(1), strict=True):
+                parts = step.mix(parts, drawn, by)
             changed: dict[Location, object] = {found["image"]: form.restored(parts.image)}
             if given is not None and parts.mask is not None:
                 changed[found["mask"]] = _mask_restored(parts.mask, given)
@@ -500,7 +431,7 @@ def mixed(
 
     Args:
         steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then
-            ``MixUp``, ``CutMix`` or ``OneOfMixes``, in the order in which they run.
+            ``MixUp`` or ``CutMix``, in the order in which they run.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"`` where there is one.
         stays: what is left as it is, as :func:`as_batch_transform` takes it.
@@ -533,8 +464,7 @@ def mixed(
     if wrong or not rest:
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
         raise TransformError(
-            f"{what}. Give mixed() a pipeline first, if you have one, and then "
-            "MixUp, CutMix or OneOfMixes."
+            f"{what}. Give mixed() a pipeline first, if you have one, and then MixUp or CutMix."
         )
     if isinstance(pipeline, BatchTransform):
         _check_all_is_mixed(pipeline)
@@ -607,12 +537,6 @@ class MixedTransform(StageTransform):
         """Return the part that runs on each sample in the side process."""
         inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
         return MixedWorker(inner, self._mixer)
-
-    def first_kernels(
-        self, samples: Sequence[Batch], key: SampleKey, rows: int
-    ) -> Iterable[Kernel]:
-        """Return what kernels the pipeline of the first batches needs."""
-        return () if self.pipeline is None else self.pipeline.first_kernels(samples, key, rows)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.pipeline.plan import Placements
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch, SampleKey
 
@@ -114,18 +113,6 @@ class StageTransform:
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:  # noqa: ARG002
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         return None
-
-    def first_kernels(
-        self,
-        samples: Sequence[Batch],  # noqa: ARG002
-        key: SampleKey,  # noqa: ARG002
-        rows: int,  # noqa: ARG002
-    ) -> Iterable[Kernel]:
-        """Return what kernels the device's part of the first batches needs, as far as is known.
-
-        Batches have `rows` samples, which are like `samples`, and draw from `key` on.
-        """
-        return ()
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Return the batch, which is already on the device, transformed as was drawn."""

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
 
@@ -117,7 +116,6 @@ class BatchTransform(PipelineTransform):
         self,
         compose: Node,
         fields: Fields,
-        ops: Mapping[str, DeviceOp] | None = None,
         *,
         same_pixels: bool = False,
         on_cpu: OnCpu = "albumentations",
@@ -128,7 +126,6 @@ class BatchTransform(PipelineTransform):
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
-        self._ops = ops
         self._registered: dict[str, DeviceOp] = {}
         self._same_pixels = same_pixels
         self._on_cpu = checked_on_cpu(on_cpu)
@@ -255,7 +252,7 @@ class BatchTransform(PipelineTransform):
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
         """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return device_ops(self._ops, self._registered)
+        return device_ops(self._registered)
 
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
@@ -279,22 +276,14 @@ class BatchTransform(PipelineTransform):
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
-        return ComposeWorker(self.compose, self._fields, plan, self._ops, self._registered)
-
-    def first_kernels(
-        self, samples: Sequence[Batch], key: SampleKey, rows: int
-    ) -> Iterable[Kernel]:
-        """Return what kernels the first batches need, drawn for some samples of the dataset."""
-        return (
-            self.in_worker(on_device=True).first_kernels(samples, key, rows) if self.defers else ()
-        )
+        return ComposeWorker(self.compose, self._fields, plan, self._registered)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
 
         What a device can do depends on channels and dtypes of the images.
         """
-        worker = ComposeWorker(self.compose, self._fields, None, self._ops)
+        worker = ComposeWorker(self.compose, self._fields, None)
         found: list[SampleForm | None] = []
         for sample in samples:
             try:

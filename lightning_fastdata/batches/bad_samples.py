@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, SubsetRandomSampler
 from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
-from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.types import Batch
 
 BadSamplePolicy: TypeAlias = Literal["raise", "replace", "skip"]

@@ -7,21 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.packed import ALIGNMENT_BYTES, SMALL_BYTES, tensor_over
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.tree import is_named_tuple
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.batches.packed import Memory
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, SampleKey
 
     _Writers: TypeAlias = Sequence[Any]
 
@@ -287,7 +286,25 @@ def same_batch(ours: Batch, theirs: Batch) -> bool:
     return len(ours) == len(theirs) and all(map(same_batch, ours, theirs))
 
 
-def decodes_in_place(dataset: object) -> TypeGuard[FastImageFolder]:
-    """Return whether samples are those of :class:`FastImageFolder`, unchanged by a subclass."""
-    ours = FastImageFolder
-    return isinstance(dataset, ours) and type(dataset).__getitem__ is ours.__getitem__
+class WritesSamples(Protocol):
+    """A dataset of pictures and classes that writes a sample where it is to be, as FastImageFolder.
+
+    Its class defines all of these names, and ``__getitem__``, which gives the same samples.
+    """
+
+    seed: int
+    samples: Sequence[tuple[str, int]]
+    sample_shape: tuple[int, ...]
+
+    def __len__(self) -> int: ...
+
+    def write_into(self, index: int, out: NDArray[Any], *, key: SampleKey | None = None) -> int:
+        """Write a sample into an array, and return its class."""
+
+
+def decodes_in_place(dataset: object) -> TypeGuard[WritesSamples]:
+    """Return whether a dataset writes its samples itself, and no subclass has changed them."""
+    names = {"write_into", "sample_shape", "samples"}
+    writer = next((each for each in type(dataset).__mro__ if names <= vars(each).keys()), None)
+    read = getattr(type(dataset), "__getitem__", None)
+    return writer is not None and vars(writer).get("__getitem__") is read

@@ -10,9 +10,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.epoch_order import Rank, rank_now
@@ -174,26 +174,14 @@ def _warn(text: str) -> None:
 # -- how many batches ------------------------------------------------------------------------------
 
 
-class _Loader(Protocol):
-    """What of a loader its length rests on."""
-
-    @property
-    def dataset(self) -> Any: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def drop_last(self) -> bool: ...
-
-
-def batches_of_workers(loader: _Loader) -> int | None:
+def batches_of_workers(loader: DataLoader[Any]) -> int | None:
     """Return how many batches several workers make of a stream; None: the stream does not tell.
 
     Each worker ends with a batch of its own that may not be full, so that there are more than
     the number of samples tells. LitData says what each worker has.
     """
-    stream, workers, size = loader.dataset, loader.num_workers, loader.batch_size
+    stream: Any = loader.dataset
+    workers, size = loader.num_workers, loader.batch_size
     if workers < 2 or size is None or not is_a(stream, "litdata", "StreamingDataset"):
         return None
     len(stream)  # makes its shuffler

@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import sys
-import tempfile
 import warnings
 import weakref
 from collections import deque
@@ -42,23 +41,13 @@ _NO_FILES: Final = (
     "This process has all the {limit} files open that it may have, so that no memory can be shared "
     "with its workers. Raise the limit (ulimit -n {more}), or use fewer workers."
 )
-_NO_SHARING: Final = (
-    "This system gives no memory that processes can share (memfd_create: {refused}; /dev/shm: "
-    '{why}). Use executor="torch" or "inline", or allow memfd_create.'
-)
-_IN_SHM: Final = (
-    "memfd_create is refused here ({refused}), by a seccomp filter as a rule. Batches of the "
-    "workers are held in /dev/shm instead, which has to have room for them."
-)
 _COPIES: Final = (
     "Batches come as copies from now on: {slots} that were kept or are under way take two open "
     "files each, and this process may have {limit}. Raise the limit (ulimit -n {more}) or keep "
     "fewer batches."
 )
-_said: set[str] = set()
 _forks: Final = [0]
 """How often this process was forked, or was about to be."""
-_REFUSED: Final = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 _FEW_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _FILES_PER_SLOT: Final = 8
 """Two in the training process, three in a forked worker, and other loaders need some as well."""
@@ -69,32 +58,10 @@ def shared_slots_supported() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        os.close(_memory_file())
+        os.close(os.memfd_create("fastdata"))
     except OSError as error:
-        return error.errno in _FEW_FILES
-    except WorkerError:
-        return False
+        return error.errno in _FEW_FILES  # else it is refused, by a seccomp filter as a rule
     return True
-
-
-def _memory_file() -> int:
-    try:
-        return os.memfd_create("fastdata", os.MFD_CLOEXEC)
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        refused = os.strerror(error.errno)
-    try:
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            descriptor = os.dup(file.fileno())
-    except OSError as error:
-        if error.errno in _FEW_FILES:
-            raise
-        raise WorkerError(_NO_SHARING.format(refused=refused, why=error.strerror)) from error
-    if refused not in _said:
-        _said.add(refused)
-        warnings.warn(_IN_SHM.format(refused=refused), FastDataWarning, stacklevel=2)
-    return descriptor
 
 
 def create_shared_memory(
@@ -116,7 +83,7 @@ def create_shared_memory(
         raise WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why="more than is available"))
     descriptor = None
     try:
-        descriptor = _memory_file()
+        descriptor = os.memfd_create("fastdata", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:

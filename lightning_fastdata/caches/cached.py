@@ -7,10 +7,10 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_fastdata.caches.fixed_part import (
     FixedPart,
@@ -36,7 +36,9 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.search import find_instances
+from lightning_fastdata.sources.dataset import SourceDataset
 from lightning_fastdata.sources.source import Raw, Source, read_ahead, reads_ahead
+from lightning_fastdata.tree import has_method, held
 from lightning_fastdata.types import Batch, MapDataset
 
 if TYPE_CHECKING:
@@ -572,3 +574,32 @@ class _Filled(Dataset[bool]):
 
     def __getitems__(self, indices: list[int]) -> list[bool]:
         return self._cache._fill(indices)
+
+
+def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
+    """Return a dataset that keeps what takes longest to get.
+
+    The pictures of an image folder whose crops are random; the records of a source that answers
+    late; of any other dataset, its samples.
+    """
+    if cache_of(dataset) is not None:
+        return dataset
+    inner = dataset.dataset if type(dataset) is Subset else dataset
+    cached: Dataset[Any] | None = None
+    if has_method(inner, "keeping_pictures"):  # of FastImageFolder
+        cached = cast("Any", inner).keeping_pictures(folder)
+    elif type(inner) is SourceDataset and inner.source.parallel_reads > 1:
+        source = CachedSource(inner.source, folder)
+        cached = SourceDataset(source, inner.decode, timeout_s=inner.timeout_s)
+    if cached is None:
+        return CachedDataset(dataset, folder)
+    return Subset(cached, dataset.indices) if type(dataset) is Subset else cached
+
+
+def cache_of(dataset: object) -> CachedDataset | None:
+    """Return the cache that a dataset reads from, if it has one."""
+    if isinstance(dataset, CachedDataset):
+        return dataset
+    inner = dataset.dataset if type(dataset) is Subset else dataset
+    kept = inner.source if isinstance(inner, SourceDataset) else held(inner, "pictures")
+    return kept if isinstance(kept, CachedDataset) else None

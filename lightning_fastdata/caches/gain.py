@@ -8,8 +8,8 @@ from typing import Any, Final, cast
 
 from torch.utils.data import Dataset, Subset
 
+from lightning_fastdata.caches.cached import cache_of, with_cache
 from lightning_fastdata.caches.fixed_part import tried_indices
-from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import kept_random_state
 

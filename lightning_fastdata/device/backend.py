@@ -80,11 +80,6 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the architecture of a CUDA device, such as ``(9, 0)``."""
-    return torch.cuda.get_device_capability(device)
-
-
 # The current device, which each thread has its own of
 
 

@@ -25,7 +25,6 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
@@ -497,8 +496,7 @@ class InlineExecutor:
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
-        watches = OperationWatch(self._fetcher.dataset), LineWatch()
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, *watches)
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, LineWatch())
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
         """Do nothing: there are no workers."""

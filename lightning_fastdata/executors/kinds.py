@@ -1,7 +1,7 @@
 """Who fetches the batches of a loader: one row of traits for each executor.
 
-Other code asks for a trait, and compares no names. Another executor takes a module of its own, and
-a name and a row here.
+Other code asks for a trait, and compares no names. Executors of ``ext`` and of other packages are
+found by their names in ``registry``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runt
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata import registry
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.ray import Ray, options_of_actors
+from lightning_fastdata.executors.ray import Ray
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ _FILES_OF_WORKER: Final = 8
 """Descriptors of a side process, with those that exist while it starts."""
 _FILES_OF_BATCH: Final = 4
 ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "ray"]
-AnyExecutor: TypeAlias = ExecutorName | Ray
-"""By name, or with arguments of its own."""
+AnyExecutor: TypeAlias = ExecutorName | str | Ray
+"""By name, which may be that of another package's, or with arguments of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +69,20 @@ class ExecutorKind:
     gathers: bool = False
     """Copies rows of columns, with the indices of a batch as one array; the caller helps."""
     side_processes: bool = False
-    """``num_workers`` of this package fetch outside the training process. They are kept between
-    epochs if that is asked for; threads and memory, which cost nothing, always are."""
-    resizes: bool = False
-    """``num_workers`` may change while an epoch is read, and changes nothing of its batches."""
-    needs_shared_memory: bool = False
-    """Batches come in memory files, which Linux has."""
-    splits_batches: bool = True
-    """Shares out the samples of one batch among its side processes, where they are read one at a
-    time and collated by default. False: one of them makes the whole batch."""
-    elsewhere: bool = False
-    """Its workers may be on other machines: the CPUs of this one neither bound nor count them."""
+    """``num_workers`` of this package fetch outside the training process, into memory files, which
+    Linux has. They are kept between epochs if that is asked for; threads and memory, which cost
+    nothing, always are. Of data with an index they may come and go within an epoch."""
+    room_elsewhere: Callable[[AnyExecutor, int], int] | None = None
+    """Returns how many workers elsewhere each of so many ranks has room for: CPUs of this machine
+    neither bound nor count them, and one of them makes a whole batch. None: they are on this
+    machine, and share out the samples of one batch among them."""
     workers: tuple[int, str] | None = None
     """``num_workers`` and the reason, where that is not chosen by CPUs and samples."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether workers may be on other machines."""
+        return self.room_elsewhere is not None
 
     @property
     def is_torch(self) -> bool:
@@ -127,19 +129,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     return StandbyExecutor(plan, pool, given.ways, given.pin_thread)
 
 
-def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
-    from lightning_fastdata.executors.ray.crew import RayExecutor
-
-    return RayExecutor(
-        plan,
-        actors=given.workers,
-        options=options_of_actors(given.executor),
-        pin_thread=given.pin_thread,
-        trial=given.trial,
-    )
-
-
-KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
+KINDS: Final[Mapping[str, ExecutorKind]] = {
     "torch": ExecutorKind(what="torch's own iterator", start=None),
     "inline": ExecutorKind(
         what="the training process",
@@ -158,30 +148,53 @@ KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
         what="side processes",
         start=_start_processes,
         side_processes=True,
-        resizes=True,
-        needs_shared_memory=True,
-    ),
-    "ray": ExecutorKind(
-        what="actors of a Ray cluster, on this machine or on others",
-        start=_start_ray,
-        reads_streams=False,
-        side_processes=True,
-        resizes=True,
-        needs_shared_memory=True,
-        splits_batches=False,
-        elsewhere=True,
     ),
 }
 
 
-def name_of(executor: AnyExecutor) -> ExecutorName:
+def name_of(executor: AnyExecutor) -> str:
     """Return the name of an executor, which may have arguments of its own."""
     return "ray" if isinstance(executor, Ray) else executor
 
 
+def find_kind(executor: object) -> ExecutorKind | None:
+    """Return the traits of an executor; None: there is no such executor.
+
+    Raises:
+        OptionsError: It is that of another package, which cannot be loaded or gives something else.
+    """
+    if not isinstance(executor, str | Ray):
+        return None
+    name = name_of(executor)
+    found = KINDS.get(name) or registry.executor(name)
+    if not isinstance(found, ExecutorKind | None):
+        raise OptionsError(
+            f"executor={name!r} is registered as {found!r}, which is no ExecutorKind."
+        )
+    return found
+
+
 def kind_of(executor: AnyExecutor) -> ExecutorKind:
-    """Return the traits of an executor."""
-    return KINDS[name_of(executor)]
+    """Return the traits of an executor.
+
+    Raises:
+        OptionsError: There is no such executor.
+    """
+    found = find_kind(executor)
+    if found is None:
+        raise _unknown(executor)
+    return found
+
+
+def executor_names() -> list[str]:
+    """Return the names of all executors."""
+    return [*KINDS, *registry.executor_names()]
+
+
+def _unknown(executor: object) -> OptionsError:
+    own = [name for name, kind in KINDS.items() if not kind.is_torch]
+    known = ", ".join(map(repr, [*own, *registry.executor_names()]))
+    return OptionsError(f"executor is {executor!r}; there are {known}.")
 
 
 def executor_for(asked: AnyExecutor, *, stream: bool, workers: int) -> AnyExecutor:
@@ -233,15 +246,12 @@ def room_elsewhere(executor: AnyExecutor, ranks: int) -> int | None:
         OptionsError: What it needs is not installed.
         WorkerError: No cluster can be reached or started.
     """
-    if not kind_of(executor).elsewhere:
-        return None
-    from lightning_fastdata.executors.ray.cluster_seen import room_for_actors
-
-    return room_for_actors(options_of_actors(executor), ranks)
+    room = kind_of(executor).room_elsewhere
+    return None if room is None else room(executor, ranks)
 
 
 def open_executor(plan: FetchPlan, given: Resources) -> Executor:
-    """Start an executor of :data:`KINDS`, not ``"torch"``.
+    """Start an executor, not ``"torch"``.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
@@ -249,17 +259,18 @@ def open_executor(plan: FetchPlan, given: Resources) -> Executor:
     from lightning_fastdata.batches.slots import shared_slots_supported
 
     executor = given.executor
-    kind = KINDS.get(name_of(executor))
-    if kind is None or kind.start is None:
-        known = [repr(each) for each, kind in KINDS.items() if not kind.is_torch]
-        raise OptionsError(f"executor is {executor!r}; there are {', '.join(known)}.")
+    kind = kind_of(executor)
+    if kind.start is None:
+        raise _unknown(executor)
     if isinstance(plan.dataset, IterableDataset) and not kind.reads_streams:
         raise OptionsError(
             f"executor is {executor!r}, which reads by index, and "
             f"{type(plan.dataset).__name__} is a stream. Use 'workers' or 'inline'."
         )
-    if kind.needs_shared_memory and not shared_slots_supported():
-        raise OptionsError(f"executor {executor!r} needs Linux; use 'torch' or 'inline' here.")
+    if kind.side_processes and not shared_slots_supported():
+        raise OptionsError(
+            f"executor {executor!r} needs memory files of Linux; use 'torch' or 'inline' here."
+        )
     return kind.start(plan, given)
 
 

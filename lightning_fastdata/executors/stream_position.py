@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.stream_state import (
-    HasBatchSize,
     counts_samples,
     own_stream,
     tell_empty_pass,
@@ -192,16 +191,14 @@ class _Lane:
         self.digests: deque[tuple[int, int]] = deque(maxlen=_KEPT_DIGESTS)
 
     def position(self, batches: int) -> LanePosition:
-        if self.at_end is not None and batches == self.made:
-            state, iterator, generators = pickle.loads(self.at_end)  # from our own process
-            return LanePosition(
-                batches=batches, ended=True, state=state, iterator=iterator, generators=generators
-            )
-        before = [one for one in self.snapshots if one.batches <= batches]
-        state, iterator, generators = pickle.loads(before[-1].pickled)  # from our own process
-        skip = batches - before[-1].batches
+        at_end = self.at_end if batches == self.made else None
+        kept = [one for one in self.snapshots if one.batches <= batches]
+        last = kept[-1] if at_end is None else Snapshot(batches, at_end)
+        state, iterator, generators = pickle.loads(last.pickled)  # from our own process
+        skip = batches - last.batches
         return LanePosition(
             batches=batches,
+            ended=at_end is not None,
             state=state,
             iterator=iterator,
             skip=skip,
@@ -341,7 +338,7 @@ class StreamHistory:
         # It gives what was read to the workers in turn, in batches of its own size. So each lane
         # gets a state of its own, as if the turn had come to it just now.
         workers, size = max(1, self.workers), self._batch_size or 1
-        own = stream.batch_size if isinstance(stream, HasBatchSize) else size
+        own = getattr(stream, "batch_size", size)  # whatever those of the loader have
         whole = math.lcm(own, size) // size
         most = len(stream) if isinstance(stream, Sized) else math.inf
         for batches in range(lane.batches - lane.batches % whole, 0, -whole):

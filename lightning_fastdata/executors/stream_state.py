@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.indices import Stateful
 from lightning_fastdata.randomness.global_generators import DrawWatch
-from lightning_fastdata.tree import held_by, is_a, leaves
+from lightning_fastdata.tree import has_method, held_by, is_a, leaves
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.stream_position import LanePosition
 
 _SHARE: Final = 0.01
 """Of the time that taking states may cost."""
@@ -52,18 +55,6 @@ class CountedState(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go on from a state."""
-
-
-@runtime_checkable
-class HasBatchSize(Protocol):
-    """A stream that reckons with batches of its own size, whatever those of the loader have."""
-
-    batch_size: int
-
-
-@runtime_checkable
-class _Resets(Protocol):
-    def reset_state_dict(self) -> None: ...
 
 
 def own_stream(dataset: Any) -> Any:
@@ -190,17 +181,6 @@ def _some_of(leaf: object) -> str:
     return repr(leaf)
 
 
-class _Begin(Protocol):
-    """Where a pass begins."""
-
-    @property
-    def state(self) -> dict[str, Any] | None: ...
-    @property
-    def iterator(self) -> dict[str, Any] | None: ...
-    @property
-    def from_start(self) -> bool: ...
-
-
 class StateTaker:
     """Takes the states of one stream between its batches, where that costs next to nothing.
 
@@ -277,7 +257,7 @@ class StateTaker:
             _state_of(self._iterator) if tells_state(self._iterator) else None,
         )
 
-    def samples(self, begin: _Begin) -> Iterator[Any]:
+    def samples(self, begin: LanePosition) -> Iterator[Any]:
         """Begin the pass, where :meth:`begin` was told the same state."""
         stream: Any = self._stream
         kept = True
@@ -310,7 +290,7 @@ class StateTaker:
         ``samples`` were read before in this epoch.
         """
         self._next_s, self._told = 0.0, False
-        if self._loaded and isinstance(self._stream, _Resets):
+        if self._loaded and has_method(self._stream, "reset_state_dict"):
             # It would go on from what it was given for another pass, in the epoch of that.
             self._stream.reset_state_dict()
             tell_epoch(self._dataset, epoch)

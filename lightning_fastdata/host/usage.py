@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import CpuThrottling, counters, read_cpu_throttling, read_text
@@ -26,16 +25,6 @@ _BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
 _ALONE: Final = 1 << 56
 """In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
-
-
-class ReadBytes(NamedTuple):
-    """Bytes that one process has read since it began."""
-
-    asked_bytes: int
-    """What read calls returned, cached or not (``rchar``); memory maps are not in it."""
-    storage_bytes: int
-    """What was fetched from storage (``read_bytes``): the file cache serves the rest. Network file
-    systems may count nothing here."""
 
 
 class CpuUse(NamedTuple):
@@ -57,18 +46,10 @@ class HostUsage:
     """When it was read, in seconds of a monotonic clock."""
     workers: int
     """Side processes of this process that are alive."""
-    cpu_pressure_us: int | None = None
-    """Time in which something on the machine was ready to run but had no CPU."""
-    io_pressure_us: int | None = None
-    """Time in which something on the machine waited for storage."""
     throttling: CpuThrottling | None = None
     """Of the most throttled cgroup around this process."""
-    read: Mapping[int, ReadBytes]
-    """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
     """Of the machine, and of this process with its workers."""
-    shm_used_share: float | None = None
-    """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 
 
 class SpentTime(NamedTuple):
@@ -146,27 +127,6 @@ def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int
     """Nanoseconds in which main threads were ready to run without a CPU, by process, if counted."""
     texts = {each: _text_of(each, "schedstat", root).split() for each in processes}
     return {each: int(text[1]) for each, text in texts.items() if len(text) > 1}
-
-
-def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
-    """Bytes that each process has read, by its number; without those for which it is not known."""
-    texts = {process: counters(_text_of(process, "io", root)) for process in processes}
-    return {
-        process: ReadBytes(counts["rchar"], counts["read_bytes"])
-        for process, counts in texts.items()
-        if "rchar" in counts and "read_bytes" in counts
-    }
-
-
-def read_pressure(resource: Literal["cpu", "io"], *, root: Path = Path("/")) -> int | None:
-    """Microseconds in which at least one task of the machine waited for a resource.
-
-    https://docs.kernel.org/accounting/psi.html; None where the kernel keeps no such file.
-    """
-    for line in (read_text(root, f"/proc/pressure/{resource}") or "").splitlines():
-        if line.startswith("some ") and line.rpartition(" total=")[2].isdecimal():
-            return int(line.rpartition(" total=")[2])
-    return None
 
 
 class Pages(NamedTuple):
@@ -279,29 +239,16 @@ def name_of_machine() -> str | None:
 
 def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:
     """Read the counters, in about a millisecond; workers are given by process number."""
-    processes = [os.getpid(), *workers]
     return HostUsage(
         at_s=at_s,
         workers=len(workers),
-        cpu_pressure_us=read_pressure("cpu", root=root),
-        io_pressure_us=read_pressure("io", root=root),
         throttling=read_cpu_throttling(root=root),
-        read=read_io(processes, root=root),
-        cpu=read_cpu_use(processes, root=root),
-        shm_used_share=_used_share(root / "dev" / "shm"),
+        cpu=read_cpu_use([os.getpid(), *workers], root=root),
     )
 
 
 def _text_of(process: int, name: str, root: Path) -> str:
     return read_text(root, f"/proc/{process}/{name}") or ""
-
-
-def _used_share(folder: Path) -> float | None:
-    try:
-        disk = shutil.disk_usage(folder)
-    except OSError:
-        return None
-    return disk.used / disk.total if disk.total else None
 
 
 @dataclass(frozen=True, slots=True)

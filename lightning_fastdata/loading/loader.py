@@ -16,11 +16,10 @@ from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import (
-    KINDS,
     AnyExecutor,
     able_to_read_on,
+    find_kind,
     kind_of,
-    name_of,
 )
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.position import (
@@ -504,8 +503,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             WorkerError: They cannot be had, or the dataset holds by now what forked processes must
                 not share.
         """
-        streamed = isinstance(self.dataset, IterableDataset)
-        if workers < 1 or not self.num_workers or streamed or not kind_of(self.executor).resizes:
+        go = kind_of(self.executor).side_processes and not isinstance(self.dataset, IterableDataset)
+        if workers < 1 or not self.num_workers or not go:
             raise OptionsError(
                 f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
                 f"num_workers={self.num_workers}: only 'workers' and 'ray' of a map-style dataset "
@@ -679,7 +678,7 @@ def _asked(
 ) -> tuple[AnyExecutor | Literal["auto"], int | Literal["auto"]]:
     """Return who is to read and how many, where None means what it means to torch."""
     if num_workers is None:
-        kind = KINDS.get(name_of(cast("AnyExecutor", executor)))
+        kind = find_kind(executor)
         num_workers = "auto" if kind is not None and kind.elsewhere else 0
     if executor is None and num_workers == "auto" and not may_start_processes():
         return "torch", 0

@@ -659,10 +659,10 @@ def _open_executor(
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
     default = collate_fn is collate_samples
     default = default and makes_batches(settings)
-    in_rows = kind_of(executor).needs_shared_memory and default and not streamed
+    in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
     default = default and not gathered
-    splits = kind_of(executor).splits_batches and default
+    splits = default and not kind_of(executor).elsewhere
     ahead = settings.num_workers * (settings.prefetch_factor or 2)
     if not streamed:
         split = splits and not reads_together(settings.dataset)
@@ -785,7 +785,7 @@ def splits_batches(loader: Loader) -> bool:
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
     default = loader.collate_fn in (default_collate, collate_samples) and not drawn
-    whole = not kind_of(loader.executor).splits_batches or reads_together(loader.dataset)
+    whole = kind_of(loader.executor).elsewhere or reads_together(loader.dataset)
     return default and makes_batches(loader) and not whole
 
 

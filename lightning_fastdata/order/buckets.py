@@ -12,7 +12,6 @@ import numpy as np
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.balance import dealt
 from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
 from lightning_fastdata.order.epoch_order import (
     KeepsEpochs,
@@ -26,12 +25,17 @@ from lightning_fastdata.order.epoch_order import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from lightning_fastdata.order.epoch_order import Ints
 
 Cost: TypeAlias = Literal["linear", "quadratic"]
 _POWERS: Final = {"linear": 1.0, "quadratic": 2.0}
 _ORDER_OF_GROUPS: Final = 0x5BD1E995
 """Mixed into the seed, as the order of batches is drawn apart from that of samples."""
+_BY_LOAD: Final = 4096
+"""Steps whose batches are given to ranks by what each has had; those of the others are nearly of
+one cost, and go in turn."""
 
 
 class BucketBatchSampler(BatchSampler):
@@ -298,3 +302,24 @@ class BucketOrder(SharedOrder):
         longest = np.maximum.reduceat(lengths, edges[:-1])
         costs = np.diff(edges) * np.maximum(longest, 1.0) ** self.buckets.power
         return dealt(costs.reshape(-1, self.world_size))[:, self.rank]
+
+
+def dealt(costs: NDArray[np.float64]) -> Ints:
+    """Return the number of the batch that each rank gets of each step, int64 [steps, ranks].
+
+    What ranks have in the end differs by little, unless the batches of one step differ by more
+    than those of all others together.
+
+    Args:
+        costs: Of the batches of each step [steps, ranks].
+    """
+    dearest = np.argsort(-costs, axis=1, kind="stable")
+    by_spread = np.argsort(np.min(costs, axis=1) - np.max(costs, axis=1), kind="stable")
+    given = dearest.copy()
+    given[by_spread[1::2]] = dearest[by_spread[1::2], ::-1]
+    loads = np.take_along_axis(costs, given, axis=1)[by_spread[_BY_LOAD:]].sum(axis=0)
+    for step in by_spread[:_BY_LOAD]:
+        # Who has least so far gets the dearest batch.
+        given[step, np.argsort(loads, kind="stable")] = dearest[step]
+        loads += costs[step, given[step]]
+    return given

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
-import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from numbers import Real
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -20,10 +20,11 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.checks import check_whole
 from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
-from lightning_fastdata.order.interleave import Interleaving
-from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method
-from lightning_fastdata.types import Batch, SetsEpoch
+from lightning_fastdata.types import Batch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.order.epoch_order import Ints
 
 Weights: TypeAlias = Mapping[str, float]
 """Of each part, by its name; only their ratios count."""
@@ -33,7 +34,8 @@ Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
 _TOGETHER: Final = 2**10
 """Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
 _KEPT: Final = 64
-_NONE: Final = object()
+_WHOLE: Final = 2**20
+"""Weights count in parts of this: products with 2**42 samples are exact."""
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
@@ -41,32 +43,29 @@ class Mixture(Dataset[Any]):
     """Several datasets as one map-style dataset, which has an order of its own.
 
     In any 1,000 samples in a row the number from each part is within 4 of its weight (within 7
-    where weights change), see :mod:`.interleave`. A part is read in passes over it, each in another
-    order; how many there were, :meth:`epochs` tells. Sample ``i`` is the ``i``-th of the epoch, and
-    follows from seed, weights and epoch: any loader that reads the dataset in its own order, on any
-    number of ranks, reads the mixture. Draws within a sample are keyed by its place, so that a
-    sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does not
-    shuffle it, resumes it exactly, and logs the proportions.
+    where weights change), see :class:`Interleaving`. A part is read in passes over it, each in
+    another order; how many there were, :meth:`epochs` tells. Sample ``i`` is the ``i``-th of the
+    epoch, and follows from seed, weights and epoch: any loader that reads the dataset in its own
+    order, on any number of ranks, reads the mixture. Draws within a sample are keyed by its place,
+    so that a sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does
+    not shuffle it, resumes it exactly, and logs the proportions.
 
     A :class:`PackedDataset` or another mixture may be a part; a pass over it is one of its epochs.
-
-    An iterable dataset may be a part. It is read in its own order by each process that reads, which
-    drops what others get: read it with one worker. At its end it begins anew.
 
     Args:
         datasets: The parts, by name.
         weights: Of each part, from 0; or, by the number of the first step from which they hold,
             the first of them 0. Default: the lengths of the parts.
         length: Samples of an epoch. Default: those of all parts.
-        samples_a_step: Of all ranks, in the steps in which ``weights`` and :meth:`set_weights`
-            count. Default: 1, which counts samples.
+        samples_a_step: Of all ranks, in the steps in which ``weights`` count. Default: 1, which
+            counts samples.
         seed: Of the order within the parts.
         shuffle: Whether each pass over a part has another order, or that of the part.
 
     Raises:
         DatasetError: There is no part, one is empty, or one is no dataset.
-        OptionsError: Weights are negative, sum up to 0 or name other parts, a schedule does not
-            begin at 0, or the length of an epoch is not known.
+        OptionsError: Weights are negative, sum up to 0 or name other parts, or a schedule does not
+            begin at 0.
 
     Example:
         >>> mixture = Mixture({"a": "xyz", "b": range(4)}, {"a": 1, "b": 3}, shuffle=False)
@@ -91,28 +90,15 @@ class Mixture(Dataset[Any]):
         lengths = {name: _length_of(part, name) for name, part in self.datasets.items()}
         if not lengths:
             raise DatasetError("A Mixture needs a part at least: Mixture({'name': dataset}, ...).")
-        known = [number for number in lengths.values() if number is not None]
-        whole = sum(known) if len(known) == len(lengths) else None
         check_whole(length=length, samples_a_step=samples_a_step)
-        if whole is None and (length is None or weights is None):
-            raise OptionsError(
-                "A part of the Mixture is a stream, which has no length: give weights=, and say by "
-                "length= how many samples an epoch has."
-            )
-        self.length = int(length or whole or 0)
+        self.length = int(length or sum(lengths.values()))
         self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
         self.epoch = 0
         self._lengths = lengths
         schedule = _schedule(lengths if weights is None else weights)
-        self._made_with = {
-            step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()
-        }
-        self._set(self._made_with)
-        self._streams = {
-            name: _Stream(part, name)
-            for name, part in self.datasets.items()
-            if isinstance(part, IterableDataset)
-        }
+        self._set(
+            {step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()}
+        )
 
     def __len__(self) -> int:
         return self.length
@@ -124,17 +110,12 @@ class Mixture(Dataset[Any]):
     def of_epoch(self, index: int, epoch: int) -> Batch:
         """Return the sample at a place of any epoch."""
         name, row, number = self._found(index, epoch)
-        if name in self._streams:
-            return self._streams[name].get(row)
         part = self.datasets[name]
         # What has other samples in each epoch is to have the same ones throughout a pass.
         return part.of_epoch(row, number) if has_method(part, "of_epoch") else part[row]
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the part that the sample at a place is of, and its index there.
-
-        Of a stream, that is how many of its samples come before it, in all epochs.
-        """
+        """Return the part that the sample at a place is of, and its index there."""
         return self._found(index, self.epoch)[:2]
 
     def _found(self, index: int, epoch: int) -> tuple[str, int, int]:
@@ -163,33 +144,12 @@ class Mixture(Dataset[Any]):
         """Return how many samples each part gave until so many samples of an epoch, of all."""
         return self._order.counts(epoch * self.length + samples)
 
-    def epochs(self, epoch: int, samples: int = 0) -> dict[str, float | None]:
-        """Return how many passes over each part were made until then; None of a stream."""
+    def epochs(self, epoch: int, samples: int = 0) -> dict[str, float]:
+        """Return how many passes over each part were made until then."""
         return {
-            name: None if (length := self._lengths[name]) is None else number / length
+            name: number / self._lengths[name]
             for name, number in self.counts(epoch, samples).items()
         }
-
-    def set_weights(self, weights: Weights, at_step: int | None = None) -> None:
-        """Set the weights that hold from a step on; those of later steps are forgotten.
-
-        Samples that were read ahead of that step stay what they are: a step within the epoch that
-        runs has to be known when it begins.
-
-        Args:
-            weights: Of each part.
-            at_step: The step of the training, counted from 0. Default: the next epoch's first.
-
-        Raises:
-            OptionsError: Weights are negative, sum up to 0 or name other parts, or ``at_step`` is
-                no whole number from 0.
-        """
-        if at_step is not None and not _is_step(at_step):
-            raise OptionsError(f"at_step is {at_step!r}; give a whole number, at least 0.")
-        next_epoch = (self.epoch + 1) * self.length
-        first = next_epoch if at_step is None else int(at_step) * self.samples_a_step
-        before = {start: each for start, each in self._schedule.items() if start < first}
-        self._set({**before, first: _checked(weights, self._lengths)})
 
     def _set(self, schedule: dict[int, dict[str, float]]) -> None:
         self._schedule = schedule
@@ -198,13 +158,9 @@ class Mixture(Dataset[Any]):
     # -- going on ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights, those that were set included, as plain data.
-
-        The loader knows the place.
-        """
+        """Return the weights as plain data; the loader knows the place."""
         return {
             "weights": [[start, dict(each)] for start, each in self._schedule.items()],
-            "made_with": [[start, dict(each)] for start, each in self._made_with.items()],
             "lengths": dict(self._lengths),
             "seed": self.seed,
         }
@@ -237,20 +193,14 @@ class Mixture(Dataset[Any]):
     def go_on_at(self, epoch: int, samples: int) -> None:
         """Go on behind so many samples of an epoch, with the state that was loaded.
 
-        Made with the same weights as the mixture of that state, this one takes all of its weights:
-        what :meth:`set_weights` set there holds, also from later steps on, and what it set here
-        before is forgotten. Made with other weights, it has those from this place on, and what was
-        set there holds no more; what came before was by the weights of the state.
+        From this place on it has the weights that it was made with; what came before was by those
+        of the state.
         """
         saved = vars(self).pop("_saved", None)
         if saved is None:
             return
         none = dict.fromkeys(self._lengths, 0.0)
         before = {int(start): {**none, **each} for start, each in saved["weights"]}
-        made_with = {int(start): each for start, each in saved.get("made_with", ())}
-        if made_with == self._made_with:
-            self._set(before)
-            return
         place = epoch * self.length + samples
         now = self._order.segment(place).weights
         joined = {start: each for start, each in before.items() if start < place}
@@ -259,14 +209,13 @@ class Mixture(Dataset[Any]):
         self._set(joined | {at: each for at, each in self._schedule.items() if at > place})
 
 
-def _length_of(part: Any, name: str) -> int | None:
+def _length_of(part: Any, name: str) -> int:
     length = dataset_length(part)
-    if isinstance(part, IterableDataset):
-        return None
-    if length is None or not hasattr(part, "__getitem__"):
+    stream = isinstance(part, IterableDataset)
+    if stream or length is None or not hasattr(part, "__getitem__"):
         raise DatasetError(
             f"Part {name!r} of the Mixture is a {type(part).__name__}. Give a dataset with "
-            "__getitem__() and __len__(), or an IterableDataset."
+            "__getitem__() and __len__()."
         )
     if length == 0:
         raise DatasetError(f"Part {name!r} of the Mixture is empty. Leave it out.")
@@ -326,7 +275,7 @@ class _Order:
     """Which sample of which part each of the samples of all epochs is."""
 
     names: tuple[str, ...]
-    lengths: tuple[int | None, ...]
+    lengths: tuple[int, ...]
     seeds: tuple[int | None, ...]
     """Of the orders of the parts; None: as they are."""
     segments: tuple[_Segment, ...]
@@ -335,7 +284,7 @@ class _Order:
     def of(
         cls,
         schedule: Mapping[int, Mapping[str, float]],
-        lengths: Mapping[str, int | None],
+        lengths: Mapping[str, int],
         seed: int,
         *,
         shuffle: bool,
@@ -380,8 +329,6 @@ class _Order:
     def _rows(self, part: int, numbers: Any) -> tuple[Any, Any]:
         """Return indices in a part, and passes over it, by how many of its samples come before."""
         length, seed = self.lengths[part], self.seeds[part]
-        if length is None:
-            return numbers, 0
         passes, rows = np.divmod(numbers, length)
         for number in np.unique(passes) if seed is not None else ():
             order = KeyedPermutation(length, seed=seed or 0, epoch=int(number))
@@ -401,44 +348,77 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-class _Stream:
-    """The samples of a stream by their number, over all passes; best asked for in their order."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    left: _Pair | int
+    right: _Pair | int
+    share: int
+    """Of ``left``, out of ``of``."""
+    of: int
 
-    def __init__(self, stream: IterableDataset[Any], name: str) -> None:
-        self._stream, self._name = stream, name
-        self._samples: Iterator[Any] | None = None
-        self._next = self._process = 0
-        self._last: Batch = None
+    def lefts(self, numbers: Any) -> Any:
+        """Return how many of the first so many are of ``left``."""
+        return (2 * numbers * self.share + self.of) // (2 * self.of)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_samples": None, "_last": None}
 
-    def get(self, number: int) -> Batch:
-        """Return a sample; those before it that were not asked for are read and dropped.
+class Interleaving:
+    """An endless sequence of the numbers of parts, each as often as its weight says.
 
-        The last one may be asked for once more. Before that, the stream is read from its start.
-        """
-        samples = self._samples if self._process == os.getpid() else None
-        if samples is None or number < self._next - 1:
-            samples, self._next, self._process = self._passes(), 0, os.getpid()
-        self._samples = None  # until it is known that this reads on
-        with unsplit_stream():
-            while self._next <= number:
-                self._last = next(samples)
-                self._next += 1
-        self._samples = samples
-        return self._last
+    Every run of it holds each part in proportion, with random access. Two parts are interleaved as
+    the pixels of a straight line are: of the first ``n`` samples, ``floor(n * share + 1/2)`` are of
+    the one. Such a sequence is balanced (Morse and Hedlund, "Symbolic Dynamics II: Sturmian
+    Trajectories", American Journal of Mathematics 62, 1940): in any run of ``L`` samples each part
+    comes less than once more or less than ``L`` times its share. More parts are interleaved two by
+    two along Huffman's tree of their weights ("A Method for the Construction of Minimum-Redundancy
+    Codes", Proceedings of the IRE 40, 1952). A part is then off by less than the sum of
+    ``weight / weight of the group`` over the groups that it is in, itself included and the whole
+    excluded. Along Huffman's tree these weights grow at least as the Fibonacci numbers do, so that
+    it is less than the sum of their reciprocals, 3.36, for any number of parts, run and weights.
 
-    def _passes(self) -> Iterator[Any]:
-        for number in count():
-            if isinstance(self._stream, SetsEpoch):
-                self._stream.set_epoch(number)
-            sample = _NONE
-            for sample in self._stream:
-                yield sample
-            if sample is _NONE:
-                raise DatasetError(
-                    f"Part {self._name!r} of the Mixture, a {type(self._stream).__name__}, gave no "
-                    f"sample in pass {number}. A stream has to begin anew when it is iterated "
-                    "again."
-                )
+    Args:
+        weights: Of each part, at least 0; not all of them 0. They count in millionths of their sum.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        total = sum(weights)
+        numbers = count()
+        heap: list[tuple[int, int, _Pair | int]] = [
+            (max(1, round(weight / total * _WHOLE)), next(numbers), part)
+            for part, weight in enumerate(weights)
+            if weight > 0
+        ]
+        self.parts = len(weights)
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            (one, _, right), (other, _, left) = heapq.heappop(heap), heapq.heappop(heap)
+            pair = _Pair(left, right, other, one + other)
+            heapq.heappush(heap, (one + other, next(numbers), pair))
+        self._root = heap[0][2]
+
+    def at(self, places: Ints) -> tuple[Ints, Ints]:
+        """Return the part at each place, and how many of that part come before it; int64."""
+        parts, before = np.empty_like(places), np.empty_like(places)
+        waiting = [(self._root, np.arange(len(places)), places)]
+        while waiting:
+            node, which, numbers = waiting.pop()
+            if not isinstance(node, _Pair):
+                parts[which], before[which] = node, numbers
+                continue
+            lefts = node.lefts(numbers)
+            is_left = node.lefts(numbers + 1) > lefts
+            waiting.append((node.left, which[is_left], lefts[is_left]))
+            waiting.append((node.right, which[~is_left], (numbers - lefts)[~is_left]))
+        return parts, before
+
+    def counts(self, samples: int) -> list[int]:
+        """Return how many of the first so many samples are of each part."""
+        found = [0] * self.parts
+        waiting = [(self._root, samples)]
+        while waiting:
+            node, number = waiting.pop()
+            if isinstance(node, _Pair):
+                left = node.lefts(number)
+                waiting += [(node.left, left), (node.right, number - left)]
+            else:
+                found[node] = number
+        return found

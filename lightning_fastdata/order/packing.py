@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -10,7 +12,6 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.order.best_fit import best_fit
 from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
 from lightning_fastdata.order.epoch_order import (
     KeepsEpochs,
@@ -234,3 +235,33 @@ def _row(given: Any, name: str) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         why = f"a {type(given).__name__} of which torch makes no tensor ({error})"
     raise DatasetError(f"{name} is {why}; give whole numbers in a row.")
+
+
+def best_fit(lengths: Ints, tokens: int) -> Ints:
+    """Return the number of the pack of each document, int64 [documents].
+
+    Best fit decreasing: documents come the longest first, and each goes where the least room is
+    left that suffices.
+
+    Args:
+        lengths: Of the documents, the longest first, from 1 to ``tokens``.
+        tokens: Tokens of a pack.
+    """
+    numbers, packs = [], 0
+    rooms: list[int] = []  # that packs have left, in order
+    having: defaultdict[int, list[int]] = defaultdict(list)  # room -> packs
+    for length in lengths.tolist():
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            pack = having[room].pop()
+            if not having[room]:
+                del rooms[place]
+        else:
+            room, pack, packs = tokens, packs, packs + 1
+        numbers.append(pack)
+        if room > length:
+            if not having[room - length]:
+                insort(rooms, room - length)
+            having[room - length].append(pack)
+    return np.array(numbers, np.int64)

@@ -17,15 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
-from lightning_fastdata.executors.kinds import KINDS, AnyExecutor
-from lightning_fastdata.executors.ray import Ray
+from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find_kind
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
 C = TypeVar("C", bound=type)
 
 _PACKAGE: Final = __name__.partition(".")[0] + "."
-_EXECUTORS: Final = ("auto", *KINDS)
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _INSTEAD: Final = {
     "tune": 'Workers are tuned with num_workers="auto", and not with a number of them.',
@@ -60,8 +58,8 @@ def check_callable(name: str, value: object, takes: str) -> None:
 
 
 def _check_executor(executor: object) -> None:
-    if not isinstance(executor, Ray):
-        check_among("executor", executor, _EXECUTORS)
+    if executor != "auto" and find_kind(executor) is None:
+        check_among("executor", executor, ("auto", *executor_names()))
 
 
 def check_whole(name: str, value: object, lowest: int) -> None:

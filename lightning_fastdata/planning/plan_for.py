@@ -491,7 +491,7 @@ def plan_loader(
             count,
             prefetch=prefetch,
             batch_size=spec.batch_size or 1,
-            split=facts.split and kind.splits_batches,
+            split=facts.split and not kind.elsewhere,
         )
         prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
@@ -548,7 +548,7 @@ def _why_untuned(
         return "whether workers pay at all is measured as the training begins"
     if not workers:
         return "what the training process has opened by then, workers may not share"
-    if not kind_of(executor).resizes:
+    if not kind_of(executor).side_processes:
         return f"executor={executor!r} has no workers that come and go"
     if not machine.shared_memory:
         return "this system has no memory files for side processes"

@@ -15,6 +15,7 @@ from lightning_fastdata.plugin.seams.internals import attributes_of, loaders_own
 from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
 from lightning_fastdata.plugin.seams.trainer import hide_loggers
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
+from lightning_fastdata.prove.loaders import batches_in
 from lightning_fastdata.prove.session import Session, TrialEndedError
 from lightning_fastdata.prove.settings import ProveSettings
 from lightning_fastdata.prove.trials import Trial
@@ -147,7 +148,7 @@ class ProvingHooks:
             )
         if stage == "train":
             train = list(flattened(loaders))
-            session.validations = _validations(*self._every, _length(train[0])) if train else 0.0
+            session.validations = _validations(*self._every, batches_in(train[0])) if train else 0.0
             session.advance()
             self._advanced = True
         return mapped(self._loaders[stage], lambda one: one)  # Lightning keeps counts in its form
@@ -202,16 +203,9 @@ def _save_nothing(*_: object, **__: object) -> None:
     """Take the place of ``trainer.save_checkpoint``."""
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _limit(loader: object, limit: float | int | None) -> int | None:
     """Return the batches that a limit of the trainer leaves; None: all of them."""
-    length = _length(loader)
+    length = batches_in(loader)
     if isinstance(limit, float):
         return None if length is None or limit >= 1.0 else max(1, int(length * limit))
     return limit

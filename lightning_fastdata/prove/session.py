@@ -30,7 +30,6 @@ from lightning_fastdata.prove.trials import (
     Block,
     Trial,
     Turn,
-    as_dict,
     candidate,
     epoch_s,
     middle_step_s,
@@ -570,7 +569,7 @@ class Session:
     def _write(self) -> None:
         turn = self._turn
         self.trial.facts["now"] = "" if turn is None else f"{turn.phase}: {turn.arm}"
-        write_atomically(self.file, json.dumps(as_dict(self.trial)))
+        write_atomically(self.file, json.dumps(asdict(self.trial)))
 
 
 def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) -> Iterator[Batch]:

@@ -39,6 +39,8 @@ _KNOWN: Final = 99.0
 """The upper end of an interval above which the interval says nothing."""
 _UNSURE: Final = 1.1
 """An upper end above which it is said that one cannot be sure of nothing."""
+_UNMEASURED: Final = "no training step was measured"
+_MORE_TIME: Final = "More time, or a quieter machine, would tell."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,44 +171,42 @@ def conclude(trial: Trial) -> Conclusion:
         return Conclusion(
             trial=trial, outcome="change", verdict=verdict, remedy=name, gain=gain, code=tuple(code)
         )
+    outcome, verdict = _without_a_change(trial)
+    return Conclusion(trial=trial, outcome=outcome, verdict=verdict)
+
+
+def _without_a_change(trial: Trial) -> tuple[Outcome, str]:
+    """Return what a trial comes to that recommends nothing, and the sentence that says it."""
     if not log_gains(trial.blocks, FREE, "bound"):
-        why = trial.stopped or "no training step was measured"
-        return Conclusion(trial=trial, outcome="not known", verdict=f"Nothing is known: {why}.")
+        return "not known", f"Nothing is known: {trial.stopped or _UNMEASURED}."
     bound = bound_of(trial)
-    share = min(1.0, 1 / bound.factor)
     if bound.factor < LEAST_GAIN and bound.high > _UNSURE:
-        verdict = (
+        return "not known", (
             f"Not decided: free data would bring {bound.factor:.2f}x, which is not sure yet "
-            f"({_interval(bound)}). More time, or a quieter machine, would tell."
+            f"({_interval(bound)}). {_MORE_TIME}"
         )
-        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
     if bound.factor < LEAST_GAIN:
-        verdict = (
-            f"Nothing to gain: the model takes {share:.0%} of the time, and free data would bring "
-            f"{max(bound.factor, 1.0):.2f}x at most."
+        share = min(1.0, 1 / bound.factor)
+        return "nothing to gain", (
+            f"Nothing to gain: the model takes {share:.0%} of the time, and free "
+            f"data would bring {max(bound.factor, 1.0):.2f}x at most."
         )
-        return Conclusion(trial=trial, outcome="nothing to gain", verdict=verdict)
     free = f"free data would bring {bound.factor:.2f}x"
-    unsure = unsure_of(trial)
+    unsure, untried = unsure_of(trial), untried_of(trial)
     if unsure is not None:
         name, gain = unsure
-        verdict = (
+        return "not known", (
             f"Not decided: {name} seems to bring {gain.factor:.2f}x ({_interval(gain)}), which may "
-            "be chance. More time, or a quieter machine, would tell."
+            f"be chance. {_MORE_TIME}"
         )
-        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
-    untried = untried_of(trial)
-    if trial.ended and untried:
-        verdict = f"Not decided: {free}, and the time did not do for {', '.join(untried)}."
-        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
-    if trial.ended and not trial.remedies:
-        verdict = f"Nothing tried: {free}, and there is no change to try on this loader."
-        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
-    if trial.ended:
-        verdict = f"Nothing found: {free}, and no change that was tried brings 3 %."
-        return Conclusion(trial=trial, outcome="nothing found", verdict=verdict)
-    verdict = f"Not decided: {free}, and no change has been confirmed yet."
-    return Conclusion(trial=trial, outcome="not known", verdict=verdict)
+    if not trial.ended:
+        return "not known", f"Not decided: {free}, and no change has been confirmed yet."
+    if untried:
+        names = ", ".join(untried)
+        return "not known", f"Not decided: {free}, and the time did not do for {names}."
+    if not trial.remedies:
+        return "not known", f"Nothing tried: {free}, and there is no change to try on this loader."
+    return "nothing found", f"Nothing found: {free}, and no change that was tried brings 3 %."
 
 
 def _rows(trial: Trial) -> list[tuple[str, Gain | None]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from lightning_fastdata.prove.remedies import Refused, Remedy, together
@@ -327,6 +328,7 @@ def interval(logs: Sequence[float], *, tries: int = 1, spread: Spread | None = N
     return Gain(factor=math.exp(middle), low=math.exp(middle - half), high=high, pairs=len(logs))
 
 
+@functools.cache
 def student_quantile(probability: float, freedom: int) -> float:
     """Return the quantile of Student's t distribution, of a probability above a half."""
     low, high = 0.0, 1.0
@@ -409,13 +411,8 @@ def middle_step_s(asked_s: Sequence[float]) -> float:
     return (asked_s[end] - asked_s[begin]) / (end - begin)
 
 
-def as_dict(trial: Trial) -> dict[str, Any]:
-    """Return a trial as plain JSON types, from which `of_dict` makes it again."""
-    return asdict(trial)
-
-
 def of_dict(known: Mapping[str, Any]) -> Trial:
-    """Return the trial of what `as_dict` returned."""
+    """Return the trial of what `dataclasses.asdict` made plain."""
     remedies = {name: Remedy.of_dict(each) for name, each in known["remedies"].items()}
     return Trial(
         **{

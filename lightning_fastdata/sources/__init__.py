@@ -1,20 +1,26 @@
 """Where the bytes of samples come from: files, archives, databases and object storage.
 
-Each adapter is a thin layer over the library of its format, opens what it reads in the process
-that reads it, and may be sent to any process. :class:`SourceDataset` makes samples of their bytes.
+:class:`SourceDataset` makes samples of the bytes that a source gives. The sources of this package
+are loaded when they are first asked for.
 """
 
-from lightning_fastdata.sources.archives import TarSource, ZipSource
-from lightning_fastdata.sources.arrays import Hdf5Source, ZarrSource
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastdata.registry import from_ext
 from lightning_fastdata.sources.dataset import SourceDataset
-from lightning_fastdata.sources.files import FileSource, FsspecSource, ObjectSource
 from lightning_fastdata.sources.source import Raw, Source
-from lightning_fastdata.sources.tables import ArrowSource, LmdbSource, ParquetSource
+
+if TYPE_CHECKING:
+    from lightning_fastdata.ext.sources.archives import TarSource, ZipSource
+    from lightning_fastdata.ext.sources.arrays import Hdf5Source, ZarrSource
+    from lightning_fastdata.ext.sources.files import FileSource, ObjectSource
+    from lightning_fastdata.ext.sources.tables import ArrowSource, LmdbSource, ParquetSource
 
 __all__ = [
     "ArrowSource",
     "FileSource",
-    "FsspecSource",
     "Hdf5Source",
     "LmdbSource",
     "ObjectSource",
@@ -26,3 +32,11 @@ __all__ = [
     "ZarrSource",
     "ZipSource",
 ]
+
+# Type checkers would take any name for one of the package's.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return from_ext(name)

@@ -1,29 +1,18 @@
-"""Files as a source, on this machine or in object storage, and what reads them ahead."""
+"""The files that a dataset lists, and what reads them ahead."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import index as as_index
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 from torch.utils.data import Subset
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, require
 from lightning_fastdata.host import clock
-from lightning_fastdata.images.folder import FastImageFolder, files_of
-from lightning_fastdata.images.packed import PackedStrings
-from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, reads_ahead
-from lightning_fastdata.tree import has_method
-
-if TYPE_CHECKING:
-    import fsspec
-    from obstore.store import ObjectStore
+from lightning_fastdata.sources.source import reads_ahead
+from lightning_fastdata.tree import has_method, held
 
 _LOOKED_AT, _ONE_OF = 4, 8
 """By so many files, one of eight at most, it is known whether the others are in memory."""
@@ -32,7 +21,24 @@ _MOST_BYTES: Final = 4 << 20
 _QUICK_S: Final = 2e-4
 """To open a file that was just open; a network file system asks its server again."""
 ADVISABLE: Final = {"posix_fadvise", "RWF_NOWAIT"} <= vars(os).keys()
-_PARALLEL: Final = 64
+
+
+def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the files of samples, of a dataset that lists them as torchvision's folders do."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    if has_method(dataset, "path_of"):  # as FastImageFolder
+        named: Any = dataset
+        return tuple(named.path_of(index) for index in indices)
+    # Another class's property may open what is to be opened in the workers.
+    listed: object = held(dataset, "samples") or held(dataset, "imgs")
+    if not isinstance(listed, Sequence):
+        return None
+    found = [listed[index] for index in indices]
+    paths = [one[0] if isinstance(one, tuple | list) and one else one for one in found]
+    known = all(isinstance(path, str | bytes | os.PathLike) for path in paths)
+    return tuple(os.fsdecode(path) for path in paths) if known else None
 
 
 class ColdFiles:
@@ -75,7 +81,7 @@ class ListedFiles:
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        kept = isinstance(inner, FastImageFolder) and inner.pictures is not None
+        kept = held(inner, "pictures") is not None  # of FastImageFolder
         listed = has_method(inner, "__getitem__") and not reads_ahead(dataset)
         self._able = ADVISABLE and listed and not kept
 
@@ -91,35 +97,6 @@ class ListedFiles:
         self._able = files is not None
         if files is not None:
             self._cold.begin(files)
-
-
-class FileSource:
-    """A file a record.
-
-    Args:
-        paths: Of the files.
-        parallel_reads: As of :class:`Source`; more than 1 for a network file system.
-    """
-
-    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, parallel_reads: int = 1) -> None:
-        self.paths = PackedStrings(os.fspath(path) for path in paths)
-        self.parallel_reads = parallel_reads
-        self._cold = ColdFiles()
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def will_read(self, indices: Sequence[int]) -> None:
-        """Have the system begin to read files that are not in memory."""
-        self._cold.begin([self.paths[index] for index in indices])
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return the contents of files."""
-        return [Path(self.paths[index]).read_bytes() for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return the path of a file."""
-        return self.paths[index]
 
 
 def begin_to_read(descriptor: int, offset: int, size: int) -> None:
@@ -169,168 +146,3 @@ def _opens_quickly(path: str) -> bool:
         if opened is not None:
             os.close(opened[0])
     return min(times_s) < _QUICK_S
-
-
-class ObjectSource(OpenedInEachProcess["ObjectStore"]):
-    """An object a record, read by obstore, which also has retries, time-outs and credentials.
-
-    Its clients do not survive a fork, so each process opens its own, and one that was forked from a
-    process that has one refuses. Workers are such processes only if samples were read in the
-    training process before (``num_workers=0``).
-
-    Args:
-        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/path``, ``file:///``, ...
-        keys: Of the objects, below ``url``; None: all there are, in the order of their names. A
-            cache knows sizes and versions of those that were listed alone, and says so of others.
-        suffix: Of the keys that count, where all are listed.
-        parallel_reads: Objects that a worker asks for at once.
-        **config: For ``obstore.store.from_url``: ``config``, ``client_options``,
-            ``retry_config``, ``credential_provider``, ...
-
-    Raises:
-        MissingPackageError: obstore is not installed (``lightning-fastdata[objects]``).
-        DatasetError: The objects cannot be listed.
-    """
-
-    survives_forks = False
-
-    def __init__(
-        self,
-        url: str,
-        keys: Iterable[str] | None = None,
-        *,
-        suffix: str = "",
-        parallel_reads: int = _PARALLEL,
-        **config: Any,
-    ) -> None:
-        require("obstore", extra="objects", what="ObjectSource")
-        self.url = url.rstrip("/")
-        self.config = config
-        self.parallel_reads = parallel_reads
-        self.listed: str | None = None
-        """Digest of what the listing said of sizes and versions; None: the keys were given."""
-        if keys is None:
-            try:
-                keys, self.listed = self.asked_apart(partial(_list, self, suffix))
-            except DatasetError as error:
-                raise DatasetError(
-                    f"The objects of {self.url} cannot be listed: {error}. Check address and "
-                    "rights, or give their keys."
-                ) from error
-        self.keys = PackedStrings(keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def open(self) -> ObjectStore:
-        """Return a client of this process."""
-        from obstore.store import from_url
-
-        return from_url(self.url, **self.config)
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return the contents of objects, one after the other."""
-        import obstore
-
-        store = self.opened()
-        return [memoryview(obstore.get(store, self.keys[i]).bytes()) for i in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return the address of an object."""
-        return f"{self.url}/{self.keys[index]}"
-
-    def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these objects from others: without credentials, which change."""
-        if self.listed is None:
-            _tell_names_alone(self.keys)
-        return self.url, _endpoints(self.config), self.keys, self.listed
-
-
-def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
-    """Return the keys of all objects, and a digest of what is said of their sizes and versions."""
-    import obstore
-
-    found: dict[str, str] = {}
-    for page in obstore.list(source.open()):
-        for each in cast("Sequence[Mapping[str, Any]]", page):
-            if each["path"].endswith(suffix):
-                version = each.get("e_tag") or each.get("last_modified")
-                found[each["path"]] = f"{each['path']}\0{each['size']}\0{version}\n"
-    keys = sorted(found)
-    digest = hashlib.blake2b(digest_size=16)
-    for key in keys:
-        digest.update(found[key].encode())
-    return keys, digest.hexdigest()
-
-
-class FsspecSource(OpenedInEachProcess["fsspec.AbstractFileSystem"]):
-    """A file a record, of any file system that fsspec knows.
-
-    Args:
-        urls: Of the files, all of one file system: ``hf://...``, ``sftp://...``, ``memory://...``.
-        parallel_reads: Files that a worker asks for at once.
-        **storage_options: For the file system.
-
-    Raises:
-        OptionsError: There is no URL, or fsspec is not installed.
-    """
-
-    def __init__(
-        self, urls: Iterable[str], *, parallel_reads: int = _PARALLEL, **storage_options: object
-    ) -> None:
-        try:
-            import fsspec  # noqa: F401
-        except ImportError as error:
-            raise OptionsError("FsspecSource needs fsspec: pip install fsspec.") from error
-        self.urls = PackedStrings(urls)
-        self.storage_options = storage_options
-        self.parallel_reads = parallel_reads
-        if not len(self.urls):
-            raise OptionsError("FsspecSource got no URL; give at least one.")
-
-    def __len__(self) -> int:
-        return len(self.urls)
-
-    def open(self) -> fsspec.AbstractFileSystem:
-        """Return the file system, with connections of this process."""
-        import fsspec
-
-        # An instance that was made before a fork is not to be found again.
-        options = {**self.storage_options, "skip_instance_cache": True}
-        return fsspec.core.url_to_fs(self.urls[0], **options)[0]
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return the contents of files, one after the other."""
-        files = self.opened()
-        return [files.cat_file(self.urls[index]) for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return the address of a file."""
-        return self.urls[index]
-
-    def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these files from others: without credentials, which change."""
-        _tell_names_alone(self.urls)
-        return _endpoints(self.storage_options), self.urls
-
-
-def _tell_names_alone(names: PackedStrings) -> None:
-    warnings.warn(
-        f"A cache knows these {len(names):,} files by their names alone ({names[0]}, ...): if one "
-        "changes, its old bytes may be handed out. Have them listed (ObjectSource without keys), "
-        "or give the cache a key=... that you change when they change.",
-        FastDataWarning,
-        stacklevel=3,
-    )
-
-
-def _endpoints(options: object) -> list[str]:
-    """Return the addresses of servers among options."""
-    if not isinstance(options, Mapping):
-        return []
-    found = []
-    for name, value in options.items():
-        if isinstance(value, str) and "endpoint" in str(name).lower():
-            found.append(value)
-        found += _endpoints(value)
-    return sorted(found)

@@ -1,1 +1,1 @@
-"""Who did what when: stamps of batches, operations and lines."""
+"""Who did what when: stamps of batches and lines."""

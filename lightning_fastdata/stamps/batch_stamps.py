@@ -14,7 +14,6 @@ from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.lines import LineTime, LineWatch
-    from lightning_fastdata.stamps.operations import OperationTime, OperationWatch
     from lightning_fastdata.stamps.travel import Way
 
 T = TypeVar("T")
@@ -103,8 +102,6 @@ class TaskStamps(NamedTuple):
     """Time of the sample that took longest; 0 where samples are not read one at a time."""
     slowest_index: object
     """Its index in the dataset; of an iterable dataset its place in the stream, from 0."""
-    operations: tuple[OperationTime, ...] | None = None
-    """What the operations inside the dataset's compositions took; None in most tasks: not timed."""
     lines: tuple[LineTime, ...] | None = None
     """In which lines of the user's code reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
@@ -180,7 +177,6 @@ class TaskWatch:
 
     Args:
         process: Number of the side process; -1 for the training process itself.
-        operations: Times the operations of some tasks.
         lines: Names the lines of the user's code in which some tasks are.
         alone: The process does nothing else, so that what its other threads compute is for these
             tasks.
@@ -189,13 +185,11 @@ class TaskWatch:
     def __init__(
         self,
         process: int,
-        operations: OperationWatch | None = None,
         lines: LineWatch | None = None,
         *,
         alone: bool = False,
     ) -> None:
         self._process = process
-        self._operations = operations
         self._lines = lines
         self._alone = alone
         self._schedule = clock.ThreadSchedule()
@@ -206,15 +200,12 @@ class TaskWatch:
         self._began_ns = clock.monotonic_ns()
         self._scheduled = self._schedule.read_ns() if self._long else None
         self._helped = _helpers_ns() if self._long and self._alone else None
-        self._timed: tuple[OperationTime, ...] | None = None
         self._named: tuple[LineTime, ...] | None = None
         self.samples = self.read_ns = self.collate_ns = self.slowest_ns = 0
         self.slowest_index: object = None
 
     def begin(self) -> None:
         """Start a task."""
-        if self._operations is not None:
-            self._operations.begin()
         if self._lines is not None:
             self._lines.end()
         self._clear()
@@ -234,11 +225,9 @@ class TaskWatch:
         self.collate_ns += clock.monotonic_ns() - began_ns
 
     def all_read(self) -> None:
-        """Note that no sample will follow, so that the dataset is as it was from here on."""
+        """Note that no sample will follow."""
         if self._lines is not None:
             self._named = self._lines.end() or self._named
-        if self._operations is not None:
-            self._timed = self._operations.end() or self._timed
 
     def end(self) -> TaskStamps:
         """Return the stamps of the task; to be called for a task that failed, too."""
@@ -262,7 +251,6 @@ class TaskWatch:
             self.collate_ns,
             self.slowest_ns,
             self.slowest_index,
-            self._timed,
             self._named,
             helpers,
         )

@@ -27,8 +27,16 @@ _WRAPPERS: Final = (
     str(Path("torch/utils/_contextlib.py")),
     f"{os.sep}contextlib.py",
     f"{os.sep}functools.py",
+    str(Path("albumentations/core/composition.py")),
+    str(Path("albumentations/core/transforms_interface.py")),
+    str(Path("torchvision/transforms/v2/_container.py")),
+    str(Path("torchvision/transforms/v2/_transform.py")),
 )
 """Modules whose functions only call what they were given."""
+_CONTAINERS: Final = frozenset(
+    {"Compose.__call__", "RandomApply.forward", "RandomChoice.__call__", "RandomOrder.__call__"}
+)
+"""Functions that do so in modules with others, as those of torchvision v1."""
 
 
 class Place(NamedTuple):
@@ -87,7 +95,8 @@ def place_of(frame: FrameType | None) -> Place | None:
         if kind == _READS:
             # Nothing but libraries: their dataset is named, and what it calls.
             return ELSEWHERE if outermost is None else _named(*outermost, below)
-        if kind == _LIBRARY and not code.co_filename.endswith(_WRAPPERS):
+        passes_on = code.co_filename.endswith(_WRAPPERS) or code.co_qualname in _CONTAINERS
+        if kind == _LIBRARY and not passes_on:
             below, called, outermost = called, code, (code, line)
         frame = frame.f_back
     return None

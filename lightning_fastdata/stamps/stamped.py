@@ -20,7 +20,6 @@ from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
 from lightning_fastdata.types import Batch
 
@@ -72,24 +71,22 @@ class ReadingWatch:
         self._thread: int | None = None
         self._kept: TaskWatch | None = None
 
-    def begin(self, dataset: object) -> TaskWatch:
-        """Start a task that reads from a dataset."""
+    def begin(self) -> TaskWatch:
+        """Start a task."""
         # The number of a thread belongs to one process, too: a forked worker makes its own watch.
         thread = threading.get_native_id()
         if self._kept is None or self._thread != thread:
             info = get_worker_info()
             number = -1 if info is None else info.id
-            self._kept = TaskWatch(
-                number, OperationWatch(dataset), LineWatch(), alone=info is not None
-            )
+            self._kept = TaskWatch(number, LineWatch(), alone=info is not None)
             self._thread = thread
         self._kept.begin()
         self.task = self._kept
         return self._kept
 
-    def timed(self, dataset: object, read: Callable[[], T], index: object, samples: int = 1) -> T:
-        """Return what is read of a dataset: so many samples, the first of them of that index."""
-        task = self.task or self.begin(dataset)
+    def timed(self, read: Callable[[], T], index: object, samples: int = 1) -> T:
+        """Return what is read: so many samples, the first of them of that index."""
+        task = self.task or self.begin()
         began_ns = clock.monotonic_ns()
         try:
             found = read()
@@ -123,7 +120,7 @@ class StampedDataset(Dataset[object]):
 
     def __getitem__(self, index: object) -> object:
         dataset, samples = self.dataset, len(index) if isinstance(index, list) else 1
-        return self.watch.timed(dataset, lambda: dataset[index], index, samples)
+        return self.watch.timed(lambda: dataset[index], index, samples)
 
     @property
     def __getitems__(self) -> Callable[[Sequence[object]], object] | None:
@@ -133,7 +130,7 @@ class StampedDataset(Dataset[object]):
     def _fetch(self, indices: Sequence[object]) -> object:
         dataset, first = self.dataset, indices[0] if len(indices) else None
         read = partial(dataset.__getitems__, indices)
-        return self.watch.timed(dataset, read, first, len(indices))
+        return self.watch.timed(read, first, len(indices))
 
 
 class StampedStream(IterableDataset[object]):
@@ -153,7 +150,7 @@ class StampedStream(IterableDataset[object]):
     def _timed(self, samples: Iterator[object]) -> Iterator[object]:
         for number in itertools.count():
             try:
-                sample = self.watch.timed(self.dataset, partial(next, samples), number)
+                sample = self.watch.timed(partial(next, samples), number)
             except StopIteration:
                 return
             yield sample
@@ -168,7 +165,7 @@ class EnvelopeCollate:
 
     def __call__(self, samples: object) -> Envelope:
         """Return the batch of samples in its envelope."""
-        task = self.watch.task or self.watch.begin(None)
+        task = self.watch.task or self.watch.begin()
         task.all_read()
         began_ns = clock.monotonic_ns()
         try:

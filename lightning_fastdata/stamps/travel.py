@@ -10,19 +10,6 @@ _DRIFT: Final = 1e-4
 """Two clocks may drift apart by so much: ten times what clocks do that NTP looks after."""
 
 
-class ClusterSeen(NamedTuple):
-    """What a cluster had at a moment."""
-
-    free_cpus: float
-    """CPUs that nobody holds, in all nodes; one on the node that trains is left to the training."""
-    store_bytes: int
-    """Size of the object stores of all nodes."""
-    store_used_bytes: int
-    """Of these, what holds objects that nobody has let go."""
-    spilled_bytes: int | None = None
-    """On disk, as the stores were full; None: not told."""
-
-
 class Way(NamedTuple):
     """How a batch came here after it was made."""
 
@@ -39,8 +26,8 @@ class Way(NamedTuple):
     """When its copy in the training's memory was complete."""
     uncertain_ns: int = 0
     """When it was made is known to so much, either way; 0: both ends have one clock."""
-    cluster: ClusterSeen | None = None
-    """What was seen of the cluster just before; None: nothing since the batch before."""
+    free_cpus: float | None = None
+    """CPUs of the cluster that nobody held just before; None: it was not looked at."""
 
 
 @dataclass(slots=True)

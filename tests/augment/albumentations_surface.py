@@ -54,25 +54,10 @@ def _default(parameter) -> str:
     return getattr(parameter.default, "__name__", repr(parameter.default))
 
 
-def changes(before: dict, after: dict) -> list[str]:
-    """Return what differs between two surfaces, one sentence each, for people."""
+def changed(before: dict, after: dict) -> list[str]:
+    """Return the names of the classes that one of two surfaces lacks, or has otherwise."""
     old, new = before["transforms"], after["transforms"]
-    told = [f"{name}: is gone" for name in sorted(old.keys() - new.keys())]
-    told += [f"{name}: is new" for name in sorted(new.keys() - old.keys())]
-    for name in sorted(old.keys() & new.keys()):
-        one, other = old[name], new[name]
-        for part in ("base", "targets", "overrides"):
-            if one[part] != other[part]:
-                told.append(f"{name}: {part} was {one[part]}, is {other[part]}")
-        for argument in sorted(one["arguments"].keys() | other["arguments"].keys()):
-            was, now = (kind["arguments"].get(argument) for kind in (one, other))
-            if now is None:
-                told.append(f"{name}({argument}): is gone, was {was}")
-            elif was is None:
-                told.append(f"{name}({argument}): is new, {now}")
-            elif was != now:
-                told.append(f"{name}({argument}): default was {was}, is {now}")
-    return told
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
 if __name__ == "__main__":

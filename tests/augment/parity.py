@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import draw_params
+from lightning_fastdata.augment.ops.operation import peek_params
 from lightning_fastdata.augment.replay.torch import run_whole
 
 torch.set_num_threads(1)
@@ -80,14 +80,25 @@ def draw_both(transform, data, compose=None):
 
     The transform is called, or the pipeline that it belongs to.
     """
-    sampler = transform.get_params_dependent_on_data
-    transform.get_params_dependent_on_data = functools.partial(
-        draw_params, DEVICE_OPS[type(transform).__name__], transform, sampler, whole=True
-    )
+    sampler, op = transform.get_params_dependent_on_data, DEVICE_OPS[type(transform).__name__]
+
+    def both_draw(params, data):
+        small = peek_params(op, transform, params, data)
+        return {**sampler(params=params, data=data), **small}
+
+    transform.get_params_dependent_on_data = both_draw
     try:
         return (compose or transform)(**data)
     finally:
         del transform.get_params_dependent_on_data
+
+
+def encoded_by(transform, image):
+    """Return the device form, what it notes of an image, and what Albumentations makes of it."""
+    transform.set_random_seed(3)
+    result = draw_both(transform, {"image": image.copy()})["image"]
+    op = DEVICE_OPS[type(transform).__name__]
+    return op, op.encode(transform, transform.params, image.shape, image.dtype), result
 
 
 def both(transform, images, masks=None, seeds=range(4)):

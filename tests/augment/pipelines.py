@@ -65,19 +65,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     SSR = A.ShiftScaleRotate
     CLASSIFICATION = {
-        "imagenet": Recipe(
-            compose=Compose([A.RandomResizedCrop((96, 96)), H(), Norm(), Tensor()]),
-            worker="RandomResizedCrop",
-        ),
         "imagenet with colours": Recipe(
             compose=Compose(
                 [A.RandomResizedCrop((96, 96)), H(), A.ColorJitter(p=0.8), Norm(), Tensor()]
             ),
             worker="RandomResizedCrop",
-        ),
-        "evaluation": Recipe(
-            compose=Compose([A.SmallestMaxSize(110), A.CenterCrop(96, 96), Norm(), Tensor()]),
-            worker="SmallestMaxSize CenterCrop",
         ),
         "cifar": Recipe(
             compose=Compose(
@@ -150,58 +142,6 @@ with warnings.catch_warnings():
             "MedianBlur GaussianBlur GaussNoise OpticalDistortion GridDistortion ElasticTransform "
             "CLAHE HueSaturationValue ShiftScaleRotate Resize",
         ),
-        "landmarks": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    H(),
-                    A.ImageCompression(quality_range=(99, 100)),
-                    SSR(0.2, 0.2, 10, border_mode=0, p=0.7),
-                    A.CoarseDropout((1, 1), (0.4, 0.4), (0.4, 0.4)),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize ImageCompression",
-        ),
-        "resized and flipped": Recipe(
-            compose=Compose(
-                [A.Resize(96, 128), H(), V(), A.Rotate(30), RBC(), HSV(), Norm(), Tensor()]
-            ),
-            worker="Resize",
-        ),
-        "letterbox": Recipe(
-            compose=Compose(
-                [H(), A.LongestMaxSize(112), A.PadIfNeeded(112, 112, fill=114), Norm(), Tensor()]
-            ),
-            worker="HorizontalFlip LongestMaxSize PadIfNeeded",
-        ),
-        "one of many noises": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    OneOf([R90(), A.Rotate()], p=0.8),
-                    OneOf([NOISE(), A.MultiplicativeNoise()], p=0.3),
-                    OneOf([A.MotionBlur(), A.MedianBlur(5), A.Blur(3)], p=0.3),
-                    OneOf([A.OpticalDistortion(), A.GridDistortion(), A.ElasticTransform()], p=0.3),
-                ]
-            ),
-            worker="Resize MultiplicativeNoise MedianBlur OpticalDistortion GridDistortion",
-        ),
-        "defocused": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    H(),
-                    OneOf([A.MotionBlur(), A.Blur(), BLUR(), A.Defocus((1, 4))], p=0.6),
-                    RBC(),
-                    A.CoarseDropout((2, 6), (8, 16), (8, 16)),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize Defocus",
-        ),
         "colours of every kind": Recipe(
             compose=Compose(
                 [
@@ -242,7 +182,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop AutoContrast Sharpen",
+            worker="RandomResizedCrop AutoContrast Equalize Sharpen",
         ),
         "with a lambda": Recipe(
             compose=Compose(
@@ -259,22 +199,6 @@ with warnings.catch_warnings():
                 ]
             ),
             worker="Resize Normalize ToTensorV2 Lambda",
-        ),
-        "colours as in the training set": Recipe(
-            compose=Compose(
-                [
-                    A.RandomResizedCrop((96, 96)),
-                    A.FancyPCA(),
-                    A.RGBShift(),
-                    A.ChannelShuffle(p=0.1),
-                    A.RandomToneCurve(p=0.3),
-                    A.PlanckianJitter(p=0.3),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="RandomResizedCrop FancyPCA RGBShift ChannelShuffle "
-            "RandomToneCurve PlanckianJitter",
         ),
     }
     SEGMENTATION = {
@@ -293,20 +217,8 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop CLAHE Sharpen Blur "
-            "MotionBlur",
-        ),
-        "salt bodies": Recipe(
-            compose=Compose([H(), RBC(), A.Resize(112, 112), Norm(), Tensor()]),
-            kind="mask",
-            worker="HorizontalFlip RandomBrightnessContrast Resize",
-        ),
-        "crops": Recipe(
-            compose=Compose(
-                [A.RandomCrop(96, 96), H(), V(), GAMMA(), NOISE(), A.ISONoise(), BLUR()]
-            ),
-            kind="mask",
-            worker="RandomCrop ISONoise",
+            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop Perspective CLAHE "
+            "Sharpen Blur MotionBlur",
         ),
         "elastic": Recipe(
             compose=Compose(
@@ -314,22 +226,6 @@ with warnings.catch_warnings():
             ),
             kind="mask",
             any_size=False,
-        ),
-        "grid and optical": Recipe(
-            compose=Compose(
-                [
-                    H(),
-                    OneOf([RBC(), GAMMA()], p=0.3),
-                    OneOf(
-                        [A.ElasticTransform(20, 5), A.GridDistortion(), A.OpticalDistortion()],
-                        p=0.3,
-                    ),
-                    SSR(),
-                ]
-            ),
-            kind="mask",
-            any_size=False,
-            worker="GridDistortion OpticalDistortion",
         ),
         "tumours": Recipe(
             compose=Compose(
@@ -346,41 +242,6 @@ with warnings.catch_warnings():
             kind="mask",
             worker="CropNonEmptyMaskIfExists RandomCrop",
         ),
-        "cells": Recipe(
-            compose=Compose(
-                [
-                    A.RandomCrop(112, 112),
-                    H(),
-                    V(),
-                    R90(),
-                    A.Transpose(),
-                    RBC(),
-                    A.ElasticTransform(20, 5),
-                    A.GridDistortion(),
-                    SSR(),
-                    NOISE(),
-                    A.MotionBlur(),
-                ]
-            ),
-            kind="mask",
-            worker="RandomCrop GridDistortion",
-        ),
-        "retina vessels": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112, mask_interpolation=0),
-                    H(),
-                    V(),
-                    A.Rotate(90, border_mode=0),
-                    A.CLAHE(p=1),
-                    RBC(),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            kind="mask",
-            worker="Resize CLAHE",
-        ),
         "x-rays": Recipe(
             compose=Compose(
                 [
@@ -396,39 +257,6 @@ with warnings.catch_warnings():
             ),
             kind="mask",
             worker="Resize CLAHE UnsharpMask",
-        ),
-        "small and large scales": Recipe(
-            compose=Compose(
-                [
-                    A.RandomScale((-0.3, 0.3), p=1),
-                    A.PadIfNeeded(128, 128, border_mode=0),
-                    A.RandomCrop(128, 128),
-                    H(),
-                    A.ColorJitter(0.5, 0.5, 0.5, 0.1),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            kind="mask",
-            worker="RandomScale PadIfNeeded RandomCrop",
-        ),
-        "medical, heavy": Recipe(
-            compose=Compose(
-                [
-                    V(),
-                    R90(),
-                    A.Resize(112, 112),
-                    A.Downscale((0.25, 0.5), p=0.3),
-                    OneOf([A.MedianBlur(5), A.Blur(), A.MotionBlur()], p=0.5),
-                    SSR(),
-                    A.Perspective(),
-                    NOISE(),
-                    A.GridDistortion(),
-                    A.Solarize(p=0.2),
-                ]
-            ),
-            kind="mask",
-            worker="VerticalFlip RandomRotate90 Resize Downscale MedianBlur GridDistortion",
         ),
         "thin plates": Recipe(
             compose=Compose(
@@ -452,20 +280,6 @@ with warnings.catch_warnings():
             kind="two images",
             worker="HorizontalFlip RandomCrop",
         ),
-        "roads": Recipe(
-            compose=Compose(
-                [
-                    A.RandomCrop(112, 112),
-                    H(),
-                    R90(),
-                    RBC(),
-                    GAMMA(),
-                    A.RandomToneCurve(),
-                ]
-            ),
-            kind="mask",
-            worker="RandomCrop RandomToneCurve",
-        ),
         "ships": Recipe(
             compose=Compose(
                 [
@@ -482,47 +296,8 @@ with warnings.catch_warnings():
             kind="mask",
             worker="RandomSizedCrop RandomFog RandomShadow RandomSunFlare",
         ),
-        "fields and clouds": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    A.D4(p=1),
-                    A.GridDropout(0.3, p=0.3),
-                    A.RandomGridShuffle((3, 3), p=0.2),
-                    OneOf([A.Sharpen(), A.Emboss(), RBC()], p=0.5),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            kind="mask",
-            worker="Resize GridDropout RandomGridShuffle Emboss",
-        ),
     }
     DETECTION = {
-        "one stage": Recipe(
-            compose=Compose(
-                [A.Resize(112, 112), H(), SSR(), RBC(), HSV(), NOISE(), Norm(), Tensor()],
-                bbox_params=_boxes(),
-            ),
-            kind="boxes",
-            worker="Resize",
-        ),
-        "two stages": Recipe(
-            compose=Compose(
-                [A.Resize(112, 112), H(), RBC(), Norm(), Tensor()], bbox_params=_boxes()
-            ),
-            kind="boxes",
-            worker="Resize",
-        ),
-        "rotated first": Recipe(
-            compose=Compose(
-                [A.Rotate(20), H(), V(), NOISE(), BLUR(), RBC(), A.Resize(112, 112), Tensor()],
-                bbox_params=_boxes(min_visibility=0.3),
-            ),
-            kind="boxes",
-            worker="Rotate HorizontalFlip VerticalFlip GaussNoise GaussianBlur "
-            "RandomBrightnessContrast Resize",
-        ),
         "wheat heads": Recipe(
             compose=Compose(
                 [
@@ -539,52 +314,6 @@ with warnings.catch_warnings():
             ),
             kind="boxes",
             worker="RandomSizedCrop",
-        ),
-        "weather": Recipe(
-            compose=Compose(
-                [
-                    OneOf([RBC(), A.ColorJitter(), A.RandomFog(), A.RandomRain(), GAMMA()], p=0.6),
-                    H(),
-                    Tensor(),
-                ],
-                bbox_params=_boxes(),
-            ),
-            kind="boxes",
-            any_size=False,
-            worker="RandomFog RandomRain",
-        ),
-        "safe crops": Recipe(
-            compose=Compose(
-                [
-                    A.RandomSizedBBoxSafeCrop(112, 112),
-                    H(),
-                    OneOf([A.CLAHE(), RBC(), HSV(), NOISE()], p=0.5),
-                    Norm(),
-                    Tensor(),
-                ],
-                bbox_params=_boxes(),
-            ),
-            kind="boxes",
-            worker="RandomSizedBBoxSafeCrop CLAHE",
-        ),
-        "compressed": Recipe(
-            compose=Compose(
-                [
-                    H(),
-                    RBC(),
-                    HSV(),
-                    NOISE(p=0.2),
-                    BLUR(p=0.2),
-                    GAMMA(),
-                    A.CLAHE(p=0.2),
-                    A.ImageCompression(quality_range=(60, 95), p=0.3),
-                    SSR(),
-                ],
-                bbox_params=_boxes(),
-            ),
-            kind="boxes",
-            any_size=False,
-            worker="CLAHE ImageCompression",
         ),
         "ultralytics": Recipe(
             compose=Compose(
@@ -619,30 +348,8 @@ with warnings.catch_warnings():
             kind="keypoints",
             worker="LongestMaxSize PadIfNeeded",
         ),
-        "faces": Recipe(
-            compose=Compose(
-                [SSR(), RBC(), BLUR(), A.Resize(96, 96), H(), Norm(), Tensor()],
-                keypoint_params=_points(remove_invisible=False),
-            ),
-            kind="keypoints",
-            worker="ShiftScaleRotate RandomBrightnessContrast GaussianBlur Resize",
-        ),
     }
     TEXT = {
-        "lines of text": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(64, 192),
-                    A.Affine(shear=(-8, 8), rotate=(-2, 2), fill=255),
-                    OneOf([A.MotionBlur((3, 5)), BLUR(), A.Defocus((1, 3))], p=0.4),
-                    A.ImageCompression(quality_range=(30, 90), p=0.3),
-                    A.InvertImg(p=0.1),
-                    Norm((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize Defocus ImageCompression",
-        ),
         "scans": Recipe(
             compose=Compose(
                 [
@@ -658,21 +365,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize Morphological Morphological Downscale SaltAndPepper",
-        ),
-        "handwriting": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(64, 128),
-                    OneOf([A.ElasticTransform(10, 4), A.GridDistortion(distort_limit=0.15)], p=0.5),
-                    A.Affine(scale=(0.95, 1.05), shear=(-5, 5), border_mode=cv2.BORDER_REPLICATE),
-                    A.PixelDropout(0.02, p=0.3),
-                    A.XYMasking((0, 2), (0, 1), (2, 8), (2, 8), fill=255, p=0.3),
-                    A.ToFloat(),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize GridDistortion PixelDropout XYMasking",
+            worker="Resize Perspective Morphological Morphological Downscale SaltAndPepper",
         ),
     }
     COMPETITIONS = {
@@ -693,37 +386,6 @@ with warnings.catch_warnings():
             ),
             any_size=False,
             worker="GaussianBlur MedianBlur CLAHE GridDistortion",
-        ),
-        "pathology": Recipe(
-            compose=Compose(
-                [
-                    A.RandomCrop(112, 112),
-                    A.D4(p=1),
-                    A.HEStain(p=0.3),
-                    A.ColorJitter(0.2, 0.2, 0.2, 0.05),
-                    OneOf([BLUR(), A.Sharpen(), NOISE((0.02, 0.08))], p=0.4),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="RandomCrop HEStain ColorJitter",
-        ),
-        "flip, rotate, jitter": Recipe(
-            compose=Compose([A.Rotate(35), H(), A.ColorJitter()]), any_size=False
-        ),
-        "spectrograms": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(96, 160),
-                    A.TimeMasking(30),
-                    A.FrequencyMasking(20),
-                    RBC(),
-                    A.PixelDropout(p=0.1),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize TimeMasking FrequencyMasking PixelDropout",
         ),
         "random order": Recipe(
             compose=Compose(

@@ -17,7 +17,7 @@ from benchmarks.parity import levels_per_unit
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, bound_of, may_differ
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import followers, list_leaves
+from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.types import SampleKey
 
@@ -32,10 +32,8 @@ OFF = {
     "warp": lambda: A.Affine(rotate=(-40, 40), p=1),
     "resize": lambda: A.Resize(50, 80, p=1),
     "crop": lambda: A.RandomResizedCrop((64, 56), p=1),
-    "corners": lambda: A.Perspective(p=1),
 }
 MORE = {
-    "equalize": lambda: A.Equalize(p=1),
     "posterize": lambda: A.Posterize((2, 5), p=1),
     "solarize": lambda: A.Solarize((0.1, 0.9), p=1),
     "gamma": lambda: A.RandomGamma((30, 60), p=1),
@@ -84,8 +82,8 @@ def gap_and_most(compose):
 
 
 @max_examples(60)
-@example(["hue", "equalize"], "all")
-@example(["flip", "jitter", "equalize"], "shuffled")
+@example(["hue", "posterize"], "all")
+@example(["flip", "jitter", "posterize"], "shuffled")
 @given(st.lists(NAMES, min_size=2, max_size=5), st.sampled_from(sorted(GROUPS)))
 def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group):
     head, *tail = made(names)
@@ -119,13 +117,3 @@ def test_contrast_and_gamma_amplify_if_they_are_strong():
         assert places(blur, MORE[name]())[0].where == "worker"
     for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1), A.Solarize(p=1)):
         assert places(blur, mild)[0].where == "device"
-
-
-def test_followers_are_the_transforms_that_a_sample_may_take_next():
-    one, two, three, four = (A.NoOp() for _ in range(4))
-    one_of = A.Compose([one, A.OneOf([two, three]), four])
-    assert followers(one_of) == [{1, 2, 3}, {3}, {3}, set()]
-    shuffled = A.Compose([A.RandomOrder([one, A.Sequential([two, three])]), four])
-    assert followers(shuffled) == [{1, 2, 3}, {0, 2, 3}, {0, 3}, set()]
-    again = A.Compose([A.SomeOf([one, two], 2, replace=True)])
-    assert followers(again) == [{0, 1}, {0, 1}]

@@ -8,9 +8,6 @@ from augment.batches import in_worker, on_device, pipeline
 from augment.parity import photographs
 from misses import each
 
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.plan import analyse
-
 
 def own(kind):
     return A.Normalize(normalization=kind, p=1)
@@ -41,14 +38,3 @@ def test_pipelines_that_change_the_dtype_yield_what_albumentations_yields(name):
         np.testing.assert_allclose(
             one.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-5
         )
-
-
-def places(*transforms):
-    plan = analyse(A.Compose(list(transforms)), DEVICE_OPS, size=(48, 40))
-    return [placement.where for placement in plan.placements]
-
-
-def test_what_has_no_form_for_the_dtype_it_is_given_stays_in_the_worker_with_all_before_it():
-    assert places(A.ToFloat(), A.FromFloat(), A.RandomGamma()) == ["worker", "worker", "device"]
-    assert places(A.Normalize(), A.GaussianBlur()) == ["worker", "worker"]
-    assert places(A.Normalize(), A.Affine()) == ["device", "device"]

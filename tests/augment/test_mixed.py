@@ -13,7 +13,7 @@ from misses import each
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.augment.mixing import CutMix, MixUp, OneOfMixes, mixed
+from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
@@ -186,7 +186,7 @@ def test_any_layout_of_images_is_kept(shape):
     image = torch.rand(shape)
     mask = (torch.rand(5, 20, 24) * 9).long()
     batch = {"image": image, "mask": mask, "target": torch.eye(5), "name": list("abcde")}
-    out = mixed(CutMix(), OneOfMixes(CutMix())).apply_unprepared(batch, SampleKey(0, 0, 0))
+    out = mixed(CutMix()).apply_unprepared(batch, SampleKey(0, 0, 0))
     assert out["image"].shape == shape
     assert out["mask"].shape == mask.shape
     assert out["name"] == list("abcde")

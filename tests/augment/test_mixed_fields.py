@@ -12,7 +12,6 @@ from misses import each
 from lightning_fastdata.augment.mixing import (
     CutMix,
     MixUp,
-    OneOfMixes,
     mixed,
 )
 from lightning_fastdata.errors import BatchError, TransformError
@@ -28,7 +27,7 @@ FLIP = [A.HorizontalFlip()]
 BOXES = A.BboxParams("pascal_voc", label_fields=["kinds"])
 
 
-@each("step", [MixUp(), CutMix(), OneOfMixes(CutMix())])
+@each("step", [MixUp(), CutMix()])
 @each(
     ("pipeline", "said"),
     [
@@ -60,7 +59,7 @@ LABELS = {
     "one-hot of booleans": torch.eye(3, dtype=torch.bool)[INDICES],
     "one-hot in half precision": torch.eye(3, dtype=torch.bfloat16)[INDICES],
 }
-STEPS = [MixUp(0.8), CutMix(), OneOfMixes(MixUp(0.8), CutMix())]
+STEPS = [MixUp(0.8), CutMix()]
 
 
 def images(dtype=torch.float32):
@@ -113,7 +112,7 @@ def test_numbers_that_are_no_integers_are_told_by_their_dtype(dtype, num_classes
     assert not torch.equal(made, rows.float())
 
 
-@each("step", [CutMix(), OneOfMixes(CutMix())])
+@each("step", [CutMix()])
 @each("form", ["hw", "hwc", "chw", "float"])
 def test_masks_go_where_their_pixels_go_in_any_layout(step, form):
     image = images(torch.uint8)

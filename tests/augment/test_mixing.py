@@ -18,7 +18,6 @@ from torchvision.transforms import v2
 from lightning_fastdata.augment.mixing import (
     CutMix,
     MixUp,
-    OneOfMixes,
     Parts,
     cut_boxes,
     draw_numbers,
@@ -120,38 +119,19 @@ def test_cutmix_rectangles_have_torchvisions_distribution():
     assert stats.ks_2samp(kept, [one["lam_adjusted"] for one in theirs]).pvalue > 1e-3
 
 
-def test_each_sample_is_mixed_in_the_one_way_that_was_chosen_for_it():
-    step = OneOfMixes(MixUp(1.0), CutMix(), weights=(1, 3), p=0.8)
-    numbers, order = drawn(step, 6, seed=4)
-    parts = Parts(image=pictures().float(), labels=shares(6))
-    out = step.mix(parts, numbers, order)
-    alone = [
-        MixUp(1.0).mix(parts, numbers[:, 1:3], order),
-        CutMix().mix(parts, numbers[:, 3:], order),
-    ]
-    chosen = [0 if one < 0.2 else 1 if one < 0.8 else 2 for one in numbers[:, 0].tolist()]
-    assert set(chosen) == {0, 1, 2}
-    for row, way in enumerate(chosen):
-        wanted = [*alone, parts][way]
-        assert torch.equal(out.image[row], wanted.image[row])
-        assert torch.equal(out.labels[row], wanted.labels[row])
-    share = np.bincount([0 if n < 0.2 else 1 if n < 0.8 else 2 for n in many(step)[:, 0]])
-    np.testing.assert_allclose(share / share.sum(), [0.2, 0.6, 0.2], atol=0.04)
-
-
-STEPS = [MixUp(), CutMix(), OneOfMixes(MixUp(), CutMix())]
+STEPS = [MixUp(), CutMix()]
 
 
 @each("step", STEPS)
 def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
     first, again = (draw_numbers((step,), SampleKey(1, 2, 3)) for _ in range(2))
     assert first == again
-    assert len(first[0]) == step.count()
+    assert len(first[0]) == step.count
     for other in (SampleKey(0, 2, 3), SampleKey(1, 0, 3), SampleKey(1, 2, 4), SampleKey(-1, 2, 3)):
         assert draw_numbers((step,), other)[0] != first[0]
     # What comes later in the list changes nothing of what comes before.
     longer, order = draw_numbers((step, CutMix()), SampleKey(1, 2, 3))
-    assert (longer[: step.count()], order[:1]) == first
+    assert (longer[: step.count], order[:1]) == first
 
 
 @each("step", STEPS)
@@ -193,9 +173,6 @@ def test_nothing_is_written_to_what_was_given(step):
         lambda: MixUp(0),
         lambda: MixUp(1.0, p=1.5),
         lambda: CutMix(-1),
-        OneOfMixes,
-        lambda: OneOfMixes(MixUp(), weights=(1, 2)),
-        lambda: OneOfMixes(MixUp(), weights=(0,)),
     ],
 )
 def test_impossible_values_are_refused_where_they_are_written(make):
@@ -203,7 +180,7 @@ def test_impossible_values_are_refused_where_they_are_written(make):
         make()
 
 
-@each("step", [MixUp(), OneOfMixes(CutMix(), MixUp())])
+@each("step", [MixUp()])
 def test_what_cannot_be_mixed_is_not_mixed_silently(step):
     masks = torch.zeros(6, HEIGHT, WIDTH)
     with pytest.raises(BatchError, match="masks of pixels"):

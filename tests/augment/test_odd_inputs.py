@@ -114,10 +114,10 @@ def test_a_batch_without_samples_is_refused_wherever_it_lies(device):
 
 
 @each("channels", [1, 3, 4])
-@each("kind", [A.Pad, A.Affine, A.Perspective])
+@each("kind", [A.Pad, A.Affine])
 def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, channels):
     samples = [{"image": image} for image in photographs(24, 30, channels)]
-    size = {"padding": 3} if kind is A.Pad else {"rotate": 9} if kind is A.Affine else {}
+    size = {"padding": 3} if kind is A.Pad else {"rotate": 9}
     transform = pipeline(kind(**size, fill=(1, 2, 3, 4, 5), p=1))
     assert_refused_by_both(transform, samples, cv2.error, "OpenCV")
 
@@ -146,3 +146,12 @@ def test_gray_images_that_some_samples_inpaint_are_one_batch(fill):
     samples = [{"image": image} for image in photographs(24, 30, 1) * 4]
     dropout = A.CoarseDropout(fill=fill, p=0.5)
     assert_same(pipeline(A.HorizontalFlip(), dropout, A.InvertImg(), A.ToTensorV2()), samples)
+
+
+@each("channels", [4, 5])
+@each("operation", [A.ColorJitter(p=1), A.HueSaturationValue(p=1), A.ToGray(p=1)])
+def test_colours_of_images_that_are_not_rgb_are_refused_as_in_albumentations(operation, channels):
+    image = photographs(24, 30, channels)[0]
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as theirs:
+        operation(image=image.copy())
+    assert_refused_by_both(pipeline(operation), [{"image": image}], type(theirs.value), "")

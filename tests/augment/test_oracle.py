@@ -14,8 +14,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.oracle_cases import CASES
-from augment.parity import draw_both, photographs
+from augment.oracle_cases import CASES, USUAL
+from augment.parity import draw_both, encoded_by, parity, photographs
 from misses import each
 from pairwise import pairwise
 from thoroughness import LONG
@@ -27,10 +27,8 @@ from lightning_fastdata.augment.pipeline.bounds import Bound, bound_of, opencv_m
 
 MOST = 3 if LONG else 2
 """Photographs of each combination."""
-DRAWN_THERE = {
-    *("ElasticTransform", "GaussNoise"),
-}
-"""Have laws instead of pixels: see test_noise_ops.py, test_elastic_op.py, test_ops_principal.py."""
+DRAWN_THERE = {"ElasticTransform", "GaussNoise"}
+"""Have laws instead of pixels: see test_noise_ops.py and test_elastic_op.py."""
 
 
 def both_ways(transform, image, mask, seed):
@@ -113,6 +111,7 @@ def test_the_device_form_equals_albumentations_within_the_bound_of_its_class(cas
 
 def test_every_operation_has_a_case_or_a_law_of_its_own():
     assert {case.name for case in CASES} | DRAWN_THERE == set(DEVICE_OPS)
+    assert {type(one).__name__ for one in USUAL.values()} == set(DEVICE_OPS)
 
 
 def test_all_pairs_of_values_meet():
@@ -130,3 +129,51 @@ def test_warps_are_equal_or_a_level_off_by_the_version_of_opencv():
     assert on_cells() == (opencv_major() < 5)
     assert warps("4.10.0").largest == 0
     assert warps("5.0.0").largest == 1
+
+
+@each("width", [1, 31, 32, 33, 112, 255, 257, 300])
+def test_hue_equals_albumentations_at_any_width(width):
+    """OpenCV truncates where it is vectorized and rounds in what is left of a row."""
+    assert parity(A.HueSaturationValue(p=1), photographs(131, width)).exact >= 0.999
+
+
+@each(("length", "out"), [(6, 34), (6, 130), (148, 91), (212, 3), (97, 96)])
+def test_nearest_reads_the_pixel_that_opencv_reads_where_the_last_bit_decides(length, out):
+    ramp = np.arange(length, dtype=np.float32)[None, :, None].repeat(2, 0)
+    transform = A.Resize(2, out, interpolation=0, p=1)
+    assert parity(transform, [ramp / 256], seeds=[0]).largest == 0
+
+
+@each(
+    "transform",
+    [
+        A.Resize(9, 9, interpolation=4, p=1),
+        A.Affine(rotate=(9, 40), interpolation=2, p=1),
+        A.RandomResizedCrop((9, 9), area_for_downscale="image", p=1),
+        A.CoarseDropout(fill="inpaint_telea", p=1),
+        A.ToGray(method="from_lab", p=1),
+        A.Rotate(crop_border=True, p=1),
+        A.Sharpen(method="gaussian", p=1),
+    ],
+)
+def test_parameters_without_a_device_form_are_declined(transform):
+    _, encoded, _ = encoded_by(transform, photographs(40, 50)[0])
+    assert encoded is None
+
+
+@each("name", USUAL)
+def test_no_operation_asks_the_device_for_a_value(name):
+    """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
+    image = photographs(131, 170)[0]
+    op, encoded, expected = encoded_by(USUAL[name], image)
+    static = dict(encoded.static)
+    arrays = {
+        name: torch.from_numpy(np.stack([array] * 2)).to("meta")
+        for name, array in encoded.arrays.items()
+    }
+    out = op.image(torch.from_numpy(np.stack([image] * 2)).to("meta"), static, arrays)
+    assert out.device.type == "meta"
+    assert out.shape == (2, *expected.shape)
+    if op.mask is not None:
+        masks = torch.empty((2, 131, 170), dtype=torch.int64, device="meta")
+        assert op.mask(masks, static, arrays).device.type == "meta"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import albumentations as A
 import numpy as np
-import pytest
 import torch
 from augment.parity import photographs
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from trainers import Keeps, quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, prefetch
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 
 torch.set_num_threads(1)
 
@@ -88,45 +87,3 @@ def test_torchvision_mixes_whole_batches_behind_a_pipeline(tmp_path):
         assert (from_own | from_other).all()
         own = shares.gather(1, labels[:, None])[:, 0]
         assert torch.allclose(own, from_own.float().mean((1, 2)), atol=0.02)
-
-
-def test_kornia_gets_the_image_field_alone(tmp_path):
-    K = pytest.importorskip("kornia.augmentation", reason="Kornia is not installed")
-    transform = K.RandomHorizontalFlip(p=0.5)
-    seen = []
-    for batches in both_ways(tmp_path, transform, "tensor", image=0):
-        for image, labels in batches:
-            assert_flipped(image, labels)
-            seen += [torch.equal(x, FLOATS[i]) for x, i in zip(image, labels, strict=True)]
-    assert {True, False} == set(seen)
-
-
-def test_kornia_moves_image_and_mask_together(tmp_path):
-    K = pytest.importorskip("kornia.augmentation", reason="Kornia is not installed")
-    both = K.AugmentationSequential(
-        K.RandomHorizontalFlip(p=0.5), K.RandomVerticalFlip(p=0.5), data_keys=["input", "mask"]
-    )
-
-    def transform(batch):
-        image, mask = both(batch["image"], batch["mask"])
-        return {**batch, "image": image, "mask": mask}
-
-    for batches in both_ways(tmp_path, transform, "dict"):
-        for batch in batches:
-            assert torch.equal(batch["mask"], batch["image"][:, :1])
-            for image, label in zip(batch["image"], batch["label"].tolist(), strict=True):
-                raw = FLOATS[label]
-                forms = raw, raw.flip(-1), raw.flip(-2), raw.flip(-1, -2)
-                assert any(torch.allclose(image, form) for form in forms)
-
-
-def test_kornia_runs_behind_a_pipeline_and_one_batch_ahead(tmp_path):
-    K = pytest.importorskip("kornia.augmentation", reason="Kornia is not installed")
-    flip = K.RandomHorizontalFlip(p=1)
-    data = module(Photos(), A.Compose([A.ToFloat(255), A.ToTensorV2()]), image=0)
-    data.register_transform(flip)
-    for image, labels in trained(tmp_path, data=data):
-        assert torch.allclose(image, FLOATS[labels].flip(-1), atol=1e-6)
-    loader = DataLoader(Photos("tensor"), batch_size=3)
-    for image, labels in prefetch(loader, "cpu", lambda batch: [flip(batch[0]), batch[1]]):
-        assert torch.allclose(image, FLOATS[labels].flip(-1), atol=1e-6)

@@ -5,22 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from benchmarks import parity as parity_page
 from benchmarks import v2_pipelines
-from benchmarks.parity import OperationParity, PixelParity, operation_parity
-from demo.photos import open_photograph
+from benchmarks.parity import OperationParity, PixelParity
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
-
-
-@pytest.fixture(scope="module")
-def rows():
-    pictures = [np.asarray(open_photograph(name)) for name in ("coffee", "tissue")]
-    return list(parity_page.measure_all(pictures, draws=1))
 
 
 def named(page):
@@ -31,31 +21,6 @@ def test_the_published_page_has_a_row_for_every_registered_operation():
     assert set(named(PAGE.read_text())) == set(DEVICE_OPS)
 
 
-def test_the_published_page_is_of_the_form_that_the_command_writes(rows):
-    written = parity_page.markdown(
-        rows,
-        versions={"OpenCV": "5"},
-        others=parity_page.without_device_form(),
-        pictures=2,
-        draws=1,
-    )
-    published = PAGE.read_text()
-    assert named(written) == named(published)
-    for part in ("| operation | ", "Not listed, and always in the worker: "):
-        [line] = [line for line in written.splitlines() if line.startswith(part)]
-        assert line in published
-
-
-def test_every_operation_is_close_on_photographs_that_are_measured_here(rows):
-    measured = [row for row in rows if not row.same_law]
-    assert len(measured) > 40
-    for row in measured:
-        assert row.where == "device", row
-        assert row.from_bytes.largest <= 3, row
-        assert row.from_bytes.equal > 0.998, row
-        assert row.from_floats.largest <= 1, row
-
-
 def test_transforms_with_and_without_a_device_form_are_all_there_are():
     import albumentations as A
 
@@ -63,6 +28,7 @@ def test_transforms_with_and_without_a_device_form_are_all_there_are():
     assert not set(others) & set(DEVICE_OPS)
     assert {"RandomFog", "ImageCompression", "Lambda"} <= set(others)
     assert all(issubclass(getattr(A, name), A.BasicTransform) for name in others)
+    assert ", ".join(f"`{name}`" for name in others) in PAGE.read_text()
 
 
 def test_what_is_not_quite_equal_is_not_called_equal():
@@ -73,13 +39,6 @@ def test_what_is_not_quite_equal_is_not_called_equal():
     )
     cells = parity_page.table_row(row)
     assert cells[3:] == ("1", "1e-09", "99.9999 %", "CPU", "", "")
-
-
-def test_noise_is_measured_by_no_difference():
-    image = np.asarray(open_photograph("cat"))[:60, :60]
-    row = operation_parity("GaussNoise", {}, [image], draws=1)
-    assert row.same_law
-    assert parity_page.table_row(row)[3] == "drawn there"
 
 
 def test_the_published_page_has_a_row_for_every_pipeline_of_torchvision():

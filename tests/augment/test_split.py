@@ -5,23 +5,19 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections import defaultdict
 
 import albumentations as A
 import cv2
 import numpy as np
 import pytest
 from augment.test_trees import EXACTLY, HEADS, OPTIONS, SEEDS, TAILS
-from augment.trees import SIDE, compare, finish, logged, some_samples, targets, trees
+from augment.trees import SIDE, compare, finish, some_samples, targets, trees
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.trial import alike
-from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.seeds import reseed
@@ -182,24 +178,6 @@ def test_a_pipeline_made_to_replay_runs_in_the_worker():
     transform, _, _ = compare(replaying, plain())
     assert not transform.plan.defers
     assert "replays what another one has drawn" in transform.explain()
-
-
-def test_a_deterministic_pipeline_writes_down_what_albumentations_writes_down():
-    compose = A.Compose([A.D4(p=1), A.Affine(rotate=(-30, 30), p=1), A.RandomGamma(p=0.5)])
-    compose.set_deterministic(True, save_key="notes")
-    plan = analyse(compose, DEVICE_OPS, size=(SIDE, SIDE))
-    recorder = Recorder(compose, plan, DEVICE_OPS)
-    image = plain(1)[0]["image"]
-    for index in range(4):
-        real, recorded = (
-            (reseed((pipeline,), SampleKey(0, 0, index)), pipeline)[1]
-            for pipeline in (compose, recorder.compose)
-        )
-        want = real(image=image, notes=defaultdict(dict))["notes"]
-        got, tape = recorder({"image": image, "notes": defaultdict(dict)})
-        assert recorded is recorder.compose
-        assert alike(list(want.values()), list(got["notes"].values()))
-        assert len(tape["image"].ops) == len(want)
 
 
 @each("as_array", [False, True])
@@ -377,12 +355,6 @@ def test_the_seed_of_a_pipeline_gives_way_to_the_key_of_the_sample():
     _, first, _ = compare(A.Compose([A.D4(p=1)], seed=1), copy.deepcopy(samples))
     _, other, _ = compare(A.Compose([A.D4(p=1)], seed=2), samples)
     assert alike(first, other)
-
-
-def test_the_log_of_these_tests_sees_every_operation():
-    compose, log = logged(A.Compose([A.HorizontalFlip(p=1), A.OneOf([A.InvertImg(p=1)], p=1)]))
-    compose(image=plain(1)[0]["image"])
-    assert log == [0, 1]
 
 
 @each("shape", [(50, 60), (50, 60, 1), (50, 60, 3), (50, 60, 6)])

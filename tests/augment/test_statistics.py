@@ -14,7 +14,7 @@ import pytest
 import torch
 from misses import each
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.search import find_composes
@@ -188,21 +188,6 @@ def test_no_two_workers_draw_the_same_numbers(workers, context):
     for row in rows[::16]:
         reseed(find_composes(dataset), SampleKey(3, 0, int(row[0])))
         assert dataset[int(row[0])].tolist() == row.tolist()
-
-
-def test_bare_albumentations_gives_every_forked_worker_the_same_numbers():
-    # The defect that keys cure. Where a version has cured it itself, this test has to go.
-    loader = DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork")
-    rows = torch.cat(list(loader)).numpy()
-    batches = rows.reshape(-1, 8, 5)
-    assert np.array_equal(batches[0::2, :, 1:], batches[1::2, :, 1:])
-    assert len(np.unique(rows[:, 1:])) == rows[:, 1:].size // 2
-
-
-def test_bare_albumentations_repeats_its_numbers_every_epoch_in_new_workers():
-    loader = DataLoader(Numbers(16), batch_size=8, num_workers=1, multiprocessing_context="fork")
-    first, second = (torch.cat(list(loader)) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 def test_a_bare_seeded_pipeline_applies_its_transforms_in_lockstep():

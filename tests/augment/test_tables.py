@@ -7,7 +7,6 @@ import numpy as np
 from albucore import add_constant
 from hypothesis import given
 from hypothesis import strategies as st
-from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -46,38 +45,3 @@ def test_saturation_and_value_move_as_albucore_moves_bytes(saturation, value) ->
     table = noted(A.HueSaturationValue(), params).arrays["table"]
     np.testing.assert_array_equal(table[1:, 1], add_constant(RAMP[None], saturation)[0, 1:])
     np.testing.assert_array_equal(table[:, 2], add_constant(RAMP[None], value)[0])
-
-
-@max_examples(100)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-9, 1e-8, 1e-5, 1.00002e-5, 1e-4, 0.3]))
-def test_a_warp_notes_the_inverse_of_a_matrix_that_is_not_close_to_the_identity(seed, far) -> None:
-    moved = np.random.default_rng(seed).uniform(-far, far, (2, 3))
-    matrix = np.eye(3) + np.vstack([moved, np.zeros(3)])
-    expected = np.eye(3) if np.allclose(matrix, np.eye(3)) else np.linalg.inv(matrix)
-    found = noted(A.Affine(), {"matrix": matrix, "output_shape": SHAPE[:2]}).arrays
-    np.testing.assert_array_equal(found["inverse"], expected.astype(np.float32))
-    np.testing.assert_allclose(found["exact"], expected, rtol=0, atol=1e-12)
-
-
-@each("scale", [1e-7, 1e-5])
-def test_a_warp_that_leaves_nothing_of_an_image_stays_in_the_worker(scale) -> None:
-    params = {"matrix": np.diag([scale, scale, 1]), "output_shape": SHAPE[:2]}
-    assert (noted(A.Affine(), params) is None) == (scale**2 < 1e-12)
-
-
-@each(
-    ("fill", "expected"),
-    [
-        (5, (5, 0, 0)),
-        (5.0, (5, 5, 5)),
-        (np.float64(5), (5, 5, 5)),
-        (np.int64(5), (5, 0, 0)),
-        ([5, 6.0, 7], (5, 6, 7)),
-        (np.array([5, 6]), (5, 6, 0)),
-    ],
-)
-def test_a_fill_is_extended_over_the_channels_if_it_is_a_float(fill, expected) -> None:
-    transform = A.Affine()
-    transform.fill = fill
-    params = {"matrix": np.diag([2.0, 2.0, 1.0]), "output_shape": SHAPE[:2]}
-    np.testing.assert_array_equal(noted(transform, params).arrays["fill"], expected)

@@ -92,7 +92,7 @@ def test_everything_that_was_drawn_is_left_to_the_device_where_it_has_a_form_for
         A.OneOf([A.RandomGamma(), A.Sequential([A.InvertImg(), A.VerticalFlip()])], p=0.8),
         A.SomeOf([A.CoarseDropout(), A.Posterize(), A.Solarize()], 2, replace=True),
         A.RandomOrder([A.ToGray(), A.Compose([A.GaussNoise(p=1)], p=0.5)], 2),
-        A.OneOrOther(A.Equalize(), A.MotionBlur()),
+        A.OneOrOther(A.InvertImg(), A.MotionBlur()),
     ]
     compose = A.Compose(tree)
     part = as_batch_transform(compose).in_worker(on_device=True)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from misses import each
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.collate import collate_samples, for_writing
@@ -47,64 +46,40 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def image(shape: tuple[int, ...], dtype: torch.dtype, turned: bool, fill: int) -> torch.Tensor:
-    tensor = torch.full(shape, fill % 2 if dtype is torch.bool else fill, dtype=dtype)
-    return tensor.permute(*range(1, len(shape)), 0) if turned and len(shape) > 1 else tensor
+def turned(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Its first dimension comes last, as the channels of an image that was permuted."""
+    tensor = torch.full(shape, number, dtype=dtype)
+    return tensor.permute(*range(1, len(shape)), 0)
 
 
-leaf = st.one_of(
-    st.tuples(
-        st.just("tensor"),
-        st.lists(st.integers(0, 3), max_size=4).map(tuple),
-        st.sampled_from([torch.uint8, torch.float32, torch.float16, torch.int64, torch.bool]),
-        st.booleans(),
+SAMPLES: dict[str, Any] = {
+    "numbers": lambda n: n / 2,
+    "text": lambda n: [f"sample {n}", b"bytes"],
+    "no axes": torch.tensor,
+    "empty": lambda n: (torch.zeros(0, 3), turned((0, 2, 3), n)),
+    "dense": lambda n: {"a": torch.full((3, 4), n), "b": [torch.full((2,), n % 2 == 0), str(n)]},
+    "image": lambda n: {"image": turned((8, 8, 3), n), "label": n},
+    "floats": lambda n: (turned((4, 4, 3), n, torch.float16), turned((2, 3), n, torch.float32)),
+    "frames": lambda n: (turned((2, 3, 2, 3), n), torch.full((3, 2, 2, 2), n)),
+    "pair": lambda n: Pair(
+        turned((2, 2, 3), n), Pair(np.full((2, 0), n), np.full(3, n, np.float32))
     ),
-    st.tuples(st.just("array"), st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)),
-    st.sampled_from(["text", "number"]),
-)
-structure = st.recursive(
-    leaf,
-    lambda inner: st.one_of(
-        st.tuples(st.just("list"), st.lists(inner, min_size=1, max_size=3)),
-        st.tuples(st.just("dict"), st.lists(inner, min_size=1, max_size=3)),
-        st.tuples(st.just("Pair"), inner, inner),
-    ),
-    max_leaves=5,
-)
+    "strided": lambda n: [torch.arange(12).reshape(3, 4)[:, ::2] + n, torch.ones(1).expand(4)],
+}
 
 
-def sample_of(plan: Any, number: int) -> Any:
-    if plan == "text":
-        return f"sample {number}"
-    if plan == "number":
-        return number / 2
-    kind = plan[0]
-    if kind == "tensor":
-        return image(*plan[1:], number)
-    if kind == "array":
-        return np.full(plan[1], number, np.float32)
-    if kind == "list":
-        return [sample_of(part, number) for part in plan[1]]
-    if kind == "dict":
-        return {f"field {at}": sample_of(part, number) for at, part in enumerate(plan[1])}
-    return Pair(*(sample_of(part, number) for part in plan[1:]))
-
-
-@given(structure, st.integers(1, 4))
-def test_what_is_written_is_what_torch_collates(plan: Any, count: int) -> None:
-    samples = [sample_of(plan, number) for number in range(count)]
+@each("count", [1, 3])
+@each("kind", SAMPLES)
+def test_what_is_written_is_what_torch_collates(kind: str, count: int) -> None:
+    samples = [SAMPLES[kind](number) for number in range(count)]
     expected = default_collate(samples)
     assert same(written(for_writing(default_collate)(samples)), expected)
     assert same(written(for_writing(collate_samples)(samples)), expected)
 
 
-@pytest.mark.parametrize("kind", ["dict", "list"])
-def test_images_are_not_stacked_before_they_are_written(kind: str) -> None:
-    samples = [
-        sample_of((kind, [("tensor", (3, 8, 8), torch.uint8, True), "text"]), n) for n in (1, 2)
-    ]
-    batch = for_writing(collate_samples)(samples)
-    assert isinstance(batch["field 0"] if kind == "dict" else batch[0], LateStack)
+def test_images_are_not_stacked_before_they_are_written() -> None:
+    batch = for_writing(collate_samples)([SAMPLES["image"](number) for number in (1, 2)])
+    assert isinstance(batch["image"], LateStack)
 
 
 class Seen(dict):

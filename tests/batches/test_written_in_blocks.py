@@ -78,9 +78,11 @@ ODD: dict[str, Any] = {
 }
 
 
+@each("alone", [False, True])
 @each("kind", ODD)
-def test_a_sample_that_differs_is_found_among_those_written_at_once(kind: str) -> None:
+def test_a_sample_that_differs_is_found_alone_and_among_others(kind: str, alone: bool) -> None:
     first, samples = ODD[kind]
+    samples = samples[-1:] if alone else samples
     layout = layout_of(first, default_collate)
     assert layout is not None
     memory = np.zeros(layout.offsets(2)[1], np.uint8)

@@ -27,7 +27,7 @@ from PIL import Image
 from programs import run_program
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
-from torchvision.datasets import FakeData, ImageFolder
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import lightning_fastdata as ld
@@ -158,11 +158,11 @@ def test_the_steps_before_the_first_random_one_are_kept(tmp_path, photos, versio
     def loader(data, workers):
         return ld.FastDataLoader(data, 4, num_workers=workers, seed=5)
 
-    if name == "crop":
-        COMPOSES["crop"]
     data = ImageFolder(photos, COMPOSES[name](version))
     if name == "flip":
         data.samples = [data.samples[0]] * 8  # of one shape
+    if name == "late":
+        data = Subset(data, [7, 3, 5, 1])
     cached = ld.CachedDataset(data, tmp_path / "cache")
     for workers in (0, 2):
         plain, kept = loader(data, workers), loader(cached, workers)
@@ -171,13 +171,6 @@ def test_the_steps_before_the_first_random_one_are_kept(tmp_path, photos, versio
     assert cached._opened()[0].manifest.get("steps") == STEPS[name]
     assert cached.stored == len(data)
     assert ("done each time" in cached.explain()) == (name != "fixed")
-
-
-def test_a_subset_of_a_folder_is_divided_too(tmp_path, photos):
-    data = Subset(ImageFolder(photos, COMPOSES["crop"](T)), [7, 3, 5])
-    cached = ld.CachedDataset(data, tmp_path / "cache")
-    plain = ld.FastDataLoader(data, 3, num_workers=0, seed=1)
-    assert equal(list(ld.FastDataLoader(cached, 3, num_workers=0, seed=1)), list(plain))
 
 
 class Draws(Dataset):
@@ -453,12 +446,6 @@ def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder, killed):
     assert [path.name for path in own.iterdir()] == ["lock"]
 
 
-def test_hugging_face_and_fake_data_are_cached(tmp_path):
-    data = FakeData(12, (3, 8, 8), transform=T.PILToTensor())
-    cached = ld.CachedDataset(data, tmp_path)
-    assert equal([cached[i] for i in range(12)], [data[i] for i in range(12)])
-
-
 def test_a_link_in_the_place_of_caches_in_memory_is_refused(tmp_path, monkeypatch):
     """It may have been put there by anybody, to have a cache written elsewhere."""
     memory, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
@@ -469,3 +456,47 @@ def test_a_link_in_the_place_of_caches_in_memory_is_refused(tmp_path, monkeypatc
     with pytest.raises(OptionsError, match="it is no folder"):
         folders.hold(folders.cache_root("ram") / "one", until_the_end=True)
     assert list(elsewhere.iterdir()) == []
+
+
+class Forms(Made):
+    """Samples of one form, but for one that is not among those tried."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"].long()} if index == 1 else sample
+
+
+def test_a_sample_of_another_form_is_made_each_time(tmp_path, folder):
+    data = Forms(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    for _ in range(2):
+        assert all(equal(cached[index], data[index]) for index in range(40))
+    assert cached.stored == 39
+    assert cached.columns() is None
+
+
+class Empty(Made):
+    def __getitem__(self, index):
+        return None, torch.empty(0)
+
+
+def test_samples_without_bytes_are_kept(tmp_path, folder):
+    cached = ld.CachedDataset(Empty(folder), tmp_path / "cache")
+    cached.fill()
+    assert cached.stored == 40
+    assert equal(cached[3], (None, torch.empty(0)))
+
+
+def test_a_cache_of_another_length_is_refused(tmp_path, folder):
+    ld.CachedDataset(Made(folder), tmp_path, key="mine").fill()
+    with pytest.raises(DatasetError, match=r"40 samples in format \d, not 41.*Delete the folder"):
+        ld.CachedDataset(Made(folder, 41), tmp_path, key="mine")[0]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc (Linux)")
+def test_a_cache_that_is_no_longer_held_leaves_no_file_of_samples_open(tmp_path, folder):
+    def read():
+        assert ld.CachedDataset(Made(folder), tmp_path / "cache")[0]["y"] == 0
+        return len(os.listdir("/proc/self/fd"))
+
+    assert read() == read() == read()

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
-from lightning_fastdata.caches.image_cache import cache_of
+from lightning_fastdata.caches.cached import cache_of
 from lightning_fastdata.data import cache_images
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.ext.images.stored import StoredPicture
 from lightning_fastdata.host import clock
-from lightning_fastdata.images.stored import StoredPicture
 
 
 @pytest.fixture

@@ -39,13 +39,3 @@ class Images(Dataset):
     def __getitem__(self, i):
         generator = torch.Generator().manual_seed(i)
         return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator).numpy(), i
-
-
-class Strategy(Dataset):
-    """Two samples that say whether the worker shares memory through files."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> float:
-        return float(torch.multiprocessing.get_sharing_strategy() == "file_system")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from conformance.datasets import Images, Rows
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from trainers import quiet_trainer as make_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 
@@ -89,18 +90,3 @@ class RowsModule(FastDataModule):
 
     def predict_dataset(self):
         return Rows(self.length // 2)
-
-
-def make_trainer(tmp_path, **arguments):
-    """A quiet CPU trainer that writes below ``tmp_path``."""
-    quiet = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": str(tmp_path),
-    }
-    return Trainer(**{**quiet, **arguments})

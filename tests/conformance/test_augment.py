@@ -61,20 +61,6 @@ def equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-class Masked(Dataset):
-    """Images with a mask that marks the bright pixels of the first channel."""
-
-    def __init__(self, length=8):
-        self.images = Images(length, 16, 12)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        image, _ = self.images[i]
-        return {"image": image, "mask": (image[..., 0] > 127).astype(np.uint8), "label": i}
-
-
 class Pictures(Dataset):
     """PIL images of different sizes."""
 
@@ -104,48 +90,6 @@ class Boxed(Dataset):
 def keep_boxes(samples):
     boxes = [torch.as_tensor(np.asarray(s["bboxes"]), dtype=torch.float32) for s in samples]
     return {"image": default_collate([s["image"] for s in samples]), "bboxes": boxes}
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("pipeline", list(EXACT))
-def test_device_and_workers_make_the_same_pixels(tmp_path, pipeline, workers):
-    seen = [
-        fit(tmp_path, Images(), augment=EXACT[pipeline](), augment_on=place, workers=workers)
-        for place in ("gpu", "cpu")
-    ]
-    assert equal(seen[0]["train"], seen[1]["train"])
-    raw = fit(tmp_path, Images(), augment=A.Compose([ToTensorV2()]), augment_on="cpu")
-    assert not equal(seen[0]["train"], raw["train"])
-
-
-def test_the_number_of_workers_does_not_change_the_pixels(tmp_path):
-    augment = EXACT["crop and brightness"]
-    first, *others = (
-        fit(tmp_path, Images(), augment=augment(), augment_on="gpu", workers=n)["train"]
-        for n in (0, 1, 2)
-    )
-    assert all(equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_mask_goes_with_its_image(tmp_path, workers):
-    batches = {}
-    for place in ("gpu", "cpu"):
-        model = Keeps()
-        fit(
-            tmp_path,
-            Masked(),
-            model=model,
-            workers=workers,
-            augment=A.Compose([A.HorizontalFlip(p=0.5), A.RandomCrop(8, 8), ToTensorV2()]),
-            augment_on=place,
-        )
-        batches[place] = model.batches
-    for ours, theirs in zip(batches["gpu"], batches["cpu"], strict=True):
-        assert ours.keys() == theirs.keys() == {"image", "mask", "label"}
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-        assert torch.equal(ours["mask"], (ours["image"][:, 0] > 127).to(torch.uint8))
 
 
 def test_pictures_of_different_sizes_become_one_batch(tmp_path):
@@ -351,54 +295,3 @@ def test_a_module_follows_the_batch_to_its_device_once():
         assert label == 1
     assert brighten.moves == ["meta"]
     assert not brighten.gain.is_inference()
-
-
-class AugmentsItself(Dataset):
-    """A user's own dataset with a pipeline inside; returns what was drawn."""
-
-    def __init__(self):
-        self.pipeline = A.Compose([A.RandomBrightnessContrast((-0.35, 0.35), (0, 0), p=1)])
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return self.pipeline(image=np.full((4, 4, 3), 100, np.uint8))["image"], i
-
-
-def test_pipelines_inside_a_dataset_draw_anew_for_each_sample(tmp_path):
-    def values(batches):
-        return [int(image[0, 0, 0]) for x in batches for image in x]
-
-    # Without us every worker, and every epoch, draws the same numbers.
-    plain = DataLoader(AugmentsItself(), batch_size=1, num_workers=2)
-    broken = [values(x for x, _ in plain) for _ in range(2)]
-    assert broken[0][0::2] == broken[0][1::2]
-    assert broken[0] == broken[1]
-
-    seen = fit(tmp_path, AugmentsItself(), batch_size=1, workers=2, trainer={"max_epochs": 2})[
-        "train"
-    ]
-    drawn = values(seen)
-    assert len(set(drawn)) > 12
-    alone = fit(tmp_path, AugmentsItself(), batch_size=1, trainer={"max_epochs": 2})["train"]
-    assert equal(seen, alone)
-
-
-def test_torchvisions_batch_transforms_run_in_the_same_place(tmp_path):
-    from torchvision.transforms import v2
-
-    class Chw(Images):
-        def __getitem__(self, i):
-            image, label = super().__getitem__(i)
-            return torch.from_numpy(image).permute(2, 0, 1), label
-
-    both = v2.Compose([v2.RandomHorizontalFlip(p=1), v2.ToDtype(torch.float32, scale=True)])
-    model = Pixels()
-    module = FastDataModule.from_datasets(Chw(8), batch_size=8, augment=both, image=0)
-    make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=module)
-    (seen,) = model.seen["train"]
-    flipped = torch.stack([Chw(8)[i][0].flip(-1) / 255 for i in range(8)])
-    order = [int(n) for n in (seen[:, None] - flipped).abs().flatten(2).sum(2).argmin(1)]
-    assert sorted(order) == list(range(8))
-    torch.testing.assert_close(seen, flipped[order])

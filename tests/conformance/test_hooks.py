@@ -9,7 +9,7 @@ import pytest
 import torch
 from conformance.pieces import Images, Linear, Pixels, Rows, RowsModule, make_trainer
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.errors import BatchError
@@ -104,12 +104,6 @@ def test_row_2_a_data_modules_hook_that_forgets_super_is_told_so(tmp_path):
         make_trainer(tmp_path, limit_val_batches=0).fit(Linear(), datamodule=module)
 
 
-def test_row_3_the_models_hook_runs_when_no_transform_is_registered(tmp_path):
-    model = Traced()
-    make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=RowsModule(batch_size=32))
-    assert model.trace == [("train", "before"), ("train", "transfer"), ("train", "after")]
-
-
 def add_one(batch):
     return [batch[0] + 1, batch[1]]
 
@@ -146,46 +140,6 @@ def test_row_4_the_callback_augments_every_batch_exactly_once(tmp_path, source, 
     trainer.fit(model, **data)
     ((x, i),) = model.seen["train"]
     assert torch.equal(x[:, 0], expected(i))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("data", ["loaders", "ours"])
-@pytest.mark.parametrize("ending", ["end", "exception", "interrupt"])
-def test_row_5_nothing_stays_patched_after_a_fit(tmp_path, data, ending):
-    class Stops(Linear):
-        def training_step(self, batch, batch_idx):
-            if ending == "exception":
-                raise ZeroDivisionError
-            if ending == "interrupt":
-                raise KeyboardInterrupt
-            return super().training_step(batch, batch_idx)
-
-    callbacks = [
-        DataThroughputCallback(augment=add_one, summary=False, report=False),
-        DataThroughputCallback(augment=add_one, summary=False, report=False),
-    ]
-    for _ in range(2):
-        model, module = Stops(), RowsModule(batch_size=32)
-        arguments = (
-            {"datamodule": module}
-            if data == "ours"
-            else {"train_dataloaders": DataLoader(Rows(32), batch_size=32)}
-        )
-        trainer = make_trainer(tmp_path, callbacks=callbacks, limit_val_batches=0)
-        profiler = trainer.profiler
-        for fit in range(2):
-            if ending == "end":
-                trainer.fit_loop.max_epochs = fit + 1
-                trainer.fit(model, **arguments)
-                x, i = model.seen["train"][-1]
-                assert torch.equal(x[:, 0], i + 2.0)
-            else:
-                with pytest.raises((ZeroDivisionError, SystemExit)):
-                    trainer.fit(model, **arguments)
-            assert trainer.profiler is profiler
-            assert not set(HOOKS) & set(vars(model))
-            assert not set(HOOKS) & set(vars(module))
-            assert not module._transforms["train"]
 
 
 @pytest.mark.parametrize("source", ["loaders", "ours"])
@@ -345,18 +299,3 @@ def test_row_10_the_structure_of_a_batch_is_kept(tmp_path, kind, transformed):
         assert batch.moved
     if kind == "dict":
         assert isinstance(batch["deep"]["i"][0], tuple)
-
-
-def test_a_sample_without_an_image_is_refused_before_training(tmp_path):
-    import albumentations as A
-
-    class Texts(Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, i):
-            return {"text": "no image here", "label": i}
-
-    module = FastDataModule.from_datasets(Texts(), augment=A.Compose([A.HorizontalFlip()]))
-    with pytest.raises(BatchError, match="text"):
-        make_trainer(tmp_path).fit(Linear(), datamodule=module)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 
 import numpy as np
@@ -10,17 +12,15 @@ import psutil
 import pytest
 import torch
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
-from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
+from misses import each
 from open_files import open_files
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 
 from lightning_fastdata import (
@@ -30,23 +30,11 @@ from lightning_fastdata import (
     LoaderOptions,
 )
 from lightning_fastdata.order.epoch_order import EpochOrder
-from lightning_fastdata.order.samplers import ShuffleSampler
 
 
 def indices(batches):
     """The sample numbers of remembered batches, in order."""
     return [int(i) for _x, batch in batches for i in batch]
-
-
-class Plain(LightningDataModule):
-    """A data module that returns one given loader for training."""
-
-    def __init__(self, loader):
-        super().__init__()
-        self.loader = loader
-
-    def train_dataloader(self):
-        return self.loader
 
 
 @pytest.mark.cases(1)
@@ -233,16 +221,22 @@ def test_row_16_attributes_set_in_the_hook_survive(tmp_path):
     assert isinstance(trainer.predict_dataloaders, FastDataLoader)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("overfit", [2, 0.5])
-def test_row_17_overfitting_repeats_the_first_batches_in_order(tmp_path, overfit):
+EXECUTORS = {
+    "inline": LoaderOptions(num_workers=0, executor="inline"),
+    "workers": LoaderOptions(num_workers=2, executor="workers", probe=False),
+}
+
+
+@each(("overfit", "executor"), [(2, "inline"), (0.5, "workers")])
+def test_row_17_overfitting_repeats_the_first_batches_in_order(tmp_path, overfit, executor):
     model = Linear()
     trainer = make_trainer(tmp_path, overfit_batches=overfit, max_epochs=2, limit_val_batches=0)
-    trainer.fit(model, datamodule=RowsModule(batch_size=8, length=32))
+    trainer.fit(model, RowsModule(batch_size=8, length=32, options=EXECUTORS[executor]))
     assert indices(model.seen["train"]) == 2 * list(range(16))
 
 
-def test_row_18_prediction_writers_get_the_right_indices(tmp_path):
+@each("executor", EXECUTORS)
+def test_row_18_prediction_writers_get_the_right_indices(tmp_path, executor):
     class Writer(BasePredictionWriter):
         def __init__(self):
             super().__init__("batch_and_epoch")
@@ -256,10 +250,34 @@ def test_row_18_prediction_writers_get_the_right_indices(tmp_path):
 
     writer = Writer()
     trainer = make_trainer(tmp_path, callbacks=[writer])
-    trainer.predict(Linear(), datamodule=RowsModule(batch_size=6, length=32))
+    module = RowsModule(batch_size=6, length=32, options=EXECUTORS[executor])
+    trainer.predict(Linear(), datamodule=module)
     expected = [list(range(6)), list(range(6, 12)), list(range(12, 16))]
     assert writer.by_batch == [(batch, batch) for batch in expected]
     assert writer.by_epoch in (expected, [expected])
+
+
+COPIES = []
+
+
+class Copies(Linear):
+    """Copies its loader in the middle of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            loader = self.trainer.train_dataloader
+            COPIES[:] = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+        return super().training_step(batch, batch_idx)
+
+
+def test_row_37_a_loader_with_running_workers_can_be_copied(tmp_path):
+    model = Copies()
+    module = RowsModule(batch_size=4, length=16, options=EXECUTORS["workers"])
+    make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=module)
+    assert sorted(indices(model.seen["train"])) == list(range(16))
+    for loader in COPIES:
+        assert sorted(indices(loader)) == list(range(16))
+        loader.close()
 
 
 class Draws(Dataset):
@@ -360,41 +378,3 @@ def test_training_is_shuffled_by_seed_and_epoch_and_evaluation_is_not(tmp_path):
     assert train[:32] != train[32:]
     assert sorted(train[:32]) == sorted(train[32:]) == list(range(32))
     assert val == 2 * list(range(16))
-
-
-def test_our_samplers_are_what_lightning_asks_for():
-    module = RowsModule()
-    assert isinstance(module.train_dataloader().sampler, RandomSampler)
-    assert isinstance(module.train_dataloader().sampler, ShuffleSampler)
-    assert isinstance(module.val_dataloader().sampler, SequentialSampler)
-
-
-def test_a_resumed_run_continues_with_the_order_of_its_epoch(tmp_path):
-    """Lightning makes the first iterator of a resumed run before it tells the sampler the epoch."""
-
-    def fit(epochs, **arguments):
-        model = Linear()
-        trainer = make_trainer(
-            tmp_path,
-            max_epochs=epochs,
-            limit_val_batches=0,
-            enable_checkpointing=False,
-        )
-        trainer.fit(model, datamodule=RowsModule(batch_size=8, length=32), **arguments)
-        return model, trainer
-
-    whole, _ = fit(3)
-    _, trainer = fit(2)
-    path = tmp_path / "two.ckpt"
-    trainer.save_checkpoint(path)
-    resumed, _ = fit(3, ckpt_path=str(path))
-    assert indices(resumed.seen["train"]) == indices(whole.seen["train"])[64:]
-
-
-def test_foreign_loaders_work_with_the_callback(tmp_path):
-    model, callback = Linear(), DataThroughputCallback(summary=False, report=False)
-    loader = DataLoader(Rows(32), batch_size=8)
-    trainer = make_trainer(tmp_path, callbacks=[callback])
-    trainer.fit(model, datamodule=Plain(loader))
-    assert callback.report.stages[0].steps == 4
-    assert callback.report.stages[0].samples == 32

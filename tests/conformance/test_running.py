@@ -113,24 +113,6 @@ def test_row_27_a_profiler_built_on_lightnings_idle_one_is_asked(tmp_path):
     assert profiler.noted.count("run_training_batch") == 4
 
 
-def test_row_27_the_trainers_own_profiler_comes_back(tmp_path):
-    trainer = make_trainer(tmp_path, callbacks=[quiet(), quiet()])
-    before = trainer.profiler
-    assert type(before) is PassThroughProfiler
-    during = []
-
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            during.append(trainer.profiler)
-
-    trainer.callbacks.append(Looks())
-    trainer.fit(Linear(), datamodule=RowsModule())
-    assert trainer.profiler is before
-    assert during[0] is not before
-    trainer.validate(Linear(), datamodule=RowsModule(), verbose=False)
-    assert trainer.profiler is before
-
-
 # -- progress bars ---------------------------------------------------------------------------------
 
 

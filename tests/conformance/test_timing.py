@@ -8,9 +8,9 @@ import torch
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.errors import FastDataError, TransformError
 from lightning_fastdata.host import clock
 
@@ -38,71 +38,6 @@ class Measured(DataThroughputCallback):
 def spent(column):
     """Return the places of a column of milliseconds where there are any, with them."""
     return {step: float(column[step]) for step in np.flatnonzero(np.nan_to_num(column))}
-
-
-class Stream(IterableDataset):
-    """Samples 0 to ``length``, asleep before some; counts how often it was asked."""
-
-    def __init__(self, length, sleep_s=None):
-        self.length = length
-        self.sleep_s = sleep_s or {}
-        self.asked = 0
-
-    def __iter__(self):
-        for i in range(self.length):
-            self.asked += 1
-            clock.sleep(self.sleep_s.get(i, 0))
-            yield torch.full((4,), float(i)), i
-        self.asked += 1
-        clock.sleep(self.sleep_s.get(self.length, 0))
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_row_22_a_wait_of_a_loader_without_length_is_found_in_the_step_that_waited(tmp_path, ours):
-    """Such a loader is asked one batch ahead, and once more at its end."""
-    stream = Stream(6, {3: SLEEP_S, 6: SLEEP_S})
-    data = {"train_dataloaders": DataLoader(stream, batch_size=1)}
-    if ours:
-        module = FastDataModule.from_datasets(
-            stream, batch_size=1, options=LoaderOptions(num_workers=0)
-        )
-        data = {"datamodule": module}
-    callback = Measured()
-    make_trainer(tmp_path, max_epochs=2, callbacks=[callback], limit_val_batches=0).fit(
-        Linear(), **data
-    )
-    assert stream.asked >= 2 * 7
-    # Batch 3 is fetched while step 2 is due, the end while step 5 is.
-    late = dict.fromkeys([2, 5, 8, 11], SLEEP_MS)
-    assert callback.spent() == callback.spent("step_ms") == late
-    assert callback.train["cold"].tolist() == [1, 0, 0, 0, 0, 0] * 2
-
-
-def test_row_22_each_batch_of_a_loader_with_length_is_waited_for_in_its_own_step(tmp_path):
-    callback = Measured()
-    rows = Rows(6, {3: SLEEP_S})
-    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[callback], limit_val_batches=0)
-    trainer.fit(Linear(), DataLoader(rows, batch_size=1))
-    assert callback.spent() == callback.spent("step_ms") == {3: SLEEP_MS, 9: SLEEP_MS}
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_row_23_a_slow_sample_shows_in_the_step_of_its_batch_and_nowhere_else(tmp_path, ours):
-    slow = {13: SLEEP_S, 29: SLEEP_S}
-    if ours:
-        module = FastDataModule.from_datasets(
-            Rows(40, slow), batch_size=2, seed=1, options=LoaderOptions(num_workers=0)
-        )
-        data = {"datamodule": module}
-    else:
-        data = {"train_dataloaders": DataLoader(Rows(40, slow), 2)}
-    model, callback = Linear(), Measured()
-    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
-    trainer.fit(model, **data)
-    batches = [i.tolist() for _, i in model.seen["train"]]
-    late = {k: SLEEP_MS * len(set(batch) & set(slow)) for k, batch in enumerate(batches)}
-    assert callback.spent() == {k: ms for k, ms in late.items() if ms}
-    assert sum(late.values()) == 2 * SLEEP_MS
 
 
 class SlowSaves(ModelCheckpoint):

@@ -51,18 +51,6 @@ class Crew:
         return [rates for rates in found if rates is not None]
 
 
-def test_workers_that_wait_by_themselves_read_more_the_more_they_are():
-    (rates,) = Crew(lambda _: 20).run()
-    assert (rates.few, rates.many) == (2, 4)
-    assert rates.many_per_s == pytest.approx(400 * 4, rel=0.1)
-    assert rates.few_per_s == pytest.approx(400 * 2, rel=0.1)
-
-
-def test_workers_that_share_a_line_read_no_more():
-    (rates,) = Crew(lambda at_once: 5 * at_once).run()
-    assert rates.many_per_s == pytest.approx(rates.few_per_s, rel=0.1)
-
-
 def test_it_is_tried_once_and_all_work_on_afterwards():
     crew = Crew(lambda _: 20)
     assert len(crew.run(800)) == 1

@@ -26,8 +26,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.process import ChildProcess
+from lightning_fastdata.executors.pool.protocol import DropSlot, TaskTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.pool.wire import read_packet
+from lightning_fastdata.executors.pool.wire import Wire, read_packet, wire_pair
 from lightning_fastdata.executors.stream import StreamExecutor
 
 TESTS = str(Path(__file__).parents[1])
@@ -186,36 +187,14 @@ def test_a_sample_that_would_end_its_process_is_named_and_the_others_come() -> N
 
 
 class Private(Dataset):
-    """Raises an error, or returns a tuple, of a class that only its process knows."""
-
-    def __init__(self, *, raises: bool) -> None:
-        self.raises = raises
-        self.kind = namedtuple("Kind", "x")
+    """Returns a tuple of a class that only its process knows."""
 
     def __getitem__(self, index: int) -> Any:
-        class MineError(Exception):
-            pass
-
-        if not self.raises:
-            return self.kind(torch.full((200,), index))
-        if index == 3:
-            raise MineError("no licence")
-        return torch.full((200,), index)
-
-
-def test_an_error_that_cannot_be_pickled_is_raised_as_another() -> None:
-    executor = pool(Private(raises=True), processes=1)
-    executor.start_epoch([[index] for index in range(6)], 0)
-    assert [firsts([next(executor)]) for _ in range(3)] == [[0], [1], [2]]
-    with pytest.raises(RuntimeError, match=r"(?s)sample 3 .*MineError: no licence"):
-        next(executor)
-    assert firsts(executor) == [4, 5]
-    assert not executor.respawned
-    executor.close()
+        return namedtuple("Kind", "x")(torch.full((200,), index))
 
 
 def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
-    executor = pool(Private(raises=False), default_collate, 1)
+    executor = pool(Private(), default_collate, 1)
     executor.start_epoch([[index] for index in range(6)], 0)
     for _ in range(6):
         with pytest.raises(RuntimeError, match="pickle"):
@@ -358,19 +337,8 @@ def test_idle_processes_that_are_killed_are_replaced() -> None:
     executor.close()
 
 
-class Epochs(Dataset):
-    __module__ = "datasets"  # of those that are told
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, self.epoch])
-
-
 def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> None:
-    dataset = Epochs()
+    dataset = Told()
     executor = pool(dataset)
     dataset.set_epoch(5)
     executor.start_epoch([[index] for index in range(400)], 5)
@@ -488,3 +456,47 @@ def test_processes_that_a_thread_started_end_with_the_program() -> None:
     program.kill()
     program.wait(40)
     until(lambda: not any(map(runs, pids)))
+
+
+def late(index: int, folder: Path) -> int:
+    (folder / f"{os.getpid()}-{index}").touch()
+    until((folder / "go").exists)
+    return index
+
+
+class LateIndex:
+    """An index that keeps the process that takes it busy before it can note what it took."""
+
+    def __init__(self, index: int, folder: Path) -> None:
+        self.index, self.folder = index, folder
+
+    def __reduce__(self) -> Any:
+        return late, (self.index, self.folder)
+
+
+def test_a_task_that_another_has_noted_meanwhile_is_not_done_again(tmp_path: Path) -> None:
+    executor = pool(Quick(), listed)
+    executor.start_epoch([[LateIndex(index, tmp_path)] for index in range(8)], 0)
+    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    killed = executor.children[1].process
+    killed.kill()
+    killed.join()
+    # What both had taken is in doubt now. The other notes it, says so, and does it and the next,
+    # before anything of that is read.
+    executor.ready()
+    (tmp_path / "go").touch()
+    until(lambda: len({file.name.partition("-")[2] for file in tmp_path.glob("*-*")}) >= 4)
+    assert [int(batch[0][0][0]) for batch in executor] == list(range(8))
+    assert executor.respawned == 1
+    executor.close()
+
+
+def test_what_a_process_said_before_it_died_is_heard() -> None:
+    ours, theirs = map(Wire, wire_pair())
+    answers = [TaskTaken(1, 4), TaskTaken(2, 4)]
+    for answer in answers:
+        theirs.send(answer)
+    ours.send(DropSlot(3))  # it dies without having read this, which resets the connection
+    theirs.end.close()
+    assert [ours.receive() for _ in range(3)] == [*((answer, []) for answer in answers), None]
+    ours.close()

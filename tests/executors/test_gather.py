@@ -24,7 +24,6 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
-    random_split,
 )
 
 from lightning_fastdata.batches.slots import SlotPool
@@ -155,46 +154,6 @@ def test_batches_are_those_of_torch_to_the_bit(data, dataset, threads) -> None:
     assert gatherable(dataset)
     assert_same_bits(gathered(dataset, batches, threads=threads), theirs)
     assert_same_bits(gathered(dataset, as_arrays, threads=threads), theirs)
-
-
-TALL, LABELS = torch.randn(64, 7), torch.arange(64)
-TENSORS = TensorDataset(TALL, LABELS)
-EXAMPLES = {
-    "tensors": lambda mapped: TENSORS,
-    "tensor": lambda mapped: TALL,
-    "tensor of numbers": lambda mapped: LABELS,
-    "array": lambda mapped: TALL.numpy(),
-    "array of numbers": lambda mapped: np.arange(64.0),
-    "map": lambda mapped: mapped,
-    "named columns": lambda mapped: ColumnDataset({"image": mapped, "label": LABELS}),
-    "columns": lambda mapped: ColumnDataset([TALL, np.arange(64, dtype=np.float32)]),
-    "channels last": lambda mapped: torch.rand(64, 5, 6, 3).permute(0, 3, 1, 2),
-    "subset": lambda mapped: Subset(TENSORS, [5, 1, -1, 7, 7]),
-    "split": lambda mapped: random_split(TENSORS, [40, 24])[1],
-    "subset of subset": lambda mapped: Subset(Subset(mapped, range(9, 40)), np.arange(20)[::-1]),
-    "stack": lambda mapped: StackDataset(mapped, TENSORS),
-    "stack of subsets": lambda mapped: StackDataset(
-        a=Subset(TALL, [3, 1]), b=Subset(LABELS, [2, 1])
-    ),
-    "windows": lambda mapped: TokenWindows(np.arange(99, dtype=np.uint16), 9, stride=8),
-    "windows of a tensor": lambda mapped: TokenWindows(LABELS, 9, stride=1, dtype=torch.int32),
-    "subset of windows": lambda mapped: Subset(TokenWindows(np.arange(99), 9), [3, 1]),
-}
-
-
-@pytest.mark.cases(23)
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.parametrize("threads", [0, 1])
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_each_kind_of_columns_is_gathered(kind, threads, tmp_path) -> None:
-    mapped = np.lib.format.open_memmap(tmp_path / "m.npy", "w+", np.uint8, (64, 4, 5))
-    mapped[:] = GENERATOR.integers(0, 256, mapped.shape)
-    dataset = EXAMPLES[kind](np.load(tmp_path / "m.npy", mmap_mode="r"))
-    assert gatherable(dataset)
-    torch.manual_seed(0)
-    batches = list(BatchSampler(torch.randperm(len(dataset)).tolist(), 4, drop_last=False))
-    theirs = list(DataLoader(dataset, batch_sampler=batches))
-    assert_same_bits(gathered(dataset, batches, threads=threads), theirs)
 
 
 def hugging_face(rows: int = 30) -> Any:
@@ -541,33 +500,21 @@ class Batched(Dataset):
         return [(index, len(indices)) for index in indices]
 
 
+@each("executor", ["inline", "workers"])
+@each("wrap", [lambda d: Subset(Subset(d, range(10)), [3, 1, 7]), lambda d: StackDataset(d, d)])
+def test_batched_fetching_is_honoured_below_wrappers(wrap, executor) -> None:
+    data = wrap(Batched())
+    ours = FastDataLoader(data, batch_size=2, num_workers=2, executor=executor)
+    assert_same_bits(list(ours), list(DataLoader(data, batch_size=2)))
+    ours.close()
+
+
 class Plain(Dataset):
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> Any:
         return index, random.random(), torch.rand(2)
-
-
-MANY = {
-    "itself": Batched(),
-    "subset": Subset(Batched(), [3, 1, 2, 7, 9]),
-    "subset of subset": Subset(Subset(Batched(), range(10)), [3, 1, 2, 7, 9]),
-    "stack": StackDataset(Batched(), range(12)),
-    "columns": ColumnDataset({"x": TABLE}),
-    "windows": TokenWindows(torch.arange(20), 4),
-}
-
-
-@pytest.mark.cases(8)
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-@pytest.mark.parametrize("kind", MANY)
-def test_batched_fetching_is_honoured_by_every_executor(kind, executor) -> None:
-    data = MANY[kind]
-    how = {"batch_size": 2}
-    ours = FastDataLoader(data, **how, num_workers=2, executor=executor)
-    assert_same_bits(list(ours), list(DataLoader(data, **how)))
-    ours.close()
 
 
 @pytest.mark.cases(2)

@@ -142,6 +142,7 @@ if __name__ == "__main__":
     ("kind", "ending", "context"),
     [
         ("rows", signal.SIGKILL, "fork"),
+        ("rows", signal.SIGTERM, "fork"),
         ("rows", signal.SIGINT, "fork"),
         ("stream", signal.SIGINT, "fork"),
         ("stream", signal.SIGKILL, "spawn"),

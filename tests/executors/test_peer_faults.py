@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 import torch
 from open_files import open_files
 from processes import until
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -106,27 +103,6 @@ class Plain(Dataset):
         return torch.full((self.side, self.side), value, dtype=torch.int32), value
 
 
-def failing_collate(samples: list[Any]) -> Any:
-    if samples[0][1] == 6:
-        raise RuntimeError("cannot stack these")
-    return default_collate(samples)
-
-
-@pytest.mark.parametrize("executor", ALL)
-def test_a_collate_function_that_raises_hangs_nothing(executor) -> None:
-    loader = loader_of(Plain(15), executor, collate_fn=failing_collate, persistent_workers=True)
-    for _ in range(2):
-        epoch = iter(loader)
-        batches = [next(epoch), next(epoch)]
-        with pytest.raises(RuntimeError, match="cannot stack these"):
-            next(epoch)
-        batches += epoch
-        assert [labels.tolist() for _, labels in batches] == [
-            [i, i + 1, i + 2] for i in (0, 3, 9, 12)
-        ]
-    loader.close()
-
-
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("executor", ALL)
 @pytest.mark.parametrize("persistent", [False, True])
@@ -143,20 +119,6 @@ def test_what_is_kept_of_a_batch_outlives_epochs_and_the_loader(executor, persis
         assert rows[:, 5, 5].tolist() == values[1:]
         assert (rows.amin((1, 2)) == rows.amax((1, 2))).all()
         assert (array == values[2]).all()
-
-
-@pytest.mark.parametrize("executor", SIDE)
-def test_batches_that_are_kept_take_no_open_files(executor) -> None:
-    loader = loader_of(Plain(900), executor, batch_size=2)
-    before, kept, counts = open_files(), [], []
-    for number, batch in enumerate(loader):
-        kept.append(batch)
-        if number in (0, 100, 449):
-            counts.append(len(open_files() - before))
-    # Beyond a few slots that the pool opens while it grows; torch's workers take one a tensor.
-    first, later, last = counts
-    assert last <= later < first + 40
-    assert [int(labels[0]) for _, labels in kept] == list(range(0, 900, 2))
 
 
 @pytest.mark.cases(1)
@@ -181,78 +143,6 @@ def test_iterators_made_again_leave_nothing_behind(executor, finished) -> None:
     loader = loader_of(Plain(12), executor)
     most = [torch.tensor([held() for _ in range(3)]).amax(0) for _ in range(3)]
     assert (most[-1] <= most[0]).all(), most
-
-
-class Uneven(Plain):
-    """Each seventh sample takes until one of the next batch was begun, by another process."""
-
-    def __init__(self, length: int, folder: Path) -> None:
-        super().__init__(length)
-        self.folder = folder
-
-    def __getitem__(self, index: int) -> Any:
-        (self.folder / str(index)).touch()
-        if index and index % 7 == 0 and index + 6 < len(self):
-            until((self.folder / str(index + 6 - index % 6)).exists)
-        return super().__getitem__(index)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("executor", SIDE)
-@pytest.mark.parametrize("workers", [2, 3])
-def test_slow_samples_change_neither_the_order_nor_the_batches(tmp_path, executor, workers) -> None:
-    loader = loader_of(Uneven(100, tmp_path), executor, num_workers=workers, batch_size=6)
-    labels = [batch.tolist() for _, batch in loader]
-    assert labels == [list(range(i, min(100, i + 6))) for i in range(0, 100, 6)]
-
-
-def test_loaders_side_by_side_do_not_meet() -> None:
-    one, two = (
-        loader_of(Plain(60, start), "workers", persistent_workers=True) for start in (0, 1000)
-    )
-    for _ in range(2):
-        for first, second in zip(one, two, strict=True):
-            assert (first[1] + 1000).tolist() == second[1].tolist()
-            assert first[0][:, 0, 0].tolist() == first[1].tolist()
-            assert second[0][:, 0, 0].tolist() == second[1].tolist()
-    running = iter(two)
-    next(running)
-    one.close()
-    assert sum(len(labels) for _, labels in running) == 57
-    two.close()
-
-
-PROGRAM = """
-import sys, torch
-from lightning_fastdata.loading.loader import FastDataLoader
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 400
-    def __getitem__(self, index):
-        return torch.full((500,), index + int(sys.argv[1]))
-if __name__ == "__main__":
-    how = {"batch_size": 8, "num_workers": 2, "executor": "workers"}
-    for loader in (FastDataLoader(Data(), **how), FastDataLoader(Data(), **how)):
-        seen = torch.cat(list(loader))
-        assert seen.eq(torch.arange(400)[:, None] + int(sys.argv[1])).all()
-    print("right")
-"""
-
-
-@pytest.mark.slow
-def test_programs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(PROGRAM))
-    programs = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(start)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for start in (0, 1000)
-    ]
-    assert [program.communicate(timeout=280)[0].strip() for program in programs] == ["right"] * 2
 
 
 class Meeting(Dataset):

@@ -298,16 +298,6 @@ def ways_of(here_s, batches=1):
     return ways
 
 
-def test_side_processes_are_tried_once_there_is_something_to_compare_them_with():
-    assert not ways_of([1.0] * 4).tries
-    assert not ways_of([0.001] * 20).tries
-    ways = ways_of([0.1] * 5)
-    assert ways.tries
-    ways.decide([0.05] * 5)
-    assert ways.aside
-    assert not ways.tries
-
-
 @each(
     ("here_s", "aside_s", "aside"),
     [

@@ -245,13 +245,6 @@ def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
     return StreamExecutor(plan, processes=processes)
 
 
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_two_epochs_at_once_do_not_mix(executor: str) -> None:
-    loader = FastDataLoader(Lengths([6]), batch_size=2, num_workers=1, executor=executor)
-    for one, two in zip(loader, loader, strict=True):
-        assert torch.equal(one["x"], two["x"])
-
-
 def test_batches_that_are_kept_are_never_overwritten() -> None:
     executor = pool(Lengths([60]), memory_limit_bytes=2**16)
     executor.start_epoch([16], 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -50,18 +49,6 @@ def test_a_timeout_shows_where_the_stream_is_stuck() -> None:
     late = pytest.raises(WorkerError, match=r"(?s)for 4 s while.*process 0 .*in __iter__")
     with late, pytest.warns(FastDataWarning, match="for 2 s"):
         list(loader)
-
-
-@pytest.mark.slow
-def test_a_timeout_tells_that_a_process_is_stopped() -> None:
-    executor = pool(Lengths([5000]), 1, timeout_s=4)
-    executor.start_epoch([2], 0)
-    next(executor)
-    os.kill(executor.children[0].process.pid, signal.SIGSTOP)
-    late = pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT")
-    with late, pytest.warns(FastDataWarning, match="for 2 s"):
-        list(executor)
-    executor.close()
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from misses import each
 from skimage import data
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
 
@@ -89,6 +88,7 @@ FLIPS = [A.HorizontalFlip(), A.VerticalFlip()]
 END = [A.Normalize(), A.ToTensorV2()]
 FINISHED = A.Compose([*FLIPS, *END])
 GRAY = A.ToGray(3, "average", p=1)
+CAST = A.OneOf([A.InvertImg(p=1), A.ToFloat(p=1)], p=1)
 CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
     "some masks": (SOME_MASKS, FINISHED, masks_in_lists),
     "some masks, no tensor": (SOME_MASKS, A.Compose(FLIPS), masks_in_lists),
@@ -104,6 +104,22 @@ CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
     "a dtype that nobody had seen before": (
         by_name([*PHOTOGRAPHS[:4], PHOTOGRAPHS[4] / np.float32(255), *PHOTOGRAPHS, *PHOTOGRAPHS]),
         A.Compose(FLIPS),
+        None,
+    ),
+    "cast in some samples": (by_name(PHOTOGRAPHS), A.Compose([CAST, A.ToTensorV2()]), None),
+    "cast in some, then of one dtype": (
+        by_name(PHOTOGRAPHS),
+        A.Compose([CAST, A.Normalize(), A.HorizontalFlip(), A.ToTensorV2()]),
+        None,
+    ),
+    "of several dtypes": (
+        by_name(alternating(PHOTOGRAPHS, [image / np.float32(255) for image in PHOTOGRAPHS])),
+        A.Compose([A.HorizontalFlip(), A.ToFloat(), A.ToTensorV2()]),
+        None,
+    ),
+    "uint16": (
+        by_name([image.astype(np.uint16) * 257 for image in PHOTOGRAPHS]),
+        A.Compose([A.RandomCrop(40, 40), *FLIPS, A.Normalize(max_pixel_value=65535), *END[1:]]),
         None,
     ),
     "gray and RGB": (
@@ -167,27 +183,11 @@ class Samples(Dataset):
         return dict(self.samples[index])
 
 
-class Keeps(L.LightningModule):
-    """Keeps the batches that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.batches: list[Any] = []
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        self.batches.append(batch)
-        return self.weight * 0
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def trained(
     samples: list[Any], augment: Any, collate_fn: Callable[[list[Any]], Any] | None, place: str
 ) -> list[Any] | type[Exception]:
     """Return the batches of an epoch, or the class of the error that ended it."""
-    module = Keeps()
+    module = Learner()
     trainer = quiet_trainer()
     data_module = FastDataModule.from_datasets(
         Samples(samples),
@@ -202,7 +202,7 @@ def trained(
         trainer.fit(module, data_module)
     except Exception as error:
         return type(error)
-    return module.batches
+    return module.seen
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -224,7 +224,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.cases(13)
+@pytest.mark.cases(15)
 @pytest.mark.filterwarnings("ignore")
 @each("name", CASES)
 def test_what_trains_in_the_workers_trains_alike_on_the_device(name):

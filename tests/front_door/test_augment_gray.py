@@ -5,11 +5,11 @@ from __future__ import annotations
 import albumentations as A
 import lightning as L
 import numpy as np
-import pytest
 import torch
+from misses import each
 from skimage import data
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import BatchTransform, DataThroughputCallback
 
@@ -23,40 +23,22 @@ FORMS = {
     "[n, 1, H, W]": GRAY[:, None],
     "[n, H, W] of float32": GRAY / 255,
 }
+BY_NAME = (
+    "AutoContrast Blur CLAHE CoarseDropout D4 Equalize GaussianBlur GridDistortion GridDropout "
+    "HorizontalFlip HueSaturationValue InvertImg MedianBlur MotionBlur Posterize RandomGamma "
+    "RandomBrightnessContrast RandomGridShuffle Rotate Sharpen Solarize ToFloat ToRGB ToTensorV2 "
+    "UnsharpMask"
+)
 OPERATIONS = {
+    **{name: getattr(A, name)(p=1) for name in BY_NAME.split()},
     "Affine": A.Affine(rotate=(-30, 30), p=1),
-    "AutoContrast": A.AutoContrast(p=1),
-    "Blur": A.Blur(p=1),
-    "CLAHE": A.CLAHE(p=1),
-    "CoarseDropout": A.CoarseDropout(p=1),
-    "D4": A.D4(p=1),
-    "Equalize": A.Equalize(p=1),
-    "GaussianBlur": A.GaussianBlur(p=1),
-    "GridDistortion": A.GridDistortion(p=1),
-    "GridDropout": A.GridDropout(p=1),
-    "HorizontalFlip": A.HorizontalFlip(p=1),
-    "HueSaturationValue": A.HueSaturationValue(p=1),
-    "InvertImg": A.InvertImg(p=1),
-    "MedianBlur": A.MedianBlur(p=1),
-    "MotionBlur": A.MotionBlur(p=1),
     "Normalize": A.Normalize((0.5,), (0.25,), p=1),
     "Normalize by range": A.Normalize(normalization="min_max", p=1),
     "OneOf": A.OneOf([A.Perspective(p=1), A.ImageCompression(p=1), A.Sharpen(p=1)], p=0.9),
     "Pad": A.Pad(4, p=1),
-    "Posterize": A.Posterize(p=1),
-    "RandomBrightnessContrast": A.RandomBrightnessContrast(p=1),
     "RandomCrop": A.RandomCrop(48, 40, p=1),
-    "RandomGamma": A.RandomGamma(p=1),
-    "RandomGridShuffle": A.RandomGridShuffle(p=1),
     "RandomResizedCrop": A.RandomResizedCrop((64, 64), p=1),
     "Resize": A.Resize(50, 60, p=1),
-    "Rotate": A.Rotate(p=1),
-    "Sharpen": A.Sharpen(p=1),
-    "Solarize": A.Solarize(p=1),
-    "ToFloat": A.ToFloat(p=1),
-    "ToRGB": A.ToRGB(p=1),
-    "ToTensorV2": A.ToTensorV2(p=1),
-    "UnsharpMask": A.UnsharpMask(p=1),
 }
 
 
@@ -78,14 +60,14 @@ def device_does(operation: A.BasicTransform, images: torch.Tensor) -> torch.Tens
     return BatchTransform.from_albumentations(operation, on_cpu="torch")(images.clone())
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@each("name", OPERATIONS)
 def test_gray_batches_come_out_as_albumentations_makes_them(name: str) -> None:
     for images in FORMS.values():
         wanted = albumentations_does(OPERATIONS[name], images)
         assert_close(device_does(OPERATIONS[name], images), wanted)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_draws_are_carried_out_on_gray_batches(form: str) -> None:
     images = FORMS[form]
     compose = A.Compose([A.HorizontalFlip(), A.RandomGamma(), A.Rotate(p=0.7), A.ToTensorV2()])
@@ -94,25 +76,9 @@ def test_draws_are_carried_out_on_gray_batches(form: str) -> None:
     assert_close(aug(images), albumentations_does(compose, images))
 
 
-class Keeps(L.LightningModule):
-    """Keeps the batches that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[torch.Tensor] = []
-
-    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        self.seen.append(batch[0].clone())
-        return self.weight * 0
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def trained_on(augment: BatchTransform, images: torch.Tensor) -> torch.Tensor:
     L.seed_everything(3, verbose=False)
-    module = Keeps()
+    module = Learner(lambda batch: batch[0].clone())
     trainer = quiet_trainer(
         callbacks=[DataThroughputCallback(augment=augment, summary=False, report=False)]
     )
@@ -120,7 +86,7 @@ def trained_on(augment: BatchTransform, images: torch.Tensor) -> torch.Tensor:
     return torch.cat(module.seen)
 
 
-@pytest.mark.parametrize("form", ["[n, H, W]", "[n, 1, H, W]"])
+@each("form", ["[n, H, W]", "[n, 1, H, W]"])
 def test_the_callback_gives_a_training_gray_batches_in_their_form(form: str) -> None:
     pipeline = [A.D4(), A.OneOf([A.Equalize(p=1), A.ImageCompression(p=1)]), A.CoarseDropout(p=0.7)]
     results = [

@@ -7,12 +7,11 @@ import os
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from PIL import Image
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
 
@@ -182,37 +181,14 @@ def pictures(tmp_path):
     return tmp_path
 
 
-class Mean(LightningModule):
-    """Learns nothing, and keeps what it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch, _):
-        self.seen.append((batch[0].dtype, tuple(batch[0].shape)))
-        return self.weight * batch[0].float().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @needs_cpus
 def test_floats_of_images_are_made_by_the_workers_that_decode_them(pictures):
     data = FastImageFolder(pictures, size=224, normalize=True)
     module = FastDataModule.from_datasets(data, batch_size=8)
-    model = Mean()
+    model = Learner(lambda batch: (batch[0].dtype, tuple(batch[0].shape)))
     trainer = quiet_trainer()
     trainer.fit(model, datamodule=module)
     loader = trainer.train_dataloader
     assert loader.executor == "workers"
     assert loader.num_workers >= 1
     assert model.seen == [(torch.float32, (8, 3, 224, 224))] * 30
-
-
-@needs_cpus
-def test_images_are_decoded_by_workers_of_one_thread(pictures):
-    for loader in loaders(FastImageFolder(pictures, size=224)):
-        assert loader.executor == "workers"
-        loader.close()

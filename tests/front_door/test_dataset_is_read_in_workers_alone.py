@@ -85,25 +85,9 @@ class Watched(Dataset):
         note(self.folder, name)
         raise AttributeError(name)
 
-    @property
-    def dataset(self):
-        note(self.folder, "dataset")
-        raise AttributeError("dataset")
 
-    @property
-    def datasets(self):
-        note(self.folder, "datasets")
-        raise AttributeError("datasets")
-
-    @property
-    def samples(self):
-        note(self.folder, "samples")
-        raise AttributeError("samples")
-
-    @property
-    def transform(self):
-        note(self.folder, "transform")
-        raise AttributeError("transform")
+for opens in ("dataset", "datasets", "samples", "transform"):
+    setattr(Watched, opens, property(lambda self, name=opens: self.__getattr__(name)))
 
 
 class WatchedInBatches(Watched):
@@ -335,16 +319,6 @@ def test_a_file_opened_on_first_use_gives_its_own_samples(dataset, options, numb
     fit(module, FastDataModule.from_datasets(dataset(numbers), batch_size=8, options=options))
     assert sorted(module.labels) == list(range(SAMPLES))
     assert module.values == [value_of(label) for label in module.labels]
-
-
-@pytest.mark.parametrize("dataset", [WithCachedOpen, Zipped])
-def test_so_it_does_through_a_loader_alone(dataset, numbers):
-    loader = FastDataLoader(dataset(numbers), 8, executor="auto", num_workers=2)
-    for _ in range(2):
-        values = [(v, label) for x, y in loader for v, label in zip(x[:, 0], y, strict=True)]
-        assert [label.item() for _, label in values] == list(range(SAMPLES))
-        assert [v.item() for v, _ in values] == [value_of(i) for i in range(SAMPLES)]
-    loader.close()
 
 
 # -- what the training process has opened already --------------------------------------------------

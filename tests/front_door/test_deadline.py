@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
@@ -60,18 +59,6 @@ class Busy(Dataset):
         return torch.full((1,), float(index))
 
 
-class Model(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, _number: int) -> Any:
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.001)
-
-
 class Data(FastDataModule):
     def __init__(self, dataset: Dataset, options: LoaderOptions) -> None:
         super().__init__(batch_size=8, options=options)
@@ -82,7 +69,7 @@ class Data(FastDataModule):
 
 
 def fit(data: Any) -> None:
-    quiet_trainer().fit(Model(), data)
+    quiet_trainer().fit(Learner(), data)
 
 
 def quiet_loader(dataset: Any, executor: str, **how: Any) -> FastDataLoader:

@@ -12,10 +12,10 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from misses import Misses
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -183,24 +183,6 @@ class Plain(Dataset[dict[str, Any]]):
         return {"image": np.roll(PHOTO, index), "read by": os.getpid()}
 
 
-class Sees(LightningModule):
-    """A model that keeps what it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.images: list[torch.Tensor] = []
-        self.pids: set[int] = set()
-
-    def training_step(self, batch: dict[str, torch.Tensor], _batch_idx: int) -> torch.Tensor:
-        self.images.append(batch["image"].clone())
-        self.pids |= set(batch["read by"].tolist())
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 class Shows(Callback):
     """Draws from the pipeline in the training process, as one that logs pictures does."""
 
@@ -216,13 +198,14 @@ class Shows(Callback):
 def test_what_the_program_draws_from_the_pipeline_of_augment_changes_nothing(workers: int) -> None:
     seen = []
     for draws in (False, True):
-        pipeline, model = flips_and_colours(), Sees()
+        pipeline = flips_and_colours()
+        model = Learner(lambda batch: (batch["image"].clone(), *batch["read by"].tolist()))
         module = FastDataModule.from_datasets(
             Plain(), batch_size=2, augment=pipeline, options=LoaderOptions(num_workers=workers)
         )
         shows = [Shows(pipeline)] if draws else []
         quiet_trainer(max_epochs=EPOCHS, callbacks=shows).fit(model, datamodule=module)
-        assert len(model.pids) == 1
-        seen.append(model.images)
+        assert len({pid for _, *pids in model.seen for pid in pids}) == 1
+        seen.append([image for image, *_ in model.seen])
     assert all(map(torch.equal, *seen))
     assert len(seen[0]) == EPOCHS * LENGTH // 2

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from lightning import seed_everything
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import Dataset, IterableDataset
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -74,31 +74,14 @@ def keep_seed(_worker):
     info.dataset.seed = torch.initial_seed()
 
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen += batch.tolist()
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def fit(source, seed, *, persistent, own=None):
     seed_everything(seed)
     how = {"num_workers": 2, "executor": "workers", "persistent_workers": persistent}
     options = LoaderOptions(**how, probe=False)
     data = FastDataModule.from_datasets(Drawn(source), batch_size=4, options=options, seed=own)
-    model, quiet = Model(), {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, **quiet
-    )
-    trainer.fit(model, datamodule=data)
-    return model.seen
+    model = Learner(torch.Tensor.tolist)
+    quiet_trainer(max_epochs=EPOCHS).fit(model, datamodule=data)
+    return model.joined
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
@@ -26,6 +27,7 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
 from lightning_fastdata.plugin.guard.steps import guard_batch, guard_rows
@@ -86,17 +88,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-def trainer(**arguments: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
-    return Trainer(**{**quiet, **arguments})
+trainer = partial(quiet_trainer, num_sanity_val_steps=0)
 
 
 def fitted(data: Any, **arguments: Any) -> dict[str, list[Any]]:
@@ -194,23 +186,16 @@ def test_a_subclass_need_not_take_the_loader_arguments_itself() -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("form", ["arguments", "options", "stages"])
-def test_the_arguments_come_from_a_configuration_file(form, tmp_path, monkeypatch) -> None:
-    settings: dict[str, Any] = {
-        "arguments": {"num_workers": 2, "persistent_workers": False, "shuffle": False},
-        "options": {"options": {"num_workers": 2}, "shuffle": {"train": False}},
-        "stages": {"options": {"val": {"num_workers": 0}, "train": {"num_workers": 2}}},
-    }[form]
+def test_options_by_stage_come_from_a_configuration_file(tmp_path) -> None:
+    by_stage = {"val": {"num_workers": 0}, "train": {"num_workers": 2}}
+    settings = {"options": by_stage, "shuffle": {"train": False}, "persistent_workers": False}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"data": settings}))
     cli = LightningCLI(Seen, FastDataModule, run=False, args=["--config", str(file)])
     options = cli.datamodule.options
-    if form == "stages":
-        assert (options["train"].num_workers, options["val"].num_workers) == (2, 0)
-        assert options["test"] == LoaderOptions()
-        return
-    assert options.num_workers == 2
-    assert cli.datamodule.shuffle in (False, {"train": False})
+    assert (options["train"].num_workers, options["val"].num_workers) == (2, 0)
+    assert options["test"] == LoaderOptions(persistent_workers=False)
+    assert cli.datamodule.shuffle == {"train": False}
 
 
 # -- a dataset in the place of its method ----------------------------------------------------------

@@ -376,6 +376,7 @@ def test_twenty_scalars_at_most_unless_all_are_asked_for(tmp_path, scalars):
         "data/time_wait_ms",
         "data/throughput_if_data_were_free_samples_per_s",
         "data_run/samples_per_s",
+        "data_run/steps_percent",
         "data_val/stall_percent",
     }
     assert looked_at <= logged

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.insight.report.compare import read_report
@@ -31,19 +30,9 @@ class Rows(Dataset):
         return torch.full((4,), float(index))
 
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, _):
-        return self.layer(batch).mean()
-
+class Validates(Learner):
     def validation_step(self, batch, _):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
 
 
 def fit(tmp_path, patient, *, validates=False, **options):
@@ -55,7 +44,7 @@ def fit(tmp_path, patient, *, validates=False, **options):
         **options,
     )
     loader = DataLoader(Rows(patient), BATCH)
-    trainer.fit(Model(), loader, loader if validates else None)
+    trainer.fit(Validates(), loader, loader if validates else None)
     return read_report(Path(tmp_path) / "report.json")
 
 

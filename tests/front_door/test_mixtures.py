@@ -7,9 +7,9 @@ import csv
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import WeightedRandomSampler
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, Mixture
 from lightning_fastdata.errors import OptionsError
@@ -17,20 +17,6 @@ from lightning_fastdata.errors import OptionsError
 LENGTH, BATCH = 40, 4
 STEPS = LENGTH // BATCH
 A, B = np.arange(25.0, dtype=np.float32), np.arange(1000.0, 1008.0, dtype=np.float32)
-
-
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch.tolist())
-        return self.layer(batch[:, None]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
 
 
 def mixture(weights=None):
@@ -45,20 +31,9 @@ def module(dataset, **how):
 
 
 def fit(folder, data, *, steps=2 * STEPS, resume=None, callbacks=(), logger=False):
-    model = Model()
-    trainer = Trainer(
-        max_epochs=-1,
-        max_steps=steps,
-        accelerator="cpu",
-        devices=1,
-        logger=logger,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        log_every_n_steps=5,
-        default_root_dir=folder,
-    )
+    model = Learner(torch.Tensor.tolist)
+    how = {"max_epochs": -1, "max_steps": steps, "log_every_n_steps": 5}
+    trainer = quiet_trainer(folder, logger=logger, callbacks=list(callbacks), **how)
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     trainer.save_checkpoint(folder / "last.ckpt")
     return model.seen

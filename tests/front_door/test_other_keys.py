@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, Sampler
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataError, FastDataLoader, FastDataModule, LoaderOptions
 
@@ -54,20 +53,6 @@ class Chooses(Sampler):
         return iter([self.keys[i : i + self.batch_size] for i in range(0, 4, self.batch_size)])
 
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.seen = []
-
-    def training_step(self, batch, _):
-        self.seen += batch[:, 0].int().tolist()
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Module(FastDataModule):
     """Builds its loader with what is given."""
 
@@ -83,10 +68,10 @@ class Module(FastDataModule):
 
 
 def fit(module, tmp_path):
-    model = Model()
+    model = Learner(lambda batch: batch[:, 0].int().tolist())
     trainer = quiet_trainer(str(tmp_path), devices=1, use_distributed_sampler=False)
     trainer.fit(model, datamodule=module)
-    return sorted(model.seen)
+    return sorted(model.joined)
 
 
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)

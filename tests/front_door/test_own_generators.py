@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch.utils.data import ConcatDataset, Dataset, Subset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -106,27 +105,13 @@ def halves(generator):
     return ConcatDataset([Subset(whole, range(6)), Subset(whole, range(6, 12))])
 
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen += zip(*(part.tolist() for part in batch), strict=True)
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def fit(dataset, executor, workers):
     options = LoaderOptions(num_workers=workers, executor=executor, probe=False)
     data = FastDataModule.from_datasets(dataset, batch_size=3, options=options, seed=1)
-    model = Model()
+    model = Learner(lambda batch: list(zip(*(part.tolist() for part in batch), strict=True)))
     trainer = quiet_trainer(max_epochs=EPOCHS, limit_val_batches=0)
     trainer.fit(model, datamodule=data)
-    return model.seen
+    return model.joined
 
 
 def read(dataset, executor="inline", workers=0, epochs=EPOCHS, **arguments):

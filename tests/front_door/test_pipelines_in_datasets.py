@@ -9,9 +9,8 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import ConcatDataset, Dataset, Subset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 from lightning_fastdata.randomness.seeds import reseed
@@ -43,26 +42,13 @@ class Photos(Dataset):
         return {"image": image, "index": index}
 
 
-class Keeps(BoringModel):
-    """Remembers the images of its steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch["image"].clone())
-        return self.layer(torch.ones(1, 32)).sum()
-
+class Keeps(Learner):
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         pass
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
-
 
 def fit(module, folder):
-    model = Keeps()
+    model = Keeps(lambda batch: batch["image"].clone())
     quiet_trainer(folder, max_epochs=2).fit(model, datamodule=module)
     return torch.cat(model.seen)
 

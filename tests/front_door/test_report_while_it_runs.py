@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conformance.pieces import make_trainer
-from lightning.pytorch import Callback, LightningModule
-from programs import run_program
+from lightning.pytorch import Callback
+from misses import each
 from torch.utils.data import DataLoader
+from trainers import Learner
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.host import clock
-
-
-class Model(LightningModule):
-    def __init__(self, step_s):
-        super().__init__()
-        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
-
-    def training_step(self, batch, _):
-        clock.sleep(self.step_s)
-        return self.layer(batch).mean()
-
-    def predict_step(self, batch, _):
-        return self.layer(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-class KilledAt(Callback):
-    """Ends its process without a word at a step of the only epoch."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == self.step:
-            signal.raise_signal(signal.SIGKILL)
-
-    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
-        self.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 def run(folder, method, *callbacks, steps=80, step_s=0.0, **options):
@@ -53,32 +21,43 @@ def run(folder, method, *callbacks, steps=80, step_s=0.0, **options):
         folder,
         callbacks=[DataThroughputCallback(**{"summary": False, **options}), *callbacks],
     )
-    getattr(trainer, method)(Model(step_s), DataLoader(torch.zeros(steps, 4), 1))
+    model = Model(lambda _: clock.sleep(step_s))
+    getattr(trainer, method)(model, DataLoader(torch.zeros(steps, 4), 1))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-@pytest.mark.parametrize(("method", "name"), [("fit", "report"), ("predict", "report-predict")])
+class Model(Learner):
+    def predict_step(self, batch, _):
+        return batch
+
+
+class Looks(Callback):
+    """Looks at a step of the only epoch at what a run that is killed there would leave."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 60:
+            self.report = json.loads((self.folder / f"{self.name}.json").read_text("utf-8"))
+            self.page = (self.folder / f"{self.name}.html").read_text("utf-8")
+            self.drafts = list(self.folder.glob(".fastdata-*"))
+
+    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+@pytest.mark.usefixtures("virtual")
+@each(("method", "name"), [("fit", "report"), ("predict", "report-predict")])
 def test_a_run_that_is_killed_in_its_only_epoch_leaves_a_report(tmp_path, method, name):
-    script = tmp_path / "run.py"
-    script.write_text(f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from front_door.test_report_while_it_runs import KilledAt, run
-from virtual_time import virtual_time
-with virtual_time():
-    run({str(tmp_path)!r}, {method!r}, KilledAt(60))
-""")
-    ended = run_program(script)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    report = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-    assert report["ended"] is False
-    (stage,) = report["stages"].values()
+    looks = Looks(tmp_path, name)
+    run(tmp_path, method, looks)
+    assert looks.report["ended"] is False
+    (stage,) = looks.report["stages"].values()
     assert stage["steps"] == 50
-    assert report["verdict"]["code"]
-    page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
-    assert " so far" in page
-    assert page.endswith("</html>\n")
-    assert not list(tmp_path.glob(".fastdata-*"))
+    assert looks.report["verdict"]["code"]
+    assert " so far" in looks.page
+    assert looks.page.endswith("</html>\n")
+    assert not looks.drafts
 
 
 class Reads(Callback):

@@ -8,11 +8,12 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 
@@ -99,15 +100,8 @@ class OneCycle(Model):
 
 def fit(folder, model, data, *, save=None, resume=None, callbacks=(), **arguments):
     save = ModelCheckpoint(folder, "{step:02d}", save_top_k=-1, **(save or {}))
-    trainer = Trainer(
-        **{"max_epochs": EPOCHS, "limit_val_batches": 1, **arguments},
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[save, *callbacks],
-    )
+    how = {"max_epochs": EPOCHS, "limit_val_batches": 1, "enable_checkpointing": True, **arguments}
+    trainer = quiet_trainer(folder, callbacks=[save, *callbacks], **how)
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     return model.seen
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import TensorDataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastDataWarning, LoaderOptions
 
@@ -62,18 +61,9 @@ class LostOptions(Rows):
         self.save_hyperparameters()
 
 
-class Model(LightningModule):
+class Model(Learner):
     def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch[0].tolist())
-        return self.layer(batch[0][:, None]).mean() * 1e-6
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-6)
+        super().__init__(lambda batch: batch[0].tolist())
 
 
 def trainer(folder):

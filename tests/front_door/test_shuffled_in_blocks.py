@@ -10,10 +10,9 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -54,23 +53,8 @@ class Chunks(Dataset):
         return {log.name: Counter(log.read_text().split()) for log in logs}
 
 
-class Seen(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen = []
-
-    def training_step(self, batch, _index):
-        batch = batch[0] if isinstance(batch, (list, tuple)) else batch
-        self.seen.append(batch.tolist())
-        return self.layer(batch[:, None].float()).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
-
-
 def fit(*, epochs=1, folder=None, resume=None, **data):
-    module = Seen()
+    module = Learner(lambda batch: (batch[0] if isinstance(batch, list) else batch).tolist())
     saved = [ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)] if folder else []
     quiet_trainer(max_epochs=epochs, callbacks=saved, enable_checkpointing=bool(folder)).fit(
         module, ckpt_path=resume, **data

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 
 import albumentations as A
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from misses import each
 from PIL import Image
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from torchvision.transforms import v2
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastDataWarning, as_batch_transform
 from lightning_fastdata.augment.mixing import CutMix, mixed
@@ -34,21 +34,11 @@ class Images(Dataset):
         return self.image, self.label
 
 
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch):
-        return self.scale * batch[0].float().mean()
-
+class Model(Learner):
     def validation_step(self, batch):
         pass
 
     test_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
 
 
 FINISH = [A.Normalize(), A.ToTensorV2()]
@@ -78,6 +68,10 @@ def flip():
     return A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
 
 
+def scaled_and_normalised():
+    return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)])
+
+
 LEFT_OUT = {
     "no pipeline": (BYTES, BYTES, normalise),
     "tensors": (BYTES, as_tensor(BYTES), normalise),
@@ -86,6 +80,7 @@ LEFT_OUT = {
     "a pipeline that does not": (BYTES, BYTES, lambda: {"train": normalise(), "val": flip()}),
     "behind options": (BYTES, BYTES, lambda: as_batch_transform(normalise(), same_pixels=True)),
     "mixed": (BYTES, BYTES, lambda: mixed(normalise(), CutMix(), num_classes=3)),
+    "torchvision": (as_tensor(BYTES), as_tensor(BYTES), scaled_and_normalised),
 }
 
 
@@ -118,6 +113,5 @@ def test_pictures_of_pil_are_no_floats(tmp_path):
         Images(BYTES), Images(Image.fromarray(BYTES)), augment=normalise(), num_workers=0,
         collate_fn=lambda samples: samples,
     )  # fmt: skip
-    trainer = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
     with pytest.warns(FastDataWarning, match="Normalize"):
-        trainer.validate(Model(), datamodule=data, verbose=False)
+        quiet_trainer(tmp_path).validate(Model(), datamodule=data, verbose=False)

@@ -10,8 +10,7 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import (
     ChainDataset,
     DataLoader,
@@ -19,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data import get_worker_info as in_which_worker
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 
@@ -124,25 +123,11 @@ class SplitTwice(Split):
         yield from itertools.islice(self.inner, worker, None, workers)
 
 
-class Seen(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.batches: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.batches.append([int(x) for x in batch["x"]])
-        return self.weight.sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
-    model = Seen()
+    model = Learner(lambda batch: [int(x) for x in batch["x"]])
     trainer = quiet_trainer(max_epochs=epochs)
     trainer.fit(model, loader, datamodule=data)
-    return model.batches
+    return model.seen
 
 
 def flat(batches: list[list[int]]) -> list[int]:

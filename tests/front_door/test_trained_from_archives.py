@@ -8,10 +8,9 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -38,20 +37,6 @@ class InMemory(Dataset):
         return decode(record(index), index)
 
 
-class Seen(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(48, 1)
-        self.seen = []
-
-    def training_step(self, batch, _index):
-        self.seen.append((zlib.crc32(batch[0].numpy().tobytes()), batch[1].tolist()))
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
-
-
 @pytest.fixture(params=["tar", "objects", "kept objects"])
 def source(request, tmp_path):
     """The records as files of an archive, and as objects behind a server that fails at times."""
@@ -76,7 +61,7 @@ def fit(dataset, *, workers, folder=None, resume=None):
     data = ld.FastDataModule.from_datasets(
         dataset, batch_size=5, seed=2, options=ld.LoaderOptions(num_workers=workers)
     )
-    module = Seen()
+    module = Learner(lambda batch: (zlib.crc32(batch[0].numpy().tobytes()), batch[1].tolist()))
     saved = (
         [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
     )

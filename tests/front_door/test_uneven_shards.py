@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 from virtual_time import virtual_time
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
@@ -80,24 +79,10 @@ class OneWorker:
         return 24
 
 
-class Model(LightningModule):
-    def __init__(self, step_s=0.002):
-        super().__init__()
-        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
-
-    def training_step(self, batch, _):
-        clock.sleep(self.step_s)
-        leaves = batch.values() if isinstance(batch, dict) else [batch]
-        return sum(self.layer(each).mean() for each in leaves)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
 def fit(folder, train, *, epochs=1, step_s=0.002):
     callback = DataThroughputCallback(summary=False)
     trainer = quiet_trainer(folder, max_epochs=epochs, callbacks=[callback])
-    trainer.fit(Model(step_s), train)
+    trainer.fit(Learner(lambda _: clock.sleep(step_s)), train)
     return callback.report
 
 
@@ -135,27 +120,25 @@ def test_files_fewer_than_half_of_the_workers_leave_the_others_without_work(tmp_
     assert not NOT_WITH_IT & set(codes(report))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_even_shares_are_no_matter(tmp_path, executor):
-    report = fit(tmp_path, read(Files(48, 48), 2, executor))
-    assert report.stages[0].stall_share > 0.03
+NO_MATTER = {
+    "even shares, torch": lambda: read(Files(48, 48), 2, "torch"),
+    "even shares, workers": lambda: read(Files(48, 48), 2, "workers"),
+    "each yields the whole stream": lambda: read(Files(48, whole=True), 2, "torch"),
+    "a last file that is read alone at the end": lambda: read(Files(80, 48), 2, "torch"),
+    "a batch sampler gives each worker its turn": lambda: FastDataLoader(
+        Rows(BATCH_MS / 1e3 / BATCH),
+        batch_sampler=OneWorker(),
+        num_workers=2,
+        collate_fn=batch_of,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_MATTER)
+def test_shares_that_are_no_matter_are_not_told(tmp_path, name):
+    report = fit(tmp_path, NO_MATTER[name]())
     assert "FD325" not in codes(report)
-
-
-def test_workers_that_all_yield_the_whole_stream_are_no_matter_of_shares(tmp_path):
-    report = fit(tmp_path, read(Files(48, whole=True), 2, "torch"))
-    assert "FD325" not in codes(report)
-
-
-def test_a_last_file_that_is_read_alone_at_the_end_is_no_matter(tmp_path):
-    report = fit(tmp_path, read(Files(80, 48), 2, "torch"))
-    assert "FD325" not in codes(report)
-
-
-def test_a_batch_sampler_gives_each_worker_its_turn(tmp_path):
-    rows = Rows(BATCH_MS / 1e3 / BATCH)
-    train = FastDataLoader(rows, batch_sampler=OneWorker(), num_workers=2, collate_fn=batch_of)
-    assert "FD325" not in codes(fit(tmp_path, train))
+    assert report.stages[0].stall_share > 0.03 or not name.startswith("even")
 
 
 def test_uneven_shares_that_nothing_waits_for_are_not_told(tmp_path):

@@ -3,12 +3,11 @@
 import warnings
 
 import albumentations as A
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 
@@ -41,18 +40,6 @@ class Collating:
         return torch.stack([self.transform(image=image)["image"] for image in samples])
 
 
-class Learns(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch, _):
-        return self.scale * batch.float().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
-
-
 def told_by_a_training(dataset, folder, **options):
     data = FastDataModule.from_datasets(
         dataset, dataset, batch_size=2, options=LoaderOptions(num_workers=0), **options
@@ -60,7 +47,7 @@ def told_by_a_training(dataset, folder, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet_trainer(folder, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(
-            Learns(), datamodule=data
+            Learner(), datamodule=data
         )
     return [str(one.message) for one in caught if issubclass(one.category, FastDataWarning)]
 

@@ -13,17 +13,12 @@ from lightning_fastdata import (
     DataThroughputCallback,
     FastDataLoader,
     FastDataModule,
-    FastDataWarning,
     LoaderOptions,
     SampleKey,
     as_batch_transform,
     prefetch,
 )
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.planning.plan_for import LoaderSpec
-from lightning_fastdata.plugin.placing.decision import choose_place
-from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
-from lightning_fastdata.plugin.placing.trial import PlaceTask, read_place_costs
 
 ONE_SIZE = [sample(image, number) for number, image in enumerate(images(8, 36, 40))]
 SIZES = [sample(image, n) for n, image in enumerate([*images(4, 36, 40), *images(4, 44, 32)])]
@@ -82,9 +77,9 @@ def fit(folder, data=None, loader=None, **options):
     return model.seen, trainer
 
 
-@pytest.mark.parametrize("one_size", [False, True])
 @pytest.mark.parametrize(
-    ("workers", "augment_on"), [(0, "cpu"), (0, "gpu"), (2, "cpu"), (2, "gpu")]
+    ("workers", "augment_on", "one_size"),
+    [(0, "cpu", True), (0, "gpu", False), (2, "cpu", False), (2, "gpu", True)],
 )
 def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on, one_size):
     seen, _ = fit(tmp_path, module(workers, augment_on, one_size), max_epochs=2)
@@ -132,55 +127,6 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
     )
     for seen in (by_callback, prefetched, by_module):
         assert_same(seen, wanted(Photos(one_size=True)), types=False)
-
-
-class Validates(Keeps):
-    """Remembers batches of the validation, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.validated = []
-
-    def validation_step(self, batch, batch_idx):
-        self.validated.append(batch)
-
-
-def test_each_stage_has_its_own_pipeline(tmp_path):
-    scaled = v2.Compose([v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True)])
-    data = module(0)
-    data.val_dataset = Photos()
-    data.augment = {"train": PIPELINE, "val": scaled}
-    model = Validates()
-    with pytest.warns(FastDataWarning, match=r"training runs Normalize.*v2\.Normalize"):
-        quiet_trainer(tmp_path, num_sanity_val_steps=0).fit(model, datamodule=data)
-    made = [scaled(one) for one in SIZES]
-    whole = [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
-    assert_same(model.validated, whole, types=False)
-    assert_same(model.seen, wanted(Photos()), types=False)
-    assert "all of it in the workers, by torchvision itself" in data.explain()
-
-
-def test_where_pixels_are_computed_is_measured():
-    spec = LoaderSpec(dataset=Photos(), name="task", options=LoaderOptions(), batch_size=BATCH)
-    task = PlaceTask(
-        of=StagePlan(spec=spec, seed=0),
-        transform=as_batch_transform(PIPELINE),
-        device=torch.device("cpu"),
-        workers=2,
-        cpus=2.0,
-    )
-
-    def choice(device_ms):
-        def clocked(work, device):
-            (image, _), (wanted, _) = work(), wanted_first
-            assert image.shape == wanted.shape
-            return device_ms
-
-        wanted_first = wanted(Photos())[0]
-        return choose_place(read_place_costs(task, accelerator=True, device_ms=clocked))
-
-    assert choice(1e6).place == "workers"
-    assert choice(-1e6).place == "device"
 
 
 def test_a_pipeline_in_the_dataset_stays_there_and_explain_says_where_it_could_be():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from rig.machine import VirtualBarrier, machine
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -49,21 +48,6 @@ def collate_pairs(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), torch.tensor([int(i) for _, i in samples])
 
 
-class Model(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[int] = []
-
-    def training_step(self, batch: Any, _number: int) -> Any:
-        images, indices = batch
-        self.seen += indices.tolist()
-        return self.layer(images).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.001)
-
-
 class Data(FastDataModule):
     def __init__(self, dataset: Dataset, batch_size: int, options: LoaderOptions) -> None:
         super().__init__(batch_size=batch_size, options=options)
@@ -73,10 +57,10 @@ class Data(FastDataModule):
         return self.data
 
 
-def fit(model: Model, loaders: Any) -> Model:
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(model, loaders)
-    return model
+def fit(loaders: Any) -> list[int]:
+    model = Learner(lambda batch: batch[1].tolist())
+    quiet_trainer(max_epochs=2).fit(model, loaders)
+    return model.joined
 
 
 @pytest.mark.filterwarnings("ignore:.*training batches")
@@ -94,15 +78,15 @@ def test_a_training_whose_workers_wait_for_each_other_sees_every_sample(workers,
         persistent_workers=True,
         collate_fn=collate,
     )
-    assert fit(Model(), loader).seen == [*range(24), *range(24)]
+    assert fit(loader) == [*range(24), *range(24)]
     loader.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*training batches")
 def test_a_data_module_whose_workers_wait_for_each_other_sees_every_sample():
     options = LoaderOptions(num_workers=2, executor="workers", persistent_workers=True)
-    model = fit(Model(), Data(Meeting(2, 24), 4, options))
-    assert sorted(model.seen[:24]) == sorted(model.seen[24:]) == list(range(24))
+    seen = fit(Data(Meeting(2, 24), 4, options))
+    assert sorted(seen[:24]) == sorted(seen[24:]) == list(range(24))
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])

@@ -12,13 +12,12 @@ import os
 import sys
 from pathlib import Path
 
-import lightning
 import torch
 from conformance.forked_ranks import on_ranks
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 
@@ -34,20 +33,6 @@ class Waiting(Dataset):
         return torch.full((4,), float(index))
 
 
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = torch.nn.Linear(4, 1), []
-
-    def training_step(self, batch, _index):
-        self.seen.append(batch.tolist())
-        sleep(0.004)
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
-
-
 class Data(FastDataModule):
     def train_dataset(self):
         return Waiting()
@@ -55,7 +40,8 @@ class Data(FastDataModule):
 
 def run(folder, name, **given):
     rank = int(os.environ["LOCAL_RANK"])
-    module, options = Module(), LoaderOptions(executor="workers", **given)
+    module = Learner(lambda batch: (sleep(0.004), batch.tolist())[1])
+    options = LoaderOptions(executor="workers", **given)
     trainer = quiet_trainer(devices=2, strategy="ddp")
     trainer.fit(module, Data(batch_size=BATCH, seed=5, options=options))
     tuner = trainer.train_dataloader.tuner

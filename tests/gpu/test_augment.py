@@ -59,7 +59,6 @@ WARPS = [
     ),
     A.Rotate(fill=200.0, p=0.7),
     A.ShiftScaleRotate(p=0.7),
-    A.Perspective(fill=50.0, p=0.7),
 ]
 CLOSE = [
     A.Resize(171, 199, p=1),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from lightning_fastdata.host.usage import read_io, read_pages, read_pressure
+from lightning_fastdata.host.usage import read_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,11 +19,6 @@ Rss:               12345 kB
 Pss:                {pss} kB
 Pss_Dirty:          3000 kB
 Shared_Clean:       1000 kB
-"""
-IO = "rchar: {asked}\nwchar: 9\nsyscr: 8\nsyscw: 7\nread_bytes: {stored}\nwrite_bytes: 5\n"
-PRESSURE = """\
-some avg10=12.50 avg60=3.25 avg300=1.00 total=123456789
-full avg10=99.00 avg60=99.00 avg300=99.00 total=999
 """
 
 
@@ -40,17 +35,11 @@ def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> N
         tmp_path,
         {
             "11/smaps_rollup": ROLLUP.format(pss=100),
-            "11/io": IO.format(asked=7, stored=3),
             "12/smaps_rollup": ROLLUP.format(pss=50),
-            "12/io": IO.format(asked=5, stored=0),
-            "pressure/io": PRESSURE,
         },
     )
     sizes = [read_pages(process, root=root) for process in (11, 12, 13)]
     assert [size and size.pss_bytes for size in sizes] == [100 * 1024, 50 * 1024, None]
-    assert read_io([11, 12, 13], root=root) == {11: (7, 3), 12: (5, 0)}
-    assert read_pressure("io", root=root) == 123456789, "that of some tasks, not of all"
-    assert read_pressure("cpu", root=root) is None
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")

@@ -39,8 +39,7 @@ def test_a_worker_is_seen_with_what_it_reads_and_takes_until_it_has_ended(tmp_pa
     assert worker.pid in worker_processes()
     assert worker.pid not in others
     usage = read_host_usage([worker.pid], at_s=1.5)
-    assert (usage.at_s, usage.workers, set(usage.read)) == (1.5, 1, {os.getpid(), worker.pid})
-    assert 3 * 2**20 <= usage.read[worker.pid].asked_bytes < 4 * 2**20
+    assert (usage.at_s, usage.workers) == (1.5, 1)
     # A forked worker shares nearly all of its pages, and shared pages count once.
     both = sum(read_pages(process).pss_bytes for process in (os.getpid(), worker.pid))
     assert both == pytest.approx(alone, rel=0.3)
@@ -51,10 +50,5 @@ def test_a_worker_is_seen_with_what_it_reads_and_takes_until_it_has_ended(tmp_pa
 
 def test_a_machine_that_tells_nothing_gives_only_what_is_known(tmp_path: Path) -> None:
     usage = read_host_usage([1, 2], at_s=3.0, root=tmp_path)
-    assert usage.workers == 2
-    assert usage.read == {}
-    told = (
-        usage.cpu_pressure_us, usage.io_pressure_us, usage.throttling, usage.shm_used_share,
-    )  # fmt: skip
-    assert told == (None,) * 4
+    assert (usage.workers, usage.throttling, usage.cpu) == (2, None, None)
     assert read_pages(os.getpid(), root=tmp_path) is None

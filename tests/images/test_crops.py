@@ -13,7 +13,7 @@ from thoroughness import max_examples
 from torchvision.transforms import RandomResizedCrop, v2
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images.resized_crop import (
+from lightning_fastdata.ext.images.resized_crop import (
     CropRule,
     keyed_uniform,
     random_resized_box,

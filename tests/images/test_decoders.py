@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from programs import run_program
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.decoders import choose_decoder
 
 NAMES = ["simplejpeg", "pillow"]
 JPEGS = ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"]
@@ -112,51 +111,6 @@ def test_a_scaled_png_is_its_box_average(decoder, scale, china, encode):
     np.testing.assert_array_equal(pixels, np.array(image.reduce(scale)))
 
 
-def test_scaled_decoders_agree_to_the_last_bit(jpegs):
-    for scale in (2, 4, 8):
-        for kind in ("420", "444", "grey", "progressive", "cmyk"):
-            wanted = choose_decoder("simplejpeg").decode(jpegs[kind], scale=scale)
-            got = choose_decoder("pillow").decode(jpegs[kind], scale=scale)
-            np.testing.assert_array_equal(got, wanted, err_msg=f"{kind} 1/{scale}")
-
-
-@each("decoder", DECODERS)
-@each("share", [0.0, 0.01, 0.3, 0.9, 0.999])
-@each("kind", ["420", "grey", "progressive", "cmyk"])
-def test_a_truncated_jpeg_is_an_error(decoder, kind, share, jpegs):
-    data = jpegs[kind][: int(len(jpegs[kind]) * share)]
-    with pytest.raises(ValueError, match=r"."):
-        decoder.decode(data)
-
-
-@each("decoder", DECODERS)
-@each("share", [0.01, 0.3, 0.9])
-def test_a_truncated_png_is_an_error(decoder, share, china, encode):
-    data = encode(china.crop((0, 0, 90, 90)), format="PNG")
-    with pytest.raises(ValueError, match=r"."):
-        decoder.decode(data[: int(len(data) * share)])
-
-
-@each("decoder", DECODERS)
-@each("data", [b"", b"hello world" * 9, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
-def test_what_is_not_an_image_is_an_error_of_size_and_of_decode(decoder, data):
-    with pytest.raises(ValueError, match=r"."):
-        decoder.size(data)
-    with pytest.raises(ValueError, match=r"."):
-        decoder.decode(data)
-
-
-@each("decoder", DECODERS)
-@each("damage", [b"\0" * 500, bytes(range(1, 255)) * 2])
-@each("kind", ["420", "cmyk", "progressive"])
-def test_garbled_data_is_refused_whatever_library_decodes(decoder, kind, damage, jpegs):
-    data = bytearray(jpegs[kind])
-    middle = len(data) // 2
-    data[middle : middle + len(damage)] = damage
-    with pytest.raises(ValueError, match=r"Corrupt JPEG data|last scan|marker"):
-        decoder.decode(bytes(data))
-
-
 @each("decoder", DECODERS)
 @given(data=st.data())
 @max_examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -180,17 +134,6 @@ def test_whatever_the_bytes_are_there_are_pixels_or_a_reason(decoder, data, jpeg
     assert reason
 
 
-@each("decoder", DECODERS)
-def test_many_threads_share_one_decoder(decoder, jpegs, as_image_folder_loads):
-    wanted = {kind: as_image_folder_loads(data) for kind, data in jpegs.items()}
-    work = [kind for kind in jpegs for _ in range(12)]
-    with ThreadPoolExecutor(8) as pool:
-        for kind, pixels in zip(
-            work, pool.map(lambda kind: decoder.decode(jpegs[kind]), work), strict=True
-        ):
-            np.testing.assert_array_equal(pixels, wanted[kind])
-
-
 def test_auto_takes_simplejpeg_where_it_is_installed():
     assert choose_decoder().name == "simplejpeg"
 
@@ -199,7 +142,7 @@ def test_auto_falls_back_in_order_when_libraries_are_missing():
     code = (
         "import sys\n"
         "for name in sys.argv[1:]: sys.modules[name] = None\n"
-        "from lightning_fastdata.images.decoders import choose_decoder\n"
+        "from lightning_fastdata.ext.images.decoders import choose_decoder\n"
         "sys.stdout.write(choose_decoder().name)\n"
     )
     done = run_program("-c", code, "simplejpeg")

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from lightning_fastdata import FastImageFolder
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import SampleKey
 
@@ -229,12 +229,6 @@ def test_a_folder_that_vanishes_is_told_with_the_file(folder):
     dataset = FastImageFolder(folder, size=32)
     shutil.rmtree(folder / "Z")
     with pytest.raises(DatasetError, match=r"one\.png"):
-        dataset[0]
-
-
-def test_the_pixel_limit_reaches_every_file(folder):
-    dataset = FastImageFolder(folder, size=32, max_pixels=1000)
-    with pytest.raises(DatasetError, match="max_pixels is 1,000"):
         dataset[0]
 
 

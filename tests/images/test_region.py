@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import multiprocessing
-import pickle
 
 import numpy as np
 import pytest
@@ -15,12 +12,11 @@ from misses import each
 from PIL import Image
 from thoroughness import max_examples
 
+from lightning_fastdata import FastImageFolder
 from lightning_fastdata.data import decode_crop
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.system_calls import SharedFlags
-from lightning_fastdata.images import Box, decoders, region
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.ext.images import Box, decoders, region
+from lightning_fastdata.ext.images.decoders import choose_decoder
 
 needs_library = pytest.mark.skipif(
     region.region_decoder() is None, reason="TurboJPEG 3 is not installed"
@@ -169,16 +165,6 @@ def test_damage_within_the_part_is_an_error(jpegs):
 def test_a_file_that_was_cut_off_is_an_error(jpegs):
     with pytest.raises(DatasetError):
         decode_crop(jpegs["420"][:-500], (0, 0, 10, 10))
-
-
-def test_forked_processes_share_which_files_are_whole():
-    whole = SharedFlags(3)
-    process = multiprocessing.get_context("fork").Process(target=whole.add, args=(1,))
-    process.start()
-    process.join()
-    assert [index in whole for index in range(3)] == [False, True, False]
-    for other in (pickle.loads(pickle.dumps(whole)), copy.deepcopy(whole)):
-        assert 1 not in other
 
 
 def test_an_older_library_is_not_used(monkeypatch):

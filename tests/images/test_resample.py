@@ -14,9 +14,9 @@ from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.reading import open_image
-from lightning_fastdata.images.resized_crop import (
+from lightning_fastdata.ext.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.resized_crop import (
     Box,
     CropRule,
     Placement,
@@ -24,7 +24,6 @@ from lightning_fastdata.images.resized_crop import (
     keyed_uniform,
     plan_resample,
     render,
-    resize,
     scaled_box,
     settle_resample,
 )
@@ -126,13 +125,6 @@ def test_the_automatic_plan_never_decodes_fewer_pixels_than_the_sample_has(
         assert left < 2
 
 
-def test_only_the_automatic_plan_decodes_scaled():
-    placement = Placement(Box(0, 0, 4000, 4000), 64, 64, 0, 0, False)
-    assert plan_resample(placement, "exact", scalable=True).scale == 1
-    assert plan_resample(placement, "auto", scalable=True).scale == 8
-    assert plan_resample(placement, "auto", scalable=False).scale == 1
-
-
 @given(st.integers(0, 999), st.integers(0, 999), st.integers(16, 999), st.sampled_from([2, 4, 8]))
 @max_examples(200)
 def test_a_scaled_box_lies_in_the_scaled_picture_within_half_a_pixel(top, left, side, scale):
@@ -153,17 +145,6 @@ def test_a_flip_mirrors_the_sample_and_nothing_else(how, shape, photos):
     plain = rendered(photos["china"], placement, plan)
     mirrored = rendered(photos["china"], placement._replace(flip=True), plan)
     np.testing.assert_array_equal(mirrored, plain[:, ::-1])
-
-
-@each("how", ["linear", "antialias"])
-@each("shape", [(200, 300), (96, 96), (50, 40), (200, 50)])
-def test_resize_writes_into_the_memory_it_is_given(how, shape):
-    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    batch = np.zeros((3, SIZE, SIZE, 3), np.uint8)
-    resize(pixels, SIZE, SIZE, how, batch[1])
-    np.testing.assert_array_equal(batch[1], resize(pixels, SIZE, SIZE, how))
-    assert not batch[0].any()
-    assert not batch[2].any()
 
 
 def test_auto_is_exact_unless_crops_are_random():

@@ -1,4 +1,4 @@
-"""Pictures that are kept: a part is the part of the whole, pixels stay what they were."""
+"""Pictures are shrunk, before they are kept, as torchvision does."""
 
 from __future__ import annotations
 
@@ -6,52 +6,22 @@ import io
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from images.torchvision_pixels import psnr_db
 from misses import each
 from PIL import Image
-from thoroughness import max_examples
 from torchvision.transforms.v2 import functional
 
-from lightning_fastdata.images import Box
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.reading import open_image
-from lightning_fastdata.images.stored import as_row, open_stored, shrunk
+from lightning_fastdata.ext.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.stored import shrunk
 
 
-def smooth(height, width, seed=0):
+def smooth(height, width):
     """Pixels like a photograph's: neighbours are alike."""
-    order = np.random.default_rng(seed)
+    order = np.random.default_rng(0)
     small = order.integers(0, 256, (-(-height // 16) + 1, -(-width // 16) + 1, 3), np.uint8)
     picture = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
     return np.array(picture)
-
-
-def psnr(ours, theirs):
-    error = np.mean((ours.astype(float) - theirs) ** 2)
-    return np.inf if error == 0 else 10 * np.log10(255**2 / error)
-
-
-@st.composite
-def pictures_and_boxes(draw):
-    height, width = draw(st.integers(1, 70)), draw(st.integers(1, 70))
-    top, left = draw(st.integers(0, height - 1)), draw(st.integers(0, width - 1))
-    box = Box(top, left, draw(st.integers(1, height - top)), draw(st.integers(1, width - left)))
-    return smooth(height, width, draw(st.integers(0, 9))), box
-
-
-@max_examples(60)
-@given(pictures_and_boxes(), st.integers(0, 20))
-def test_a_part_is_the_part_of_the_whole(drawn, after):
-    pixels, box = drawn
-    row = np.concatenate([as_row(pixels), np.zeros(after, np.uint8)])
-    picture = open_stored(row)
-    assert (picture.height, picture.width) == pixels.shape[:2]
-    top, left, height, width = box
-    part = picture.decode_part(box)
-    assert part.shape == (height, width, 3)
-    assert np.array_equal(part, picture.decode()[top : top + height, left : left + width])
-    assert np.array_equal(picture.decode(), pixels)
 
 
 @each(("size", "side", "wanted"), [
@@ -80,4 +50,4 @@ def test_a_large_jpeg_is_decoded_at_a_lower_scale(tmp_path):
     tensor = torch.from_numpy(pixels).permute(2, 0, 1)
     exact = functional.resize(tensor, 256).permute(1, 2, 0).numpy()
     assert found.shape == exact.shape
-    assert psnr(found, exact) > 35
+    assert psnr_db(found, exact) > 35

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import fields
 
@@ -8,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from insight.cut_waits import Cutter, total
+from insight.cut_waits import Cutter
 from misses import each
 from thoroughness import max_examples
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals
@@ -222,50 +221,6 @@ def test_what_a_sample_waits_for_a_cpu_is_in_the_run_queue(virtual):
 
     waits = measured(Queued(virtual, work_s=0.001))
     assert [wait.parts for wait in waits] == [WaitParts(read_runqueue_ms=32, read_cpu_ms=16)] * 16
-
-
-def test_collation_is_a_part_of_its_own(virtual):
-    def collate(samples):
-        virtual.work(0.03)
-        return default_collate(samples)
-
-    waits = measured(Planted(virtual, sleep_s=0.001), collate_fn=collate)
-    assert [wait.parts for wait in waits] == [WaitParts(read_blocked_ms=16, collate_ms=30)] * 16
-
-
-def test_a_slow_sample_is_found_by_its_index(virtual):
-    waits = measured(Planted(virtual, sleep_s=0.001, slow=133))
-    slow = {n: wait.slow_task.slowest_index for n, wait in enumerate(waits) if wait.slow_task}
-    assert slow == {133 // 16: 133}
-    assert waits[133 // 16].parts == WaitParts(read_blocked_ms=16, slow_sample_ms=399)
-
-
-@pytest.mark.realtime
-@pytest.mark.parametrize("computes", [False, True])
-def test_workers_tell_waiting_from_computing(computes):
-    def wait(seconds):
-        until = time.thread_time() + seconds
-        while computes and time.thread_time() < until:
-            pass
-        time.sleep(0 if computes else seconds)
-
-    class Slow(Dataset):
-        def __len__(self):
-            return 256
-
-        def __getitem__(self, index):
-            wait(0.004)
-            return torch.zeros(10)
-
-    records: deque[BatchStamps] = deque()
-    loader = FastDataLoader(Slow(), 16, num_workers=1)
-    loader.record_stamps(records)
-    for _ in loader:
-        pass
-    cutter = Cutter()
-    shares = total([cutter.cut(stamps) for stamps in records]).shares()
-    cause, other = ("read_cpu", "read_blocked") if computes else ("read_blocked", "read_cpu")
-    assert shares[cause] > 2 * shares[other]
 
 
 def test_a_complete_batch_waits_for_what_its_thread_goes_on_to_do() -> None:

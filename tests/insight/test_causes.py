@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from insight.cut_waits import Cutter
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import (
     CauseTotals,
     cause_lines,
 )
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.stamps.operations import OperationTime
+from lightning_fastdata.stamps.lines import LineTime
 
 MS = 1_000_000
 
@@ -32,7 +29,7 @@ def batch(at_ms, wait_ms, *, read=None, slowest=0.0, index=0, first=False, ahead
     stamps = TaskStamps(
         task.pop("process", 0), began, ended, cpu, runqueue, 8, round(read * MS),
         round(task.pop("collate", 0.0) * MS), round(slowest * MS), index,
-        task.pop("operations", None),
+        task.pop("lines", None),
     )  # fmt: skip
     return BatchStamps(1, 8, began, ended, (stamps,), ahead, first, **task)
 
@@ -42,27 +39,6 @@ def totals_of(*batches, prefix="data"):
     for each in batches:
         totals.add(each)
     return totals
-
-
-def test_the_mean_parts_are_those_of_the_single_waits_and_add_up_to_the_mean_wait():
-    rng = np.random.default_rng(0)
-    batches, now = deque(), 0.0
-    for _ in range(50):
-        wait = rng.uniform(1, 30)
-        read = rng.uniform(0, wait)
-        batches.append(
-            batch(now, wait, read=read, collate=(wait - read) / 2, on=(read / 3, read / 5))
-        )
-        now += wait + rng.uniform(0, 10)
-    causes = totals_of(*batches).summary()
-    cutter = Cutter()
-    waits = [cutter.cut(each).parts for each in batches]
-    for part in fields(WaitParts):
-        mean = np.mean([getattr(wait, part.name) for wait in waits])
-        assert getattr(causes.wait, part.name) == pytest.approx(mean)
-    mean = np.mean([each.delivered_ns - each.requested_ns for each in batches]) / MS
-    assert causes.wait.total_ms == pytest.approx(mean)
-    assert causes.batches == 50
 
 
 def test_first_batches_of_epochs_are_left_out_unless_there_are_no_others():
@@ -130,30 +106,11 @@ def test_slow_samples_take_bounded_memory():
     assert [s.index for s in totals.summary().slow_samples] == [1999, 1998, 1997, 1996, 1995]
 
 
-def test_operations_have_their_share_of_the_reading_they_were_timed_in():
-    timed = (OperationTime("Blur", 8, 6 * MS), OperationTime("Flip", 4, 1 * MS))
-    causes = totals_of(
-        batch(0, 10, operations=timed), batch(20, 50), batch(80, 10, operations=timed)
-    ).summary()
-    blur, flip = causes.operations
-    assert (blur.name, blur.calls, blur.mean_ms) == ("Blur", 16, pytest.approx(0.75))
-    assert (blur.share, flip.share) == (pytest.approx(0.6), pytest.approx(0.1))
-
-
 def test_each_part_above_five_percent_is_put_into_words_largest_first():
     lines = cause_lines(totals_of(batch(0, 100, on=(20, 76))).summary())
     assert len(lines) == 2
     assert lines[0].startswith("76% of the wait (76.0 ms a batch): reading was ready")
     assert lines[1].startswith("20% of the wait (20.0 ms a batch): reading and transforming")
-
-
-def test_several_loaders_keep_their_samples_apart():
-    totals = CauseTotals()
-    for loader in (0, 1):
-        totals.add(batch(0, 8, slowest=1), loader)
-        totals.add(batch(100, 60, slowest=50 + loader, index=3), loader)
-    found = totals.summary(lambda loader, _: str(loader)).slow_samples
-    assert [(s.index, s.path) for s in found] == [(3, "1"), (3, "0")]
 
 
 def report(stall_ms):
@@ -165,9 +122,14 @@ def report(stall_ms):
                 compute_ms=50.0, step_ms=50.0 + stall_ms,
             )
         )  # fmt: skip
+    lines = (
+        LineTime("rows.py", 1, "Rows.read", "", 40 * MS, 0),
+        LineTime("rows.py", 2, "Rows.read", "albumentations Blur.apply", 20 * MS, 0),
+        LineTime("rows.py", 2, "Rows.read", "albumentations Flip.apply", 30 * MS, 0),
+    )
     causes = totals_of(
         batch(0, 8, slowest=1),
-        batch(100, 60, slowest=50, index=133, operations=(OperationTime("Blur", 8, 9 * MS),)),
+        batch(100, 60, slowest=50, index=133, lines=lines),
     ).summary(lambda _loader, _index: "/data/a/very/long/folder/of/images/number/133.jpg")
     summary = replace(history.summarize("train", duration_s=2.0), causes=causes)
     return RunReport(stages=(summary,), verdict=judge(summary))
@@ -177,16 +139,10 @@ def test_the_summary_tells_why_and_names_the_sample():
     text = " ".join(report(30.0).text().split())
     assert "of the wait" in text
     assert "sample 133 (/data/a/very/long/folder/of/images/number/133.jpg) took 50 ms" in text
-    assert "of the time to read a sample: Blur 15%" in text
+    assert "of the time to read a sample: albumentations Blur.apply 22%" in text
+    assert "56% of reading is in Rows.read (rows.py:2), in albumentations Flip.apply" in text
     assert max(map(len, report(30.0).text(72).splitlines())) <= 72
 
 
 def test_nothing_is_said_of_waits_that_cost_nothing():
     assert "of the wait" not in report(0.2).text()
-
-
-def test_the_causes_are_in_the_json():
-    read = json.loads(json.dumps(report(30.0).as_dict()))
-    causes = read["stages"]["train"]["causes"]
-    assert causes["slow_samples"][0]["index"] == 133
-    assert set(causes["wait"]) == {part.name for part in fields(WaitParts)}

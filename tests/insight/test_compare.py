@@ -151,9 +151,9 @@ def test_every_metric_that_a_report_holds_can_be_asked_for(files):
         (b"", "not JSON"),
         (b"[1, 2]", "no schema_version"),
         (b'{"stages": {}}', "no schema_version"),
-        (b'{"schema_version": 99, "stages": {}}', "schema version 99; .* reads 9"),
-        (b'{"schema_version": 9}', "no whole report"),
-        (b'{"schema_version": 9, "stages": {"train": {"step": {"mean_ms": NaN}}}}', "NaN"),
+        (b'{"schema_version": 99, "stages": {}}', "schema version 99; .* reads 10"),
+        (b'{"schema_version": 10}', "no whole report"),
+        (b'{"schema_version": 10, "stages": {"train": {"step": {"mean_ms": NaN}}}}', "NaN"),
         (b"\xff\xfe", "UTF-8"),
     ],
 )

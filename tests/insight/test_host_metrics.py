@@ -10,7 +10,7 @@ from misses import each
 
 from lightning_fastdata.device.backend import DeviceUsage
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.usage import HostUsage, ReadBytes
+from lightning_fastdata.host.usage import HostUsage
 from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import (
     HostMeter,
@@ -22,17 +22,13 @@ from lightning_fastdata.insight.measure.host_metrics import (
 from lightning_fastdata.insight.model.evidence import Evidence
 
 
-def usage(at_s, *, read=None, periods=None, throttled=0, held_us=0, **counters):
+def usage(at_s, *, periods=None, throttled=0, held_us=0):
     throttling = None
     if periods is not None:
         throttling = CpuThrottling(
             periods=periods, throttled_periods=throttled, throttled_us=held_us
         )
-    return HostUsage(at_s=at_s, workers=2, read=read or {}, throttling=throttling, **counters)
-
-
-def read(asked_mb, stored_mb=0):
-    return ReadBytes(asked_bytes=asked_mb * 10**6, storage_bytes=stored_mb * 10**6)
+    return HostUsage(at_s=at_s, workers=2, throttling=throttling)
 
 
 def device(retries=0, never_used=1, total=4):
@@ -42,18 +38,11 @@ def device(retries=0, never_used=1, total=4):
 
 
 def test_all_that_is_told_has_a_number_in_the_unit_of_its_name():
-    before = usage(10, read={1: read(5)}, periods=100, throttled=7, cpu_pressure_us=0)
-    after = usage(
-        12, read={1: read(15, 4)}, periods=120, throttled=12, cpu_pressure_us=500_000,
-        held_us=3_000_000, shm_used_share=0.25,
-    )  # fmt: skip
+    before = usage(10, periods=100, throttled=7)
+    after = usage(12, periods=120, throttled=12, held_us=3_000_000)
     assert host_scalars(before, after) == {
         "data_workers/active": 2,
-        "data_host/cpu_pressure_percent": 25,
         "data_host/cpu_throttled_percent": 25,
-        "data_host/read_mb_per_s": 5,
-        "data_host/storage_read_mb_per_s": 2,
-        "data_host/shm_used_percent": 25,
     }
     assert host_evidence(before, after) == {
         "throttled_share": 0.25,
@@ -67,21 +56,10 @@ def test_what_nobody_tells_has_no_key():
     assert device_scalars(None, None) == {}
 
 
-def test_without_a_quota_nothing_is_said_of_throttling():
-    assert "throttled_share" not in host_evidence(usage(0, periods=0), usage(1, periods=0))
-    assert "throttled_cpus" not in host_evidence(usage(0), usage(1))
-
-
-def test_a_worker_that_came_has_read_all_of_it_since_and_one_that_went_is_left_out():
-    before = usage(0, read={1: read(5), 2: read(100)})
-    after = usage(1, read={1: read(6), 3: read(4)})
-    assert host_scalars(before, after)["data_host/read_mb_per_s"] == 5
-
-
 @given(st.integers(0, 2**40), st.integers(0, 2**40), st.floats(0, 1e6))
 def test_no_pair_of_readings_leaves_the_scale(begin, end, seconds):
-    before = usage(0, read={1: read(begin)}, periods=begin, throttled=end, cpu_pressure_us=begin)
-    after = usage(seconds, read={1: read(end)}, periods=end, throttled=begin, cpu_pressure_us=end)
+    before = usage(0, periods=begin, throttled=end)
+    after = usage(seconds, periods=end, throttled=begin)
     scalars = host_scalars(before, after)
     assert all(value >= 0 for value in scalars.values())
     assert all(value <= 100 for name, value in scalars.items() if name.endswith("percent"))
@@ -95,13 +73,6 @@ def test_what_the_device_tells_is_since_the_begin():
     }
     found = host_evidence(usage(0), usage(1), device(retries=2), device(retries=5))
     assert found == {"alloc_retries": 3, "device_headroom_share": 0.25}
-
-
-def test_evidence_has_a_field_for_each_fact():
-    before, after = usage(0, periods=1, cpu_pressure_us=0), usage(1, periods=2, cpu_pressure_us=0)
-    found = host_evidence(before, after, device(), device())
-    assert len(found) == 4
-    assert Evidence(**found).throttled_share == pytest.approx(0)
 
 
 MIB = 2**20

@@ -7,17 +7,10 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from markupsafe import Markup
 
-from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.html import (
-    TEMPLATES,
-    axis,
     report_html,
     timeline_chart,
 )
@@ -88,7 +81,7 @@ def causes(path="photos/7.jpg", name="Resize"):
         wait=WaitParts(**{f.name: 1.0 + i for i, f in enumerate(dataclasses.fields(WaitParts))}),
         overtaken_share=0.25,
         slow_samples=(SlowSample(index=7, ms=80.0, typical_ms=4.0, path=path),),
-        operations=(OperationShare(name=name, calls=3, mean_ms=1.5, share=0.6),),
+        operations=(OperationShare(name=name, share=0.6),),
     )
 
 
@@ -118,7 +111,7 @@ def test_the_page_holds_verdict_findings_phases_causes_notes_and_machine():
         "reading and transforming samples, on a CPU",
         "25% of the batches came after later ones",
         "photos/7.jpg",
-        "Resize 60% 1.5 3",
+        "Resize 60%",
         "val 20 2.0 s",
         "Page-locked memory was refused.",
         "torch 2.15.0",
@@ -146,32 +139,6 @@ def test_names_of_files_and_classes_are_shown_and_do_not_run():
     assert "script" not in {tag for tag, _ in page.elements}
     assert HOSTILE in page.text
     assert "</table><script>x</script>" in page.text
-
-
-@given(text=st.text(), value=st.text())
-def test_text_and_attributes_read_back_as_they_were(text, value):
-    kept = re.sub(r"[\x00-\x08\x0b-\x1f\ud800-\udfff\ufffe\uffff]", "", text)
-    kept_value = re.sub(r"[\x00-\x1f\ud800-\udfff\ufffe\uffff]", "", value)
-    cell = TEMPLATES.from_string('<td title="{{ value }}">{{ text }}</td>')
-    read = ElementTree.fromstring(cell.render(text=kept, value=kept_value))
-    assert (read.text or "") == printable(kept)
-    assert read.get("title") == printable(kept_value)
-
-
-def test_elements_are_not_escaped_twice():
-    page = TEMPLATES.from_string("{% macro b() %}<b>{{ text }}</b>{% endmacro %}{{ b() }}{{ b() }}")
-    assert page.render(text="a < b\x1b") == "<b>a &lt; b\\x1b</b>" * 2
-    inner = TEMPLATES.from_string("{{ text }}").render(text=Markup("<b>\n</b>"))
-    assert inner == "<b>\n</b>"
-
-
-def test_the_page_and_its_style_are_in_the_package():
-    assert set(TEMPLATES.list_templates()) == {
-        "page.html",
-        "page.css",
-        "chart.html",
-        "verdict.md",
-    }
 
 
 def test_the_chart_has_a_column_with_its_figures_for_each_step():
@@ -239,22 +206,3 @@ def test_what_free_data_would_give_is_told_of_devices_that_do_not_load():
     on_gpu = dataclasses.replace(run.stages[0], device="cuda"), run.stages[1]
     page = report_html(dataclasses.replace(run, stages=on_gpu))
     assert free in Page(page).text
-
-
-@given(st.floats(min_value=1e-3, max_value=1e7))
-def test_an_axis_holds_its_largest_value_without_much_room_above(largest):
-    top, ticks = axis(largest)
-    assert largest <= top * (1 + 1e-9)
-    assert top <= 2.0 * largest
-    assert ticks[0] == 0
-    assert ticks[-1] == pytest.approx(top)
-    assert np.allclose(np.diff(ticks), ticks[1])
-    assert 2 <= len(ticks) <= 6
-
-
-def test_the_page_is_written_whole(tmp_path):
-    path = report().write_html(tmp_path / "deep" / "report.html")
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>")
-    assert text.endswith("</html>\n")
-    assert [p.name for p in path.parent.iterdir()] == ["report.html"]

@@ -15,13 +15,12 @@ import pytest
 import torch
 from misses import each
 from processes import until
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.insight.live import (
     PaceMeter,
     Status,
-    WatchedRun,
     WorkerWatch,
     page_text,
     read_all,
@@ -49,10 +48,6 @@ def status(**changes) -> Status:
         "lines": (" computing a step; epoch 2, step 300",),
     }
     return Status(**{**told, **changes})
-
-
-def test_a_status_is_read_back_as_it_was_written():
-    assert Status.from_json(json.dumps(asdict(status()))) == status()
 
 
 @each("text", ["", "[]", "{}", '{"pid": 1}', '{"lines": [1]}', '{"lines": 1}', "\x00", "1e999"])
@@ -93,37 +88,6 @@ def test_a_step_that_takes_much_longer_than_others_is_called_a_hang(
     pace.steps_per_s, pace.means = steps_per_s, {"data/step_ms": step_ms}
     virtual.sleep(quiet_s)
     assert pace.hangs is hangs
-
-
-FACTS = {
-    "rank": 0,
-    "world_size": 1,
-    "log_dir": "/logs/version_3",
-    "method": "fit",
-    "activity": "waiting for a batch",
-    "epoch": 2,
-    "step": 300,
-}
-
-
-def test_a_run_that_hangs_tells_for_how_long_and_where(virtual, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", str(tmp_path))
-    found = Status(**FACTS, found="data-bound, slow storage")
-    run = WatchedRun(lambda: (found, []))
-    try:
-        calm = page_text([run.status(found, [])], NOW_S)
-        virtual.sleep(35)
-        hung = page_text([run.status(found, [])], NOW_S)
-        second = run.status(Status(**{**FACTS, "rank": 1, "world_size": 2}), [])
-    finally:
-        run.close()
-    assert "no step" not in calm
-    assert " ! no step for 35 s: waiting for a batch\n !   at " in hung
-    assert "test_live.py" in hung
-    for text in (calm, hung):
-        assert " waiting for a batch; epoch 2, step 300\n" in text
-        assert " found  data-bound, slow storage\n logs   /logs/version_3" in text
-    assert f" ! rank 1 (pid {os.getpid()}): no step for 35 s" in second.lines[0]
 
 
 def test_a_process_that_tells_nothing_is_said_to_be_silent():
@@ -170,19 +134,6 @@ def test_the_pace_is_that_of_the_last_ten_seconds(virtual):
     assert (pace.steps, pace.step_ended_s - began_s) == (300, pytest.approx(40.0))
 
 
-class Stuck(Dataset):
-    def __init__(self, file):
-        self.file = file
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index == 17:
-            until(lambda: not self.file.exists())
-        return torch.tensor(index)
-
-
 class Stream(IterableDataset):
     def __init__(self, file):
         self.file = file
@@ -193,32 +144,21 @@ class Stream(IterableDataset):
 
 
 @linux
-@pytest.mark.parametrize("executor", ["workers", "stream"])
-def test_what_each_worker_reads_is_seen_from_outside(tmp_path, executor):
+def test_that_workers_read_a_stream_is_seen_from_outside(tmp_path):
     file = tmp_path / "stuck"
     file.touch()
-    streams = executor == "stream"
-    loader = FastDataLoader(
-        (Stream if streams else Stuck)(file),
-        2,
-        num_workers=2,
-        executor="workers" if streams else executor,
-    )
+    loader = FastDataLoader(Stream(file), 2, num_workers=2, executor="workers")
     watch, batches = WorkerWatch(), iter(loader)
-    for _ in range(3 if streams else 1):  # more of the stream is asked for as it is taken
+    for _ in range(3):  # more of the stream is asked for as it is taken
         next(batches)
-    expected = [] if streams else ["sample 17"]
 
     def look():
         return watch.look([loader], hangs=False)
 
-    def read():
-        return [word for line in look()[1] for word in re.findall(r"sample \d+", line)]
-
-    until(lambda: read() == expected and (not streams or "reading" in "".join(look()[1])))
+    until(lambda: "reading" in "".join(look()[1]))
     batches_text, lines = look()
     assert len(lines) == 2
     assert re.fullmatch(r", \d+ batches ready, [1-9]\d* being made", batches_text)
     file.unlink()
-    assert len(list(batches)) == (1 if streams else 19)
+    assert len(list(batches)) == 1
     assert look()[1] == []  # they have ended with the epoch

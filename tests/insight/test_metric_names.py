@@ -10,7 +10,7 @@ import pytest
 from lightning_fastdata.device.backend import DeviceUsage
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.usage import HostUsage, ReadBytes
+from lightning_fastdata.host.usage import HostUsage
 from lightning_fastdata.insight.measure.host_metrics import (
     device_scalars,
     fault_scalars,
@@ -52,9 +52,8 @@ def rows():
 
 def usage(at_s):
     return HostUsage(
-        at_s=at_s, workers=1, read={1: ReadBytes(asked_bytes=1, storage_bytes=1)},
+        at_s=at_s, workers=1,
         throttling=CpuThrottling(periods=int(at_s), throttled_periods=0, throttled_us=0),
-        cpu_pressure_us=0, io_pressure_us=0, shm_used_share=0.1,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from dataclasses import asdict, replace
 
@@ -28,10 +27,6 @@ from lightning_fastdata.insight.waits.ranks import (
 )
 
 MS = st.none() | st.floats(0, 1e4)
-TIMINGS = st.builds(
-    RankTiming, rank=st.integers(0, 9), host=st.text(max_size=8), steps=st.integers(0, 50),
-    step_ms=MS, stall_ms=MS, wait_ms=MS, compute_ms=MS, reason=st.text(max_size=20),
-)  # fmt: skip
 
 
 def step(number, *, cold=False, stall=1.0, compute=9.0):
@@ -59,15 +54,6 @@ def test_the_means_of_a_rank_leave_out_first_steps_of_epochs_and_what_was_not_me
     assert timing.stall_ms == timing.wait_ms == 2.0
     assert timing.step_ms == 11.0
     assert timing.compute_ms == 9.0
-
-
-def test_a_rank_whose_only_step_was_the_first_tells_that_one():
-    assert rank_timing(columns_of([step(0, cold=True)]), rank=0, host="a").stall_ms == 1.0
-
-
-def test_a_rank_without_steps_tells_that_nothing_was_measured():
-    timing = rank_timing(StepHistory().newest(0), rank=3, host="c")
-    assert timing == RankTiming(rank=3, host="c", steps=0)
 
 
 @max_examples(50)
@@ -114,13 +100,6 @@ def test_metrics_are_spread_and_name_of_the_slowest():
     }
 
 
-@given(st.lists(TIMINGS, max_size=4))
-def test_metrics_are_finite_numbers_and_only_of_several_ranks(timings):
-    metrics = rank_metrics(timings)
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert len(timings) > 1 or not metrics
-
-
 def test_one_line_names_rank_and_host():
     assert ranks_line(ranks(1.0, 21.0, 2.0)) == (
         "rank 1 on host-b stalls 21.0 ms a step, the mean is 8.0"
@@ -132,13 +111,6 @@ def test_ranks_that_stall_alike_are_told_so():
         "2 ranks on 2 hosts stall alike, 1.1 ms a step, at most 1.2"
     )
     assert ranks_line(ranks(1.0)) is ranks_line(()) is ranks_line(ranks(None, None)) is None
-
-
-def test_evidence_is_complete_or_not_there():
-    assert all_known(ranks(1.0, 2.0)) == ranks(1.0, 2.0)
-    for some in (ranks(1.0, None), ranks(1.0, 2.0, 3.0)[1:], ()):
-        assert all_known(some) == ()
-    assert "FD316" not in {each.code for each in findings(evidence(1.0))}
 
 
 def evidence(*stalls, own=None, **arguments):

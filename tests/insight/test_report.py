@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from misses import each
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps, window_means
+from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html
@@ -25,7 +21,7 @@ from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
 
-FLIP = OperationShare(name="Flip", calls=9, mean_ms=2.0, share=0.6)
+FLIP = OperationShare(name="albumentations Flip.apply", share=0.6)
 
 
 def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):
@@ -70,38 +66,6 @@ def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
     assert scalars["data_val_band/stall_p95_ms"] == pytest.approx(np.percentile(stalls, 95))
     assert scalars["data_val_band/step_max_ms"] == pytest.approx(steps.max())
     assert "data_val_step/transfer_ms" not in scalars
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
-def test_percentiles_are_those_of_numpy(stalls):
-    history = StepHistory()
-    for i, stall in enumerate(stalls):
-        history.append(timing(i, stall=stall))
-    scalars = window_means(history.newest())
-    for percent in (50, 95):
-        expected = pytest.approx(np.percentile(stalls, percent), rel=1e-12, abs=1e-300)
-        assert scalars[f"data_band/stall_p{percent}_ms"] == expected
-
-
-def test_a_window_holds_the_steps_since_it_was_last_taken():
-    meter = StageMeter("train", torch.device("cpu"), StageStamps("data"))
-    history = meter.timeline.history
-    assert meter.metrics() == {}
-    history.append(timing(0, compute=10.0))
-    assert meter.metrics()["data/time_compute_ms"] == 10
-    history.append(timing(1, compute=30.0))
-    assert meter.metrics()["data/time_compute_ms"] == 30
-    assert meter.metrics() == {}
-
-
-def test_a_full_history_keeps_totals_of_all_and_values_of_the_newest():
-    history = StepHistory(window=4)
-    for i in range(10):
-        history.append(timing(i, compute=float(i)))
-    assert history.newest()["step"].tolist() == [6, 7, 8, 9]
-    assert history.newest(2)["step"].tolist() == [8, 9]
-    compute = history.summarize("train", duration_s=1.0).compute
-    assert (compute.mean_ms, compute.p50_ms, compute.max_ms) == (4.5, 7.5, 9.0)
 
 
 def test_shares_of_the_device_phases_add_up_to_one():
@@ -187,10 +151,6 @@ def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
         assert ("persistent_workers=True" in first.remedy) is (kept is False)
 
 
-def test_an_unknown_loader_is_said_to_be_unknown():
-    assert "number of workers not known" in judge(summary()).evidence
-
-
 def test_bars_grow_by_eighths_of_a_cell_and_stay_within_their_width():
     lengths = [bar(i / 80, 10) for i in range(81)]
     assert len(set(lengths)) == 81
@@ -259,15 +219,6 @@ def test_a_run_without_steps_can_be_told():
     assert "nothing was measured" in RunReport(stages=()).text()
 
 
-def test_rich_shows_the_same_words_as_the_plain_text():
-    rich_console = pytest.importorskip("rich.console")
-    out = io.StringIO()
-    rich_console.Console(file=out, width=80, no_color=True).print(run_report())
-    assert [line.rstrip() for line in out.getvalue().splitlines()] == run_report().text(
-        80, ascii=False
-    ).splitlines()
-
-
 def test_json_is_written_whole_and_reads_back(tmp_path):
     path = tmp_path / "deep" / "report.json"
     report = run_report()
@@ -275,7 +226,7 @@ def test_json_is_written_whole_and_reads_back(tmp_path):
     report.write_json(path)
     read = json.loads(path.read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(report.as_dict()))
-    assert read["schema_version"] == 9
+    assert read["schema_version"] == 10
     assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 

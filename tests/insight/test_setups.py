@@ -91,10 +91,6 @@ def test_without_workers_the_training_process_reads(executor):
     assert setup(executor=executor, num_workers=0).workers == 0
 
 
-def test_inline_reads_in_the_training_process_however_many_workers_it_is_given():
-    assert setup(executor="inline", num_workers=3).workers == 0
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -207,23 +203,6 @@ def test_the_step_uses_its_cpus_however_long_it_waited(busy, working, waited, qu
     ).step_cpus
     expected = min(busy, 1.0) if busy <= 1.1 else busy
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6) or busy == pytest.approx(1.1)
-
-
-@given(cpu=seconds, wall=seconds, waited=seconds, queued=seconds, loading=seconds)
-def test_cpus_are_never_less_than_none(cpu, wall, waited, queued, loading):
-    found = TrainingTimes(
-        cpu_s=cpu, wall_s=wall, waited_s=waited, runqueue_s=queued, loading_cpu_s=loading
-    )
-    assert found.step_cpus >= 0.0
-
-
-@given(cpu=seconds, wall=seconds, waited=seconds, queued=seconds)
-def test_a_step_is_queued_for_some_part_of_it_and_one_without_cpu_for_none(
-    cpu, wall, waited, queued
-):
-    times = {"wall_s": wall, "waited_s": waited, "runqueue_s": queued}
-    assert 0.0 <= TrainingTimes(cpu_s=cpu, **times).step_queued <= 1.0
-    assert TrainingTimes(cpu_s=0.0, **times).step_queued == 0.0
 
 
 def test_a_step_that_computes_was_queued_for_as_long_as_it_had_no_cpu():

@@ -35,22 +35,6 @@ def read(loader):
         pass
 
 
-def test_a_loader_that_is_gone_is_not_the_slowest_any_more_once_another_one_has_come():
-    stamps = StageStamps("data")
-    for folder, slow_s in (("a", 0.2), ("b", 0.01)):
-        loader = FastDataLoader(Files(folder, slow_s=slow_s), batch_size=4, num_workers=0)
-        stamps.watch([loader])
-        read(loader)
-        slowest, newest = stamps.slowest_loader()
-        assert slowest is loader
-        assert len(newest) == 6
-        del slowest, newest
-        if folder == "a":
-            del loader
-            gc.collect()
-            assert stamps.slowest_loader()[0] is None
-
-
 def test_slow_samples_have_the_files_of_their_own_loader():
     stamps = StageStamps("data")
     how = {"batch_size": 4, "num_workers": 0, "executor": "torch"}
@@ -65,23 +49,3 @@ def test_slow_samples_have_the_files_of_their_own_loader():
     # The file of the one that is gone is not known any more.
     paths = {sample.path for sample in stamps.summary().slow_samples}
     assert paths == {"/b/23.jpg", "/c/23.jpg", None}
-
-
-def test_only_those_who_lend_their_loaders_take_over_others():
-    loader = FastDataLoader(Files("a", slow_s=0.001), batch_size=4, num_workers=0)
-    first, second = (StageStamps("data", lendable=True) for _ in range(2))
-    keeper = StageStamps("data_val")
-    first.watch([loader])
-    second.watch([loader])
-    keeper.watch([loader])
-    read(loader)
-    assert first.missing() is not None
-    assert "other code takes the stamps" in keeper.missing()
-    assert second.missing() is None
-    first.watch([loader])
-    read(loader)
-    assert first.missing() is None
-    second.stop()
-    assert loader.records is not None
-    first.stop()
-    assert loader.records is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import json
 import weakref
 from collections import deque
 from functools import partial
@@ -364,21 +362,6 @@ def test_a_loop_is_judged_by_what_starts_of_epochs_and_validation_take_of_it(
     assert verdict.kind == kind
     assert said in f"{verdict.findings[0].cause} {verdict.code}"
     assert timer.report().wall is None
-
-
-def test_a_report_can_be_written_read_and_told_in_colours(tmp_path):
-    from rich.console import Console
-
-    timer = StepTimer("cpu")
-    for _ in timer.batches(FastDataLoader(Slow(8))):
-        pass
-    report = timer.report()
-    read = json.loads(report.write_json(tmp_path / "report.json").read_text())
-    assert read["stages"]["train"]["steps"] == 8
-    assert read["machine"]["device"] == "cpu"
-    console = Console(record=True, width=100, file=io.StringIO())
-    console.print(report)
-    assert "fastdata · train · 8 steps" in console.export_text()
 
 
 def test_a_later_timer_takes_over_the_stamps_of_an_earlier_one():

@@ -81,25 +81,6 @@ def test_the_innermost_counts_and_blocks_of_one_part_are_one():
     assert found.names_of("checkpoints") == [("ModelCheckpoint.on_train_batch_end", 3)]
 
 
-def test_a_state_that_changes_within_a_block_counts_after_it():
-    clock = Clock()
-    wall = WallClock(clock)
-    wall.enter(Activity("callbacks"))
-    wall.turn_to(Activity("validation"))
-    clock.now_s += 1
-    wall.leave()
-    clock.now_s += 2
-    assert wall.read().parts_s == {"callbacks": 1, "validation": 2}
-
-
-def test_more_ends_than_begins_do_no_harm():
-    clock = Clock()
-    wall = WallClock(clock)
-    wall.leave()
-    clock.now_s += 1
-    assert wall.read().parts_s == {"setup": 1}
-
-
 def wall_of(**parts_s):
     return WallTime(
         total_s=sum(parts_s.values()),

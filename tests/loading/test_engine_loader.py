@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_fastdata import FastImageFolder
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.loading.loader import FastDataLoader
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))

@@ -31,8 +31,7 @@ class Mutant:
     name: str
     """What is wrong, in a few words: the name of the test."""
     law: Callable[[], None]
-    """Takes no arguments and raises one of ``failures`` if the law does not hold. It may be called
-    several times in one process, so it leaves nothing behind."""
+    """It raises one of ``failures`` if it does not hold, and leaves nothing behind."""
     owner: Any
     """The class or module that has the function."""
     attribute: str
@@ -44,59 +43,37 @@ class Mutant:
 
     @contextmanager
     def installed(self) -> Iterator[list[None]]:
-        """Replace the function while the block runs; yield a list that grows with each call.
-
-        Raises:
-            StaleMutantError: The package has no such function.
-        """
-        where = f"{getattr(self.owner, '__qualname__', self.owner.__name__)}.{self.attribute}"
+        """Replace the function while the block runs; yield a list that grows with each call."""
         kept = inspect.getattr_static(self.owner, self.attribute, None)
-        right = getattr(self.owner, self.attribute, None)
-        if kept is None or not callable(right):
-            raise StaleMutantError(
-                f"The mutant {self.name!r} replaces {where}, which is no function of the package "
-                "any more. Point it to what took the function's place."
-            )
-        original = kept.__func__ if isinstance(kept, staticmethod | classmethod) else kept
-        wrong = self.wrong(original)
-        calls: list[None] = []
+        if kept is None or not callable(getattr(self.owner, self.attribute, None)):
+            raise StaleMutantError(f"{self.name}: {self.owner.__name__} has no {self.attribute}.")
+        bound = isinstance(kept, staticmethod | classmethod)
+        original = kept.__func__ if bound else kept
+        wrong, calls = self.wrong(original), list[None]()
 
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             calls.append(None)
             return wrong(*args, **kwargs)
 
-        bound = isinstance(kept, staticmethod | classmethod)
         with mock.patch.object(
             self.owner, self.attribute, type(kept)(counted) if bound else counted
         ):
             yield calls
 
     def check(self) -> None:
-        """See that the law holds, and that it fails under this mutant.
-
-        Raises:
-            SurvivorError: The law passes under the mutant.
-            StaleMutantError: The function is gone, or the law never calls it in this process.
-        """
+        """See that the law holds, and that it fails under this mutant."""
         _must_hold(self.law)
+        caught = False
         with self.installed() as calls:
             try:
                 self.law()
             except self.failures:
                 caught = True
-            else:
-                caught = False
         if not calls:
-            raise StaleMutantError(
-                f"The law never calls {self.attribute} of {self.owner.__name__} in this process, "
-                f"so the mutant {self.name!r} says nothing. Give it a law that does."
-            )
+            raise StaleMutantError(f"{self.name}: its law never calls {self.attribute}.")
         if not caught:
-            raise SurvivorError(
-                f"The law passes under the mutant {self.name!r} ({len(calls)} calls of the wrong "
-                f"{self.attribute}). Sharpen the law: it does not see what it is there for."
-            )
+            raise SurvivorError(f"The law passes under {self.name!r}, {len(calls)} calls of it.")
 
 
 @functools.cache
@@ -107,13 +84,11 @@ def _must_hold(law: Callable[[], None]) -> None:
 
 def registered() -> dict[str, Mutant]:
     """Return all mutants by ``module: name``."""
-    folder = Path(__file__).parent
     found = {}
-    for module in pkgutil.iter_modules([str(folder)]):
-        if module.name == "mutant" or module.name.startswith("test_"):
-            continue
-        for mutant in importlib.import_module(f"mutants.{module.name}").MUTANTS:
-            name = f"{module.name}: {mutant.name}"
-            assert name not in found, f"two mutants are named {name!r}"
-            found[name] = mutant
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name != "mutant" and not module.name.startswith("test_"):
+            for mutant in importlib.import_module(f"mutants.{module.name}").MUTANTS:
+                name = f"{module.name}: {mutant.name}"
+                assert name not in found, f"two mutants are named {name!r}"
+                found[name] = mutant
     return found

@@ -19,7 +19,7 @@ from trainers import Keeps, quiet_trainer
 from benchmarks.lengths import LAWS, drawn
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.balance import dealt
+from lightning_fastdata.order.buckets import dealt
 from lightning_fastdata.order.samplers import index_batches
 
 SIZES = {

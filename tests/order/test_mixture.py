@@ -7,7 +7,6 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.order.interleave import Interleaving
+from lightning_fastdata.order.mixture import Interleaving
 from lightning_fastdata.order.ranks import SharedSampler
 from lightning_fastdata.order.samplers import RankBatchSampler
 
@@ -132,17 +131,6 @@ def test_weights_change_at_a_step_and_runs_across_it_are_in_proportion():
     assert mixed.weights_at(0, 1000) == {"a": 0, "b": 0.25, "c": 0.75}
 
 
-def test_weights_that_are_set_hold_from_the_next_epoch_or_a_step_on():
-    mixed = mixture(length=100)
-    before = read(mixed, 2)
-    mixed.set_epoch(0)
-    mixed.set_weights({"a": 0, "b": 0, "c": 1})
-    assert read(mixed, 2)[:100] == before[:100]
-    assert {part for part, _ in read(mixed, 2)[100:]} == {"c"}
-    mixed.set_weights({"a": 1, "b": 0, "c": 0}, at_step=150)
-    assert {part for part, _ in read(mixed, 2)[150:]} == {"a"}
-
-
 def test_a_part_that_each_epoch_draws_anew_is_read_in_whole_passes():
     def mixed():
         packs = pack([[i] * 3 for i in range(40)], 6, split=False)
@@ -255,34 +243,6 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
 
 
-@pytest.mark.parametrize(("set_in", "at_step"), [(3, None), (3, 70), (7, None), (8, 60)])
-def test_weights_that_were_set_hold_on_after_a_checkpoint_unless_it_is_made_with_others(
-    set_in, at_step
-):
-    loader = next(loaders(1))
-    given = (batch.tolist() for _ in range(3) for batch in loader)
-    before = []
-    for _ in range(8):
-        before.append(next(given))
-        if len(before) == set_in:
-            loader.dataset.set_weights({"a": 0.1, "b": 0.9}, at_step)
-    state = loader.state_dict()
-    rest = list(given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastDataWarning)
-        assert steps(1, state) == rest
-    later = next(loaders(1))
-    later.load_state_dict(state)
-    first = next(iter(later)).tolist()
-    assert [first, *steps(1, later.state_dict())] == rest
-    # Set here before the state is loaded, weights are forgotten; made with others, it has those.
-    again = next(loaders(1))
-    again.dataset.set_weights({"a": 1, "b": 0})
-    again.load_state_dict(state)
-    assert [batch.tolist() for _ in range(2) for batch in again] == rest
-    assert max(joined(steps(1, state, weights={"a": 1, "b": 0}))) < 1000
-
-
 def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told():
     state = numbered().state_dict()
     more = Mixture(
@@ -298,74 +258,14 @@ def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told()
         Mixture({"a": Numbered(0, 70), "b": Numbered(0, 10)}, seed=1).load_state_dict(state)
 
 
-# -- streams ---------------------------------------------------------------------------------------
-
-
-class Letters(IterableDataset):
-    """Splits itself among workers, unless it is asked for all of it."""
-
-    passes = 0
-
-    def set_epoch(self, epoch):
-        self.passes = epoch
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        assert info is None
-        yield from range(100 * self.passes, 100 * self.passes + 10)
-
-
-def streamed(length=40):
-    return Mixture({"a": range(-50, 0), "s": Letters()}, {"a": 1, "s": 1}, length=length)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_read_in_its_order_by_whoever_reads(workers):
-    how = {"executor": "workers" if workers else "inline", "num_workers": workers}
-    loader = FastDataLoader(streamed(), 4, **how)
-    first = torch.cat(list(loader)).tolist()
-    assert [i for i in first if i >= 0] == [*range(10), *range(100, 110)]
-    stopped = FastDataLoader(streamed(), 4, **how)
-    given = iter(stopped)
-    for _ in range(3):
-        next(given)
-    again = FastDataLoader(streamed(), 4, **how)
-    again.load_state_dict(stopped.state_dict())
-    assert torch.cat(list(again)).tolist() == first[12:]
-
-
-class Counted(Letters):
-    begun = 0
-
-    def __iter__(self):
-        self.begun += 1
-        return super().__iter__()
-
-
-def test_a_stream_is_not_read_again_for_the_sample_that_it_gave_last():
-    stream = Counted()
-    mixed = Mixture({"s": stream}, {"s": 1}, length=9)
-    assert [mixed[i] for i in (0, 1, 1, 3)] == [0, 1, 1, 3]
-    assert stream.begun == 1
-
-
-class Once(IterableDataset):
-    def __init__(self):
-        self.left = iter(range(3))
-
-    def __iter__(self):
-        return self.left
-
-
-def test_a_stream_that_does_not_begin_anew_is_named():
-    mixed = Mixture({"once": Once()}, {"once": 1}, length=9)
-    with pytest.raises(DatasetError, match=r"'once'.*no sample in pass 1"):
-        [mixed[i] for i in range(9)]
-
-
 # -- what is impossible ----------------------------------------------------------------------------
 
 TWO = {"a": range(3), "b": range(4)}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield 1
 
 
 @each(
@@ -380,7 +280,7 @@ TWO = {"a": range(3), "b": range(4)}
         ((TWO, {"a": 1}), r"\{'a': 1\}; give one for each part by its name, as \{'a': 1, 'b': 1\}"),
         ((TWO, {5: {"a": 1, "b": 1}}), "first of them 0"),
         ((TWO, {0: {"a": 1, "b": 1}, "x": 3}), "numbers of the steps"),
-        (({"s": Letters()},), "length="),
+        (({"s": Endless()},), "Part 's' of the Mixture is a Endless"),
         ((TWO, [0.1, 0.9]), r"\[0.1, 0.9\]; give one for each part by its name"),
         ((TWO, {0: [0.1, 0.9], 5: {"a": 1, "b": 1}}), "numbers of the steps"),
         ((TWO, {"a": "1", "b": 2}), "numbers from 0"),
@@ -400,20 +300,10 @@ def test_a_length_and_a_shuffle_that_do_not_fit_are_refused():
         Mixture(TWO)[7]
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "5", True])
-def test_weights_are_set_at_whole_steps_alone(step):
-    mixed = Mixture(TWO)
-    with pytest.raises(OptionsError, match=r"at_step is .*whole number, at least 0"):
-        mixed.set_weights({"a": 1, "b": 1}, at_step=step)
-    with pytest.raises(OptionsError, match="by its name"):
-        mixed.set_weights([1, 1])
-
-
 def test_numbers_of_numpy_and_very_large_ones_are_taken():
     half = {"a": np.float32(0.5), "b": np.int64(1)}
     mixed = Mixture(TWO, {np.int64(0): half}, length=np.int64(9), samples_a_step=np.int64(3))
     assert mixed.weights_at(0) == {"a": 1 / 3, "b": 2 / 3}
-    mixed.set_weights(half, at_step=np.int64(2))
     assert len(mixed) == 9
     plain = mixed.state_dict()["weights"]
     assert {type(start) for start, _ in plain} == {int}

@@ -11,13 +11,15 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import (
-    KINDS,
     ExecutorName,
     Resources,
     executor_for,
+    kind_of,
     open_executor,
 )
 from lightning_fastdata.planning.options import LoaderOptions
+
+NAMES = get_args(ExecutorName)
 
 
 class Stream(IterableDataset):
@@ -26,23 +28,23 @@ class Stream(IterableDataset):
 
 
 def test_each_name_has_its_row():
-    assert get_args(ExecutorName) == tuple(KINDS)
-    for name in KINDS:
+    for name in NAMES:
+        assert kind_of(name).what
         assert LoaderOptions(executor=name, num_workers=2).executor == name
 
 
 @each("workers", [0, 2])
 @each("stream", [True, False])
-@each("name", [name for name in KINDS if name != "torch"])
+@each("name", [name for name in NAMES if name != "torch"])
 def test_who_fetches_can_read_the_dataset_with_so_many_workers(name, stream, workers):
     found = executor_for(name, stream=stream, workers=workers)
     assert executor_for(found, stream=stream, workers=workers) == found
-    assert KINDS[found].reads_streams or not stream
-    assert workers or not KINDS[found].side_processes
+    assert kind_of(found).reads_streams or not stream
+    assert workers or not kind_of(found).side_processes
     if found != name:
-        assert (stream and not KINDS[name].reads_streams) or not workers
+        assert (stream and not kind_of(name).reads_streams) or not workers
     dataset = Stream() if stream else TensorDataset()
-    if stream and not KINDS[name].reads_streams:
+    if stream and not kind_of(name).reads_streams:
         with pytest.raises(OptionsError, match="is a stream"):
             open_executor(
                 FetchPlan(dataset=dataset, collate_fn=default_collate), Resources(executor=name)

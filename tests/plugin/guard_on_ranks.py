@@ -13,40 +13,15 @@ from pathlib import Path
 import lightning
 import torch
 from conformance.forked_ranks import on_ranks
+from plugin.counted_device import GIB, Device
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.bindings import BatchSizeGuard
 
-GIB = 2**30
 BATCH, ROWS = 16, 128
-
-
-class Device:
-    """A step takes 1 GiB, and 1 GiB for each row."""
-
-    def __init__(self, gib):
-        self.total, self.peak, self.tried = gib * GIB, 0, []
-
-    def work(self, rows):
-        self.tried.append(rows)
-        self.peak = max(self.peak, GIB + GIB * rows)
-        if self.peak > self.total:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
-
-    def reset_peak(self):
-        self.peak = 0
-
-    def peak_bytes(self):
-        return self.peak
-
-    def free_bytes(self):
-        return self.total
-
-    def total_bytes(self):
-        return self.total
 
 
 class Module(lightning.LightningModule):
@@ -58,7 +33,7 @@ class Module(lightning.LightningModule):
     def training_step(self, batch, _index):
         if self.breaks and self.global_rank == 1:
             raise ValueError("a label is missing")
-        self.memory.work(len(batch[0]))
+        self.memory.take(GIB + GIB * len(batch[0]))
         self.rows.append(len(batch[0]))
         return self.layer(batch[0]).pow(2).mean()
 
@@ -72,14 +47,10 @@ class Data(FastDataModule):
         return TensorDataset(torch.randn(ROWS, 4, generator=generator))
 
 
-class Guard(GuardHooks, lightning.Callback):
-    pass
-
-
 def run(folder, name, memory, policy="accumulate", *, breaks=False):
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = Device(memory[rank])
-    module, guard = Module(device, breaks), Guard(device)
+    device = Device(memory[rank] * GIB)
+    module, guard = Module(device, breaks), BatchSizeGuard(device)
     torch.manual_seed(0)
     trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[guard])
     error = ""
@@ -94,7 +65,6 @@ def run(folder, name, memory, policy="accumulate", *, breaks=False):
         "action": decision and decision.action,
         "batch_size": decision and decision.batch_size,
         "accumulate": decision and decision.accumulate_grad_batches,
-        "tried": sorted(set(device.tried) - {4 if decision is None else decision.batch_size}),
         "trained_on": module.rows[-1:] and module.rows[-1],
         "steps": trainer.global_step,
         "changed": any(

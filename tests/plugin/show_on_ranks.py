@@ -39,9 +39,7 @@ def main(board, batches):
     data = FastDataModule.from_datasets(
         Floats(16), batch_size=4, options=LoaderOptions(num_workers=0)
     )
-    callback = DataThroughputCallback(
-        log_images=True, images_every_n_epochs=1, report=False, summary=False
-    )
+    callback = DataThroughputCallback(log_images=True, report=False, summary=False)
     make_trainer(
         batches,
         strategy="ddp",

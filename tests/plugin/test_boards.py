@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import json
 from dataclasses import replace
@@ -12,7 +11,7 @@ import lightning.pytorch as lightning
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
@@ -54,31 +53,6 @@ def read_back(folder):
     return events.Reload()
 
 
-def test_csv_gets_the_metrics_and_nothing_else(tmp_path, history):
-    logger = CSVLogger(tmp_path, name="run", version=0)
-    boards.log_to([logger], {"data/step_ms": 78.0}, 10)
-    boards.log_to([logger], {}, 11)
-    boards.log_text([logger], "data/verdict", "text", 10)
-    boards.log_figure([logger], "data/timeline", lambda: boards.phase_figure(history.newest()), 10)
-    boards.log_layout([logger], custom_scalar_layout("all"))
-    logger.save()
-    with open(f"{logger.log_dir}/metrics.csv") as file:
-        assert list(csv.DictReader(file)) == [{"data/step_ms": "78.0", "step": "10"}]
-
-
-def test_names_use_the_separator_of_the_logger(tmp_path):
-    class Dashed(CSVLogger):
-        @property
-        def group_separator(self):
-            return "-"
-
-    logger = Dashed(tmp_path, name="run", version=0)
-    boards.log_to([logger], {"data/step_ms": 78.0}, 1)
-    logger.save()
-    with open(f"{logger.log_dir}/metrics.csv") as file:
-        assert set(next(csv.DictReader(file))) == {"data-step_ms", "step"}
-
-
 def test_wandb_still_takes_the_parameters_that_are_used():
     assert {"key", "columns", "data", "step"} <= set(
         inspect.signature(WandbLogger.log_text).parameters
@@ -93,11 +67,6 @@ def test_layout_names_only_scalars_that_are_logged(history, which, charts):
     assert len(laid_out) == charts
     for _, tags in laid_out.values():
         assert {tag.removesuffix("$") for tag in tags} <= set(logged)
-
-
-def test_wait_and_compute_of_the_step_are_one_chart_and_the_first():
-    kind, tags = next(iter(custom_scalar_layout()["Data"].values()))
-    assert (kind, tags) == ("Multiline", ["data/time_wait_ms$", "data/time_compute_ms$"])
 
 
 SHOWN_PX = 350

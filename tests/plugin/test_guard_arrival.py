@@ -249,6 +249,7 @@ BATCHES = {
     "pair": [torch.arange(5), torch.ones(5, 3)],
     "names": {"x": torch.zeros(5, 2), "name": list("abcde"), "of": torch.tensor(2)},
     "nested": ({"a": [torch.arange(5), "all"]}, tuple("vwxyz"), None),
+    "boxes of each": [[torch.zeros(3, 4)] * 5, [{"boxes": torch.zeros(5, 4)}] * 5],
 }
 
 
@@ -257,6 +258,12 @@ BATCHES = {
 def test_parts_of_a_batch_are_joined_to_it(name, size):
     batch = BATCHES[name]
     parts = [part_of(batch, at, min(at + size, 5), 5) for at in range(0, 5, size)]
+    assert [rows_of(part) for part in parts] == [size] * (5 // size) + [1] * bool(5 % size)
     whole = joined(parts)
     assert rows_of(whole) == 5
     assert str(whole) == str(batch)
+
+
+@each("batch", [(torch.zeros(4), torch.zeros(5)), torch.tensor(1.0), None])
+def test_samples_that_cannot_be_told_apart_are_not_counted(batch):
+    assert rows_of(batch) is None

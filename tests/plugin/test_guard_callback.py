@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import albumentations as A
-import lightning.pytorch
 import pytest
-import pytorch_lightning
 import torch
 from conformance.pieces import Images, Linear, Pixels, Rows, RowsModule, make_trainer
+from plugin.counted_device import GIB, MIB, Device
 from torch import nn
 from torch.utils.data import IterableDataset
 
-import lightning_fastdata.pytorch_lightning as twin
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
@@ -21,33 +17,18 @@ from lightning_fastdata.plugin.bindings import BatchSizeGuard
 torch.set_num_threads(1)
 
 QUIET = LoaderOptions(num_workers=0, probe=False)
-MIB = 2**20
-GIB = 2**30
 
 
-class Counted:
+class Counted(Device):
     """A device of 2 GiB on which each row of a training step takes 100 MiB."""
 
     def __init__(self, per_row=100 * MIB):
-        self.per_row = per_row
-        self.peak = 0
-        self.tried = []
+        super().__init__(2 * GIB, raises=False)
+        self.per_row, self.tried = per_row, []
 
     def take(self, rows):
         self.tried.append(rows)
-        self.peak = max(self.peak, rows * self.per_row)
-
-    def reset_peak(self):
-        self.peak = 0
-
-    def peak_bytes(self):
-        return self.peak
-
-    def free_bytes(self):
-        return 2 * GIB
-
-    def total_bytes(self):
-        return 2 * GIB
+        super().take(rows * self.per_row)
 
 
 class Takes(Linear):
@@ -94,27 +75,17 @@ def test_accumulate_loads_smaller_batches_and_keeps_the_effective_size(tmp_path,
     assert "the loader now gives 8 rows at a time" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["end", "exception"])
-def test_the_asked_sizes_are_back_after_the_fit(tmp_path, ending):
+def test_the_asked_sizes_are_back_after_an_error(tmp_path):
     class Fails(Takes):
         def on_train_epoch_end(self):
-            assert (self.trainer.datamodule.batch_size, self.trainer.accumulate_grad_batches) == (
-                8,
-                4,
-            )
-            if ending == "exception":
-                raise ZeroDivisionError
+            assert (module.batch_size, self.trainer.accumulate_grad_batches) == (8, 4)
+            raise ZeroDivisionError
 
     device = Counted()
     module = RowsModule(32, length=64, guard="accumulate", options=QUIET)
-    trainer = make_trainer(tmp_path, callbacks=[BatchSizeGuard(reader=device)], limit_val_batches=0)
-    if ending == "exception":
-        with pytest.raises(ZeroDivisionError):
-            trainer.fit(Fails(device), datamodule=module)
-    else:
-        trainer.fit(Fails(device), datamodule=module)
-    assert (module.batch_size, trainer.accumulate_grad_batches) == (32, 1)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, "accumulate", module=module, model=Fails(device), device=device)
+    assert module.batch_size == 32
 
 
 def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path):
@@ -131,13 +102,6 @@ def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path):
     assert resumed.global_step == 4
     assert device.tried == []
     assert (module.batch_size, resumed.accumulate_grad_batches) == (32, 1)
-
-
-def test_reduce_loads_the_largest_batch_that_fits(tmp_path):
-    trainer, model, _, guard = fit(tmp_path, "reduce")
-    assert sizes(model.seen["train"]) == [15, 15, 15, 15, 4]
-    assert trainer.accumulate_grad_batches == 1
-    assert guard.decision.action == "reduce"
 
 
 def test_raise_stops_before_the_first_step(tmp_path):
@@ -171,62 +135,20 @@ def test_a_batch_that_fits_is_kept_and_training_is_as_without_guard(tmp_path):
     assert torch.equal(weights("accumulate"), weights("off"))
 
 
-@pytest.mark.slow
-def test_a_second_fit_has_one_note(tmp_path):
-    device = Counted(per_row=MIB)
-    _, model, module, _ = fit(tmp_path, "accumulate", device=device)
-    fit(tmp_path, "accumulate", module=module, model=model, device=device)
-    assert len(module.notes) == 1
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Rows(16)[i] for i in range(16))
 
 
-class OwnLoader(RowsModule):
-    def train_dataset(self):
-        return None
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(Rows(32), batch_size=32)
-
-
-def of_first_batches(kind, guard):
-    if kind == "own loader":
-        return OwnLoader(32, guard=guard)
-    return FastDataModule.from_datasets(Stream(), batch_size=16, guard=guard, options=QUIET)
-
-
 def test_a_stream_whose_batches_fit_is_trained_on_as_without_a_guard(tmp_path):
     def weights(guard):
         torch.manual_seed(0)
-        module = of_first_batches("stream", guard)
+        module = FastDataModule.from_datasets(Stream(), batch_size=16, guard=guard, options=QUIET)
         _, model, *_ = fit(tmp_path, guard, module=module, device=Counted(per_row=MIB))
         assert sizes(model.seen["train"]) == [16]
         return model.layer.weight
 
     assert torch.equal(weights("accumulate"), weights("off"))
-
-
-@pytest.mark.slow
-def test_several_training_datasets_are_tried_together(tmp_path):
-    device = Counted()
-
-    class Two(RowsModule):
-        def train_dataset(self):
-            return {"a": Rows(64), "b": Rows(32)}
-
-    class TakesBoth(Linear):
-        def training_step(self, batch, batch_idx):
-            device.take(sum(len(part[0]) for part in batch.values()))
-            return super()._step("train", batch["a"])
-
-    module = Two(32, guard="reduce")
-    module.register_transform(lambda batch: batch)
-    _, model, _, guard = fit(tmp_path, "reduce", module=module, model=TakesBoth(), device=device)
-    assert guard.decision.action == "reduce"
-    assert set(sizes(model.seen["train"])) <= {7, 64 % 7, 32 % 7}
 
 
 def test_transforms_on_the_device_are_part_of_the_probe(tmp_path):
@@ -255,23 +177,6 @@ def test_transforms_on_the_device_are_part_of_the_probe(tmp_path):
     assert [len(x) for x in model.seen["train"]] == [8] * 8
 
 
-@pytest.mark.slow
-def test_a_loader_built_for_the_scheduler_is_built_again(tmp_path):
-    class Schedules(Takes):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
-            self.steps = self.trainer.estimated_stepping_batches
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.steps)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    device = Counted()
-    trainer, model, *_ = fit(
-        tmp_path, "accumulate", model=Schedules(device), device=device, max_epochs=2
-    )
-    assert sizes(model.seen["train"]) == [8] * 16
-    assert trainer.global_step == model.steps == 4
-
-
 def test_a_trainer_without_cuda_gets_no_guard(tmp_path):
     trainer = make_trainer(tmp_path, limit_val_batches=0)
     before = list(trainer.callbacks)
@@ -288,43 +193,3 @@ def test_a_trainer_on_cuda_gets_one_guard_and_it_comes_first(tmp_path):
         trainer.fit(Linear(), datamodule=RowsModule(guard="accumulate"))
     assert [isinstance(own, BatchSizeGuard) for own in trainer.callbacks[:2]] == [True, False]
     assert trainer.callbacks[0].decision.action == "keep"
-
-
-@pytest.mark.slow
-def test_the_twins_guard_works_with_the_twins_trainer(tmp_path):
-    device = Counted()
-
-    class Model(pytorch_lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-            self.sizes = []
-
-        def training_step(self, batch, batch_idx):
-            device.take(len(batch[0]))
-            self.sizes.append(len(batch[0]))
-            return self.layer(batch[0] * 1e-3).pow(2).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    module = twin.FastDataModule.from_datasets(
-        Rows(64), batch_size=32, guard="accumulate", options=QUIET
-    )
-    model = Model()
-    trainer = pytorch_lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-        callbacks=[twin.BatchSizeGuard(reader=device)],
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(model, datamodule=module)
-    assert model.sizes == [8] * 8
-    assert trainer.global_step == 2
-    assert not isinstance(trainer, lightning.pytorch.Trainer)

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from device.host_streams import HostStreams
+from plugin.counted_device import Device
 from rig.late_cuda import late_cuda
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -18,24 +19,7 @@ from lightning_fastdata.plugin.guard import snapshots, steps
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 
 torch.set_num_threads(1)
-GIB = 2**30
 SIZES = [4, 8, 16, 32, 64]
-
-
-class Large:
-    """The memory of a device on which everything fits."""
-
-    def reset_peak(self):
-        pass
-
-    def peak_bytes(self):
-        return 2**20
-
-    def free_bytes(self):
-        return 60 * GIB
-
-    def total_bytes(self):
-        return 80 * GIB
 
 
 class Data(FastDataModule):
@@ -76,7 +60,7 @@ def fit(model, way="off"):
         options=LoaderOptions(num_workers=0),
         guard="warn",
     )
-    guard = BatchSizeGuard(Large())
+    guard = BatchSizeGuard(Device())  # on which everything fits
     quiet_trainer(callbacks=[guard], max_epochs=1).fit(model, data)
     return guard.decision
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import io
-import warnings
 from pathlib import Path
 
 import albumentations as A
 import numpy as np
 import pytest
-import pytorch_lightning
 import torch
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
@@ -22,15 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from torchvision.transforms import v2
 
-import lightning_fastdata.pytorch_lightning as twin
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.augment.batch_images import BatchImages, Normalized, find_normalized
+from lightning_fastdata.augment.batch_images import BatchImages
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.plugin.loggers.pictures import (
     TAG,
-    BatchPictures,
-    PictureSettings,
+    BatchPicture,
 )
 
 torch.set_num_threads(1)
@@ -121,10 +117,6 @@ def test_the_board_shows_the_first_batch_as_the_step_saw_it(tmp_path):
     assert caption.max() == 255
 
 
-def test_off_is_the_default_and_shows_nothing(tmp_path):
-    assert fit(tmp_path, quiet(), module(A.Compose(TENSOR)))[1] == {}
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("mixes", [False, True])
 def test_normalize_is_undone(tmp_path, precision, mixes):
@@ -140,24 +132,6 @@ def test_normalize_is_undone(tmp_path, precision, mixes):
         raw = {Images(12)[i][0].tobytes() for i in range(12)}
         raw |= {np.ascontiguousarray(Images(12)[i][0][:, ::-1]).tobytes() for i in range(12)}
         assert all(tile.tobytes() in raw for tile in found)
-
-
-def test_a_batch_is_shown_again_every_so_many_epochs(tmp_path):
-    callback = quiet(log_images=6, images_every_n_epochs=2)
-    batches, pictures = fit(tmp_path, callback, module(A.Compose(TENSOR)), max_epochs=4)
-    assert list(pictures) == [0, 4]
-    for step, picture in pictures.items():
-        found, _ = tiles(picture, 6, 12, 10)
-        for tile, image in zip(found, batches[step][0], strict=True):
-            np.testing.assert_array_equal(tile, image.permute(1, 2, 0).numpy())
-
-
-def test_each_fit_shows_its_own_first_batch(tmp_path):
-    callback = quiet(log_images=True)
-    fit(tmp_path, callback, module(A.Compose(TENSOR)), max_epochs=2)
-    other = tmp_path / "other"
-    _, pictures = fit(other, callback, module(A.Compose(TENSOR)))
-    assert list(pictures) == [0]
 
 
 @pytest.mark.parametrize("form", ["tuple", "named"])
@@ -230,20 +204,6 @@ def test_what_the_dataset_normalised_is_undone(tmp_path, kind, ours):
         np.testing.assert_array_equal(tile, Images(4)[label][0])
 
 
-def test_two_ways_to_normalise_are_not_guessed_between(tmp_path):
-    first, second = InDataset("albumentations"), InDataset("v2")
-    assert find_normalized([first, second]) == Normalized((0.3, 0.5, 0.7), (0.2, 0.3, 0.4))
-    second.steps.transforms[-1].mean = [0.1, 0.2, 0.3]
-    for unknown in (
-        [first, second],
-        A.Compose([A.Normalize(p=0.5)]),
-        A.Compose([A.OneOf([A.Normalize(), A.HorizontalFlip()])]),
-        A.Compose([A.Normalize(normalization="image")]),
-        A.Compose([A.HorizontalFlip()]),
-    ):
-        assert find_normalized(unknown) is None
-
-
 def test_a_step_that_fetches_its_batches_itself_is_told(tmp_path):
     class Fetches(Keeps):
         def training_step(self, dataloader_iter):
@@ -294,16 +254,10 @@ def test_a_step_that_overwrites_its_batch_does_not_change_the_picture(tmp_path):
 )
 def test_a_logger_that_takes_no_images_is_named_once(tmp_path, logger, said):
     logger = CSVLogger(tmp_path) if logger == "csv" else False
-    callback = quiet(log_images=True, images_every_n_epochs=1)
+    callback = quiet(log_images=True)
     with pytest.warns(FastDataWarning, match=said) as told:
         fit(tmp_path, callback, module(A.Compose(TENSOR)), logger=logger, max_epochs=3)
     assert sum("log_images" in str(one.message) for one in told) == 1
-
-
-def test_a_second_logger_that_takes_none_is_no_reason_to_complain(tmp_path):
-    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, name="run", version=0)]
-    _, pictures = fit(tmp_path, quiet(log_images=True), module(A.Compose(TENSOR)), logger=loggers)
-    assert list(pictures) == [0]
 
 
 def test_batches_without_images_are_said_to_have_none_and_train_on(tmp_path):
@@ -314,50 +268,15 @@ def test_batches_without_images_are_said_to_have_none_and_train_on(tmp_path):
     assert pictures == {}
 
 
-def test_a_trial_run_logs_no_picture_and_says_nothing(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastDataWarning)
-        fit(tmp_path, quiet(log_images=True), module(A.Compose(TENSOR)), fast_dev_run=True)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         {"log_images": -1},
-        {"log_images": True, "images_every_n_epochs": 0},
-        {"images_every_n_epochs": 2},
     ],
 )
 def test_impossible_numbers_are_refused_where_they_are_written(arguments):
     with pytest.raises(OptionsError, match="log_images"):
         quiet(**arguments)
-
-
-def test_the_twins_callback_shows_pictures_with_the_twins_trainer(tmp_path):
-    class Model(pytorch_lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch[0].float().mean().reshape(1, 1)).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    logger = pytorch_lightning.loggers.TensorBoardLogger(tmp_path, name="run", version=0)
-    pytorch_lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        callbacks=[twin.DataThroughputCallback(log_images=True, report=False, summary=False)],
-    ).fit(Model(), DataLoader(Images(4), batch_size=4))
-    found, _ = tiles(shown(tmp_path / "run" / "version_0")[0], 4, 12, 10)
-    np.testing.assert_array_equal(found[3], Images(4)[3][0])
 
 
 @pytest.mark.slow
@@ -367,7 +286,7 @@ def test_of_several_ranks_the_first_shows_its_batches(tmp_path):
     launched(program, str(tmp_path), str(tmp_path))
     pictures = shown(tmp_path / "run" / "version_0")
     batches = torch.load(tmp_path / "0.pt")
-    assert list(pictures) == [0, 2]
+    assert list(pictures) == [0]
     for step, picture in pictures.items():
         found, _ = tiles(picture, 4, 12, 10)
         for tile, image in zip(found, batches[step], strict=True):
@@ -390,7 +309,7 @@ class Wandb:
 
 def test_loggers_with_captions_get_the_caption_beside_the_picture():
     logger = Wandb()
-    pictures = BatchPictures(PictureSettings.checked(2, None), BatchImages())
+    pictures = BatchPicture(2, BatchImages())
     batch = torch.zeros(5, 3, 8, 8, dtype=torch.uint8)
     pictures.batch_began([logger], batch, epoch=3, step=7)
     pictures.batch_began([logger], batch, epoch=4, step=8)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 import lightning_fastdata
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.plugin.seams import internals
-from lightning_fastdata.plugin.seams.hooks import HOOKS
 from lightning_fastdata.plugin.seams.internals import replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.profiler_tee import attach
@@ -224,9 +223,12 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
     trainer = make_trainer(tmp_path, limit_val_batches=0, callbacks=[callback])
     model, module = Stops(), data()
     parts = Parts(trainer, model, module)
-    for _ in range(2):
+    for number in range(2):
         if ending == "end":
+            trainer.fit_loop.max_epochs = number + 1
             trainer.fit(model, datamodule=module)
+            x, i = model.seen["train"][-1]
+            assert torch.equal(x[:, 0], i + 1.0)  # and not augmented twice
         else:
             with pytest.raises(ZeroDivisionError):
                 trainer.fit(model, datamodule=module)
@@ -292,35 +294,3 @@ def test_steps_that_nobody_sees_leave_nothing_behind(tmp_path):
     assert (trainer.callbacks, trainer.loggers, trainer.profiler) == before
     assert vars(model)["log"] is shadow
     assert "log_dict" not in vars(model)
-
-
-# -- warnings of Lightning -------------------------------------------------------------------------
-
-
-class Hooked(Linear):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        return batch
-
-
-class OwnHook(Foreign):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        return batch
-
-
-def warned(tmp_path, module):
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        trainer = make_trainer(tmp_path, limit_val_batches=0)
-        trainer.fit(Hooked(), datamodule=module)
-        silenced = [str(message) for _, message, *_ in warnings.filters]
-    assert not [message for message in silenced if "overridden" in message]
-    return [str(w.message) for w in heard if "You have overridden" in str(w.message)]
-
-
-def test_another_training_of_the_process_is_warned_of_a_hook_that_is_not_called(tmp_path):
-    from lightning.pytorch.trainer.connectors.data_connector import warning_cache
-
-    warning_cache.clear()  # Lightning warns once per process
-    assert warned(tmp_path, RowsModule()) == []
-    (message,) = warned(tmp_path, OwnHook())
-    assert f"`{HOOKS[2]}` in both" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 
@@ -15,7 +16,6 @@ from lightning_fastdata.prove.trials import (
     FREE,
     Block,
     Trial,
-    as_dict,
     bound_of,
     epoch_s,
     gain_of,
@@ -265,7 +265,7 @@ def test_a_part_of_an_epoch_tells_of_the_whole(steps, validations):
 def test_a_trial_comes_back_from_its_file():
     training = Training({AS_IS: 10.0, FREE: 4.0, "num_workers=2": 5.0}, remedies=[workers(2)])
     found = training.run()
-    again = conclude(of_dict(json.loads(json.dumps(as_dict(training.trial)))))
+    again = conclude(of_dict(json.loads(json.dumps(asdict(training.trial)))))
     assert again.text() == found.text()
     assert json.dumps(again.as_dict(), allow_nan=False) == json.dumps(found.as_dict())
 

@@ -14,7 +14,7 @@ from remote import train_on_ranks
 from remote.clusters import actors, wait_until
 from remote.train_on_ranks import LENGTH, read
 
-from lightning_fastdata.executors.ray.cluster import _free_cpus_by_node, read_nodes
+from lightning_fastdata.ext.ray.cluster import _free_cpus_by_node, read_nodes
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

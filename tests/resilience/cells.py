@@ -1,4 +1,4 @@
-"""Ways to load, to train, to stop and to go on, and few of their combinations that cover pairs."""
+"""Ways to load, to train, and to end a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import signal
 from collections import namedtuple
 from datetime import timedelta
-from itertools import combinations
 
 import albumentations as A
 import numpy as np
@@ -182,13 +181,23 @@ def make_model(feature, file):
     return Recorder(file, **FEATURES[feature].get("model", {}))
 
 
-def callbacks_of(feature, when):
+def tuners_of(feature, when):
     """New callbacks of a run: ``"first"``, or ``"later"`` one that goes on."""
     make = FEATURES[feature].get(when)
     return [] if make is None else [make()]
 
 
-# -- when it stops ---------------------------------------------------------------------------------
+def families_of(feature):
+    """Loaders that may take each other's place; some read rows of tensors, and draw nothing."""
+    found = [["inline", "workers-1", "workers-2", "workers-4"]]
+    if feature not in ("draws", "own pipeline"):  # torch's workers draw as they are seeded
+        found[0] += ["torch-0", "torch-2"]
+    if not {"augment", "dataset"} & set(FEATURES[feature].get("module", {})):
+        found.append(["gather-1", "gather-2"])
+    return found
+
+
+# -- how a run ends --------------------------------------------------------------------------------
 
 
 class Ends(Marks):
@@ -239,83 +248,43 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-Moment = namedtuple("Moment", "callbacks raising", defaults=(None,))
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
 
 
-def saving(at, **how):
-    return Moment(lambda f: [ModelCheckpoint(f, "{step}", save_top_k=-1, **how), Ends(f)])
+def saving(**how):
+    """Saved so, and ended before the next step."""
+    return lambda folder, at: ([ModelCheckpoint(folder, save_top_k=-1, **how), Ends(folder)], None)
 
 
-def hook(name, at):
-    return Moment(lambda f: [SavesIn(name, at, f), Ends(f)])
+def hook(name):
+    return lambda folder, at: ([SavesIn(name, at, folder), Ends(folder)], None)
 
 
-def raised(act, at):
-    return Moment(lambda f: [OnExceptionCheckpoint(f)], lambda: Raises(act, at))
+def raised(act):
+    return lambda folder, at: ([OnExceptionCheckpoint(folder)], Raises(act, at))
 
 
-MOMENTS = {
-    **{f"step {n}": saving(n, every_n_train_steps=n) for n in (1, 3, STEPS, STEPS + 2)},
-    "epoch": saving(STEPS, every_n_epochs=1, save_on_train_epoch_end=True),
-    "epoch validated": saving(STEPS, every_n_epochs=1, save_on_train_epoch_end=False),
-    "time": saving(1, train_time_interval=timedelta(microseconds=1)),
-    **{f"exception {n}": raised(stop, n) for n in (0, 1, 3, STEPS - 1, STEPS)},
-    **{f"batch start {n}": hook("on_train_batch_start", n) for n in (0, 3, STEPS - 1, STEPS)},
-    **{f"batch end {n}": hook("on_train_batch_end", n) for n in (1, 3, STEPS, STEPS + 1)},
-    "validation end": hook("on_validation_end", 1),
-    "epoch end": hook("on_train_epoch_end", 1),
-    # In a later epoch Lightning keeps the counts of the one before, and by itself skips the epoch.
-    **{f"epoch start {n}": hook("on_train_epoch_start", n) for n in (0, 1, STEPS + 1)},
-    "train start": hook("on_train_start", 0),
-    "ctrl-c": raised(interrupt, 3),
-    "sigterm": raised(terminate, 3),
-    "sigterm at the last": raised(terminate, STEPS - 1),
+def killed(folder, at):
+    """Nothing is saved at its end, but behind each step."""
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    return [save], Raises(stop, at)
+
+
+ENDINGS = {
+    "raised": raised(stop),
+    "ctrl-c": raised(interrupt),
+    "sigterm": raised(terminate),
+    "killed": killed,
+    "epoch": saving(every_n_epochs=1, save_on_train_epoch_end=True),
+    "epoch validated": saving(every_n_epochs=1, save_on_train_epoch_end=False),
+    "time": saving(train_time_interval=timedelta(microseconds=1)),
+    **{name: hook(name) for name in HOOKS},
+    "train start": lambda folder, at: hook("on_train_start")(folder, 0),
 }
-
-
-# -- which of them meet ----------------------------------------------------------------------------
-
-Cell = namedtuple("Cell", "feature moment loader then")
-
-
-def makes_sense(cell):
-    """Whether a package of this kind promises anything about a cell."""
-    ways = {LOADERS[cell.loader].executor, LOADERS[cell.then].executor}
-    module = FEATURES[cell.feature].get("module", {})
-    if "gather" in ways:  # rows of tensors, which nothing is drawn for
-        return ways <= {"gather"} and not {"augment", "dataset"} & set(module)
-    if cell.feature in ("overfit 3", "limit 0.5") and cell.moment == f"epoch start {STEPS + 1}":
-        return False  # its last epoch starts after six steps
-    if cell.feature in ("draws", "own pipeline"):  # torch's workers draw as they are seeded
-        return ways <= {"inline", "workers"}
-    return True
-
-
-def cells(most):
-    """Up to so many cells; of the pairs of values that are possible, as many new ones in each."""
-    chance = random.Random(7)
-    factors = FEATURES, MOMENTS, LOADERS, LOADERS
-    missing = set()
-    for _ in range(30_000):
-        cell = Cell(*(chance.choice(list(each)) for each in factors))
-        if makes_sense(cell):
-            missing |= _pairs(cell)
-    chosen = []
-    while missing and len(chosen) < most:
-        candidates = []
-        for number in range(300):
-            cell = Cell(*(chance.choice(list(each)) for each in factors))
-            if number % 3 == 0:
-                cell = cell._replace(then=cell.loader)
-            if makes_sense(cell):
-                candidates.append(cell)
-        best = max(candidates, key=lambda cell: len(_pairs(cell) & missing))
-        if not _pairs(best) & missing:
-            break
-        missing -= _pairs(best)
-        chosen.append(best)
-    return chosen
-
-
-def _pairs(cell):
-    return set(combinations(enumerate(cell), 2)) | {(part, None) for part in enumerate(cell)}
+"""Name -> what gives callbacks and what a step raises, of a run that ends behind so many steps."""

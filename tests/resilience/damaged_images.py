@@ -241,43 +241,6 @@ def _png(data: bytes, numbers: random.Random) -> Iterator[Damage]:
         at = end
 
 
-def _bmp(data: bytes, numbers: random.Random) -> Iterator[Damage]:
-    for width, height in ((50_000, 50_000), (0, 0), (61, 0), (-61, 43), (61, 430)):
-        claimed = data[:18] + struct.pack("<ii", width, height) + data[26:]
-        yield f"claims-{width}x{height}", claimed, "error"
-    yield "offset", data[:10] + struct.pack("<I", 1 << 30) + data[14:], "error"
-
-
-def _gif(data: bytes, numbers: random.Random) -> Iterator[Damage]:
-    yield "claims-50000x50000", data[:6] + struct.pack("<HH", 50_000, 50_000) + data[10:], "error"
-    yield "claims-0x0", data[:6] + struct.pack("<HH", 0, 0) + data[10:], "pillow"
-
-
-def _tiff(data: bytes, numbers: random.Random) -> Iterator[Damage]:
-    directory = int.from_bytes(data[4:8], "little")
-    count = int.from_bytes(data[directory : directory + 2], "little")
-    tags = [directory + 2 + 12 * number for number in range(count)]
-    yield "directory-away", data[:4] + struct.pack("<I", 1 << 30) + data[8:], "error"
-    link = directory + 2 + 12 * count
-    loop = data[:link] + struct.pack("<I", directory) + data[link + 4 :]
-    yield "directory-loop", loop, "whole"
-    for at in tags:
-        tag = int.from_bytes(data[at : at + 2], "little")
-        if tag in (256, 257):
-            for claimed, truth in ((50_000, "error"), (0, "error"), (1, "pillow")):
-                wrong = data[: at + 2] + struct.pack("<HII", 4, 1, claimed) + data[at + 12 :]
-                yield f"tag-{tag}-{claimed}", wrong, truth
-        elif tag in (273, 278, 279):
-            wrong = data[: at + 8] + struct.pack("<I", 0x7FFFFFFF) + data[at + 12 :]
-            yield f"tag-{tag}-away", wrong, "pillow"
-
-
-def _webp(data: bytes, numbers: random.Random) -> Iterator[Damage]:
-    for claimed in (0, 8, len(data) - 60, 0xFFFFFFFF):
-        yield f"length-{claimed}", data[:4] + struct.pack("<I", claimed) + data[8:], "whole"
-    yield "chunk-length", data[:16] + struct.pack("<I", 0xFFFFFF) + data[20:], "whole"
-
-
 def _nothing(data: bytes, numbers: random.Random) -> Iterator[Damage]:
     return iter(())
 
@@ -286,11 +249,6 @@ _OF_KIND: dict[str, Callable[[bytes, random.Random], Iterator[Damage]]] = {
     "jpg": _jpeg,
     "jpeg": _jpeg,
     "png": _png,
-    "bmp": _bmp,
-    "gif": _gif,
-    "tif": _tiff,
-    "tiff": _tiff,
-    "webp": _webp,
 }
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler, Tens
 from lightning_fastdata import FastDataLoader, FastDataWarning, FastImageFolder
 from lightning_fastdata.augment import BatchTransform
 from lightning_fastdata.batches import bad_samples, slots
-from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard, is_transient
+from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
 from lightning_fastdata.errors import DatasetError, OptionsError, WorkerError
 
 LENGTH = 1000
@@ -167,24 +167,6 @@ def test_samples_that_a_transform_refuses_are_replaced_with_the_same_bytes() -> 
         assert torch.equal(images, first), setup
 
 
-def test_a_pipeline_that_the_dataset_calls_itself_is_seeded_for_what_it_reads() -> None:
-    class Own(Images):
-        def __init__(self) -> None:
-            self.pipeline = pipeline()
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            sample = super().__getitem__(index)
-            return {**sample, "image": self.pipeline(image=sample["image"])["image"]}
-
-    found = []
-    for setup in ("inline", "workers-2", "torch-0"):
-        batches = list(loader(Own(), setup))
-        assert taken(batches) == expected()
-        found.append(torch.cat([batch["image"] for batch in batches]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 @pytest.mark.cases(7)
 @SETUP
 @pytest.mark.parametrize("kind", [Numbers, Together])
@@ -230,15 +212,6 @@ def test_a_subset_given_to_a_sampler_is_not_left() -> None:
     part = list(range(0, 200, 2))
     data = loader(Numbers(200, (8, 10)), "workers-2", sampler=SubsetRandomSampler(part))
     assert all(index % 2 == 0 for _ in range(3) for index in taken(list(data)))
-
-
-@pytest.mark.skipif(not LONG, reason="starts processes that import everything anew")
-def test_spawned_processes_go_by_the_same_rule() -> None:
-    data = FastDataLoader(
-        Numbers(), 32, num_workers=2, executor="workers", on_bad_sample="replace",
-        multiprocessing_context="spawn",
-    )  # fmt: skip
-    assert taken(list(data)) == expected()
 
 
 @pytest.mark.parametrize(("shared", "reads"), [(True, "side processes"), (False, "the training")])
@@ -311,12 +284,7 @@ def test_more_bad_samples_than_the_budget_end_the_training_and_are_listed(setup)
     with pytest.raises(DatasetError, match=r"and 20 may be[\s\S]*/data/100.bin"):
         list(data)
     assert len(list(loader(Numbers(bad=bad), setup, BadSamples("replace", 0.05)))) == 32
-
-
-@pytest.mark.cases(4)
-@SETUP
-def test_ten_samples_may_always_be_bad_and_eleven_may_not(setup) -> None:
-    assert len(list(loader(Numbers(100, tuple(range(10))), setup, "skip"))) == 4
+    assert len(list(loader(Numbers(100, tuple(range(10))), setup, "skip"))) == 4  # ten always may
     with pytest.raises(DatasetError, match="11 samples of the dataset are bad, and 10 may be"):
         list(loader(Numbers(100, tuple(range(11))), setup, "skip"))
 
@@ -418,7 +386,10 @@ class Flaky(Dataset):
             tries = len(marker.read_text()) if marker.exists() else 0
             marker.write_text("x" * (tries + 1))
             if tries < 2 or index == 43:
-                code = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)[index // 20 % 3]
+                number = index // 20 % 4
+                if number == 3:
+                    raise DatasetError("cannot read") from ConnectionResetError("by peer")
+                code = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)[number]
                 raise OSError(code, os.strerror(code), f"/net/{index}")
         return index
 
@@ -442,27 +413,6 @@ def test_a_read_that_fails_for_a_moment_is_done_again(setup, rule, tmp_path: Pat
     assert data.faults.retries == 9 * 2 + 3
     (line,) = (tmp_path / "bad.jsonl").read_text().splitlines()
     assert json.loads(line)["path"] == "/net/43"
-
-
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (OSError(errno.EIO, "input/output error"), True),
-        (OSError(errno.EBUSY, "busy"), True),
-        (InterruptedError(errno.EINTR, "interrupted"), True),
-        (ConnectionResetError("by peer"), True),
-        (TimeoutError("late"), True),
-        (FileNotFoundError(errno.ENOENT, "none"), False),
-        (PermissionError(errno.EACCES, "no"), False),
-        (OSError("image file is truncated (3 bytes not processed)"), False),
-        (ValueError("damaged"), False),
-    ],
-)
-def test_only_what_may_pass_is_tried_again(error, passes) -> None:
-    assert is_transient(error) is passes
-    wrapped = DatasetError("cannot read")
-    wrapped.__cause__ = error
-    assert is_transient(wrapped) is passes
 
 
 def test_raising_tries_again_first(tmp_path: Path) -> None:
@@ -523,16 +473,6 @@ def test_damaged_image_files_are_replaced_by_the_same_ones(kind, photos: Path, t
     for images, targets in found[1:]:
         assert torch.equal(images, found[0][0])
         assert torch.equal(targets, found[0][1])
-
-
-@pytest.mark.parametrize("setup", ["inline", "workers-2"])
-def test_damaged_image_files_are_left_out(setup, photos: Path) -> None:
-    batches = list(loader(FastImageFolder(photos, size=32), setup, "skip", batch_size=8))
-    whole = FastImageFolder(photos, size=32)
-    good = [i for i in range(40) if i not in (2, 25, 31)]
-    assert sum(len(batch[1]) for batch in batches) == len(good)
-    images = torch.cat([batch[0] for batch in batches])
-    assert torch.equal(images, torch.stack([whole[i][0] for i in good]))
 
 
 # -- samples that kill -----------------------------------------------------------------------------

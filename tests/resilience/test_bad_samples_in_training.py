@@ -110,19 +110,6 @@ def test_a_training_replaces_and_a_validation_skips(workers, tmp_path, capsys) -
     assert trainer.callbacks[0].report is not None  # type: ignore[attr-defined]
 
 
-def test_the_replaced_samples_of_a_training_do_not_depend_on_workers(tmp_path) -> None:
-    seen = []
-    for options in (
-        {"executor": "inline"},
-        {"executor": "workers", "num_workers": 1},
-        {"executor": "workers", "num_workers": 3},
-    ):
-        module = Seen()
-        fit(module, data(train=Numbers((3, 17, 50)), **options), tmp_path)
-        seen.append(module.trained)
-    assert all(batches == seen[0] for batches in seen)
-
-
 def test_a_training_goes_on_over_a_sample_that_kills_its_worker(tmp_path, capfd) -> None:
     module = Seen()
     datamodule = data(train=Numbers((), deadly=30), executor="workers", num_workers=2)

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from misses import each
-from resilience.cells import EPOCHS, LOADERS, STEPS, Module, make_model, make_module
+from resilience.cells import EPOCHS, LOADERS, SAMPLES, STEPS, Module, make_model, make_module
 from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
 from resilience.test_resumed_again import StreamModule
 
@@ -60,14 +60,14 @@ def straight(tmp_path_factory):
     return record
 
 
-def in_pieces(folder, kind, cut, save, batches, loader="inline"):
+def in_pieces(folder, kind, cut, save, batches, loaders=("inline",)):
     """The record of a training in pieces of so many batches, each gone on with from a file."""
     record, resume, arguments = [], None, arguments_of(kind)
     steps = 2 if "accumulate_grad_batches" in arguments else 1
-    for piece in range(EPOCHS * STEPS):
+    for piece in range(EPOCHS * STEPS + 1):
         own = folder / str(piece)
         own.mkdir(parents=True)
-        model, data = new(kind, own / "record", loader)
+        model, data = new(kind, own / "record", loaders[piece % len(loaders)])
         callbacks, until = [], (piece + 1) * batches
         about = dict(arguments)
         if cut == "max_steps":
@@ -103,7 +103,15 @@ def test_pieces_are_the_whole(tmp_path, straight, kind, save, cut, batches):
 
 @pytest.mark.parametrize("kind", ["plain", "stream with a state"])
 def test_pieces_that_workers_read_are_the_whole(tmp_path, straight, kind):
-    got = in_pieces(tmp_path, kind, "should_stop", "at the end of the epoch", 10, "workers-1")
+    got = in_pieces(tmp_path, kind, "should_stop", "at the end of the epoch", 10, ["workers-1"])
+    assert first_difference(got, straight(kind)) is None
+
+
+@pytest.mark.cases(1)
+@each("kind", ["plain", "deferred augment", "sampler with state"])
+def test_pieces_of_one_step_that_any_loader_reads_are_the_whole(tmp_path, straight, kind):
+    loaders = ["inline", "workers-1", "torch-0"]
+    got = in_pieces(tmp_path / kind, kind, "max_steps", "the last", 1, loaders)
     assert first_difference(got, straight(kind)) is None
 
 
@@ -124,3 +132,35 @@ def test_an_epoch_that_a_hook_ends_is_over(tmp_path):
     rest = run(tmp_path / "rest", tmp_path / "first" / "saved.ckpt", max_epochs=2)
     assert len(first) == 2
     assert first_difference(first + rest, whole) is None
+
+
+class Renamed(Module):
+    """Lightning finds no state of it in the checkpoint of another class."""
+
+
+def cut_and_resumed(folder, at, data, **about):
+    """The records of a run that is saved and ended at a step, and of one that goes on."""
+    folder.mkdir()
+    save = ModelCheckpoint(folder, "saved", every_n_train_steps=at)
+    first = make_model("plain", folder / "first"), Module(LOADERS["inline"])
+    train(*first, folder, callbacks=[save], max_steps=at)
+    resume = folder / "saved.ckpt"
+    train(make_model("plain", folder / "rest"), data, folder, resume=resume, **about)
+    return lines(folder / "first"), lines(folder / "rest")
+
+
+@each("at", [1, 3, STEPS, STEPS + 2])
+def test_a_checkpoint_without_our_state_is_gone_on_from_where_lightning_counted(
+    tmp_path, straight, at
+):
+    first, rest = cut_and_resumed(tmp_path / "a", at, Renamed(LOADERS["inline"]))
+    assert first_difference(first + rest, straight("plain")) is None
+
+
+@each(("at", "size"), [(3, 2), (2, 8), (4, 8), (5, 8), (1, 3)])
+def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size):
+    """Lightning counts batches, but what was read is a number of samples."""
+    data = Module(LOADERS["inline"], batch_size=size)
+    first, rest = cut_and_resumed(tmp_path / "a", at, data, max_epochs=1)
+    read = [int(i) for line in first + rest for i in line.split(" ")[3].split(",")]
+    assert sorted(read) == list(range(SAMPLES))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning
 
 SAMPLES = 40
@@ -34,22 +34,6 @@ class Holds(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(index)
-
-
-class OpensLazily(Dataset):
-    """As one should: each worker opens it for itself."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, None
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.file is None:
-            self.file = self.path.open("rb")
-        self.file.seek(index)
-        return torch.tensor(self.file.read(1)[0])
 
 
 def a_file(folder: Path) -> Path:
@@ -132,22 +116,3 @@ def test_what_must_not_be_shared_is_named_with_the_remedy(what, tmp_path):
 @pytest.mark.parametrize("what", FINE)
 def test_of_all_else_nothing_is_said(what, tmp_path):
     assert told(Holds(FINE[what](tmp_path))) == []
-
-
-def test_nothing_is_said_of_what_each_worker_opens_itself(tmp_path):
-    dataset = OpensLazily(a_file(tmp_path))
-    assert told(dataset) == []
-    assert dataset.file is None
-
-
-def test_a_data_module_tells_so_too(tmp_path):
-    class Data(FastDataModule):
-        def train_dataset(self) -> Dataset:
-            return Holds(sqlite3.connect(tmp_path / "a.db"))
-
-    options = LoaderOptions(num_workers=1, executor="workers", multiprocessing_context="fork")
-    data = Data(batch_size=8, options=options)
-    with pytest.warns(FastDataWarning, match="holds an open sqlite3.Connection"):
-        for _ in data.train_dataloader():
-            pass
-    data.teardown("fit")

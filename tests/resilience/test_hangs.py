@@ -88,22 +88,6 @@ def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(
         batches_of(loader_of(Stuck(wait_for_a_lock, None), "workers"))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
-def test_what_hangs_twice_goes_the_way_of_bad_samples():
-    loader = loader_of(Stuck(hang, None), "workers", on_bad_sample="replace")
-    got = [row[0] for batch in batches_of(loader) for row in batch]
-    assert [at for at in range(SAMPLES) if got[at] != at] == [BAD]
-
-
-@pytest.mark.slow
-def test_while_others_go_on_it_is_found_too():
-    """Order does not matter, so that the training gets batches all the time."""
-    loader = loader_of(Stuck(hang, None), "workers", in_order=False, num_workers=3)
-    with pytest.warns(FastDataWarning), pytest.raises(WorkerError, match=f"Sample {BAD} "):
-        batches_of(loader)
-
-
 def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
     go_on = tmp_path / "go on"
     loader = loader_of(Stuck(partial(until, go_on.exists), None), "workers", timeout=0)
@@ -168,14 +152,6 @@ def test_by_default_a_minute_is_a_hang_or_twenty_times_the_99th_percentile():
     assert 60 <= passes(watch_of(None, clock), clock, 100, [stuck]) <= 61.5
 
 
-def test_samples_that_come_are_progress_however_slowly():
-    clock = Clock()
-    watch, slow = watch_of(10, clock), Child(0)
-    for sample in range(20):
-        slow.progress.read(1, sample)
-        assert passes(watch, clock, 9, [slow]) is None
-
-
 def test_time_in_which_the_whole_program_was_stopped_is_none():
     clock = Clock()
     watch, stuck = watch_of(60, clock), Child(0)
@@ -184,17 +160,6 @@ def test_time_in_which_the_whole_program_was_stopped_is_none():
     clock.now_s += 3600
     assert passes(watch, clock, 20, [stuck]) is None
     assert passes(watch, clock, 20, [stuck]) is not None
-
-
-def test_an_idle_process_is_not_stuck():
-    clock = Clock()
-    watch, idle, busy = watch_of(10, clock), Child(0), Child(1)
-    for sample in range(20):
-        busy.progress.read(1, sample)
-        clock.now_s += 5
-        assert watch.look([idle, busy], list, [busy]) == []
-    clock.now_s += 1
-    assert watch.look([idle, busy], list, [idle, busy]) == []
 
 
 def test_who_computes_may_go_on_for_ten_times_as_long_and_so_may_those_who_wait_for_it():

@@ -10,7 +10,6 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from conformance.forked_ranks import launched
 from lightning.pytorch import LightningModule
 from programs import refused
 from torch.utils.data import Dataset, IterableDataset
@@ -143,17 +142,6 @@ def test_a_batch_of_a_rank_has_the_samples_that_its_sampler_gave_it(rank) -> Non
     for number in (0, len(batches) - 1):
         found = replayed(Data(4, seed=5), 1, number, rank=rank, ranks=2)
         assert list(found.indices) == batches[number]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_batches_of_each_rank_are_made_again(tmp_path) -> None:
-    launched(Path(__file__).with_name("replay_on_ranks.py"), str(tmp_path))
-    data = Data(4, augment=augmentation(), seed=5)
-    for rank in range(2):
-        seen = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert len(seen) == 6
-        check(data, seen, rank=rank, ranks=2)
 
 
 def test_a_look_back_leaves_the_data_module_and_the_generators_alone() -> None:

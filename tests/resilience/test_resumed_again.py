@@ -5,30 +5,27 @@ from __future__ import annotations
 import random
 import signal
 from functools import cache
+from itertools import islice
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from misses import each
 from resilience.cells import (
     BEGINS_ANEW,
+    ENDINGS,
     EPOCHS,
     FEATURES,
+    HOOKS,
     LOADERS,
     SAMPLES,
     STEPS,
-    Cell,
-    Ends,
     Module,
-    Raises,
     SavesIn,
-    interrupt,
+    families_of,
     make_model,
     make_module,
-    makes_sense,
-    stop,
-    terminate,
+    tuners_of,
 )
 from resilience.runs import (
     Images,
@@ -47,47 +44,33 @@ pytestmark = [
 ]
 
 MOST_LIVES = 40
-HOOKS = (
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-)
-ENDINGS = ("raised", "ctrl-c", "sigterm", "step", "epoch", *HOOKS)
+NEVER = 10**6
 LENGTHS = {
     "epochs": {"max_epochs": EPOCHS},
     "steps": {"max_epochs": -1, "max_steps": EPOCHS * STEPS},
 }
-AGAIN = {name for name in FEATURES if name not in BEGINS_ANEW and "finder" not in name}
+TUNED = [name for name in FEATURES if "finder" in name]
+AGAIN = [(name, each) for name in FEATURES if name not in TUNED for each in families_of(name)]
 
 
-def callbacks_of(ending, folder, at):
-    """Callbacks that save and end a life when so many steps were taken, and what a step raises."""
-    if ending in HOOKS:
-        return [SavesIn(ending, at, folder), Ends(folder)], None
-    if ending == "step":
-        save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        return [save], Raises(stop, at)
-    if ending == "epoch":
-        save = ModelCheckpoint(folder, every_n_epochs=1, save_on_train_epoch_end=True)
-        return [save, Ends(folder)], None
-    act = {"raised": stop, "ctrl-c": interrupt, "sigterm": terminate}[ending]
-    return [OnExceptionCheckpoint(folder)], Raises(act, at)
+def by_chance(seed, loaders):
+    """Lives without end: who loads, how it ends, and after how many steps."""
+    chance = random.Random(seed)
+    while True:
+        yield chance.choice(loaders), chance.choice([*ENDINGS]), chance.choice([0, 1, 1, 2, 3, 5])
 
 
-def lives(folder, make, seed, loaders, **arguments):
+def lives(folder, make, planned, *, tuners=lambda when: [], **arguments):
     """The record of a training of many lives, and how each ended."""
-    chance, record, told, resume = random.Random(seed), [], [], None
-    for number in range(MOST_LIVES):
+    record, told, resume = [], [], None
+    for number, (loader, ending, steps) in enumerate(islice(planned, MOST_LIVES)):
         own = folder / str(number)
         own.mkdir()
-        loader, ending = chance.choice(loaders), chance.choice(ENDINGS)
         taken = 0 if resume is None else lines_before(resume)
-        at = taken + chance.choice([0, 1, 1, 2, 3, 5])
-        told.append(f"{ending} at {at} with {loader} from {taken}")
+        told.append(f"{ending} at {taken + steps} with {loader} from {taken}")
         model, data = make(loader, own / "record")
-        callbacks, model.raising = callbacks_of(ending, own, at)
+        callbacks, model.raising = ENDINGS[ending](own, taken + steps)
+        callbacks += tuners("later" if number else "first")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         ended = True
         try:
@@ -105,36 +88,62 @@ def lives(folder, make, seed, loaders, **arguments):
     raise AssertionError(f"it comes to no end: {told}")
 
 
+def of_feature(feature):
+    return lambda loader, file: (make_model(feature, file), make_module(feature, loader))
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     @cache
-    def record(feature, loader, length):
+    def record(feature, loader="inline", length="epochs"):
         folder = tmp_path_factory.mktemp("straight")
-        model = make_model(feature, folder / "record")
-        train(model, make_module(feature, loader), folder, **arguments_of(feature, length))
+        model, data = of_feature(feature)(loader, folder / "record")
+        about = {"callbacks": tuners_of(feature, "first"), **arguments_of(feature, length)}
+        train(model, data, folder, **about)
         return lines(folder / "record")
 
     return record
 
 
-def arguments_of(feature, length):
+def arguments_of(feature, length="epochs"):
     about = {**LENGTHS[length], "limit_val_batches": 1, "num_sanity_val_steps": 0}
     return about | FEATURES[feature].get("trainer", {})
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("feature", sorted(AGAIN))
-def test_many_lives_take_the_steps_of_one(tmp_path, straight, feature, length, seed):
-    usual = ["inline", "workers-1", "workers-2"]
-    fitting = [name for name in usual if makes_sense(Cell(feature, "", name, name))]
+@pytest.mark.parametrize(("feature", "loaders"), AGAIN)
+def test_many_lives_take_the_steps_of_one(tmp_path, straight, feature, loaders, length, seed):
+    planned = by_chance(seed, loaders)
+    got, told = lives(tmp_path, of_feature(feature), planned, **arguments_of(feature, length))
+    assert first_difference(got, straight(feature, loaders[0], length)) is None, told
 
-    def make(loader, file):
-        return make_model(feature, file), make_module(feature, loader)
 
-    got, told = lives(tmp_path, make, seed, fitting, **arguments_of(feature, length))
-    assert first_difference(got, straight(feature, "inline", length)) is None, told
+INTERRUPTED = [(0, 1), (2, 2), (2, STEPS - 3), (STEPS - 1, 1), (STEPS - 1, 3), (STEPS, 2)]
+
+
+@each(("first", "then"), INTERRUPTED)
+def test_a_step_that_was_interrupted_and_a_kill_behind_it_lose_no_batch(
+    tmp_path, straight, first, then
+):
+    """Lightning counts a batch less after an interrupted step."""
+    planned = [("inline", "raised", first), ("workers-1", "killed", then)]
+    planned.append(("inline", "killed", NEVER))
+    got, told = lives(tmp_path, of_feature("plain"), planned, **arguments_of("plain"))
+    assert first_difference(got, straight("plain")) is None, told
+
+
+@pytest.mark.cases(2)
+@each("ending", ["on_train_epoch_end", "raised"])
+@each("feature", TUNED)
+def test_a_tuner_before_a_stop_or_after_it_changes_no_step(tmp_path, straight, feature, ending):
+    planned = [("inline", ending, 3), ("inline", "raised", NEVER)]
+    about = {"tuners": lambda when: tuners_of(feature, when), **arguments_of(feature)}
+    got, told = lives(tmp_path, of_feature(feature), planned, **about)
+    whole = straight(feature)
+    got = got[-len(whole) :] if feature in BEGINS_ANEW else got
+    assert first_difference(got, whole) is None, told
 
 
 class Stream(IterableDataset):
@@ -192,7 +201,7 @@ def test_many_lives_take_the_batches_of_one_stream(tmp_path, loader, one_cycle, 
     calm = tmp_path / "straight"
     calm.mkdir()
     train(*make(loader, calm / "record"), calm, **about)
-    got, told = lives(tmp_path, make, seed, [loader], **about)
+    got, told = lives(tmp_path, make, by_chance(seed, [loader]), **about)
     assert first_difference(got, lines(calm / "record")) is None, told
 
 

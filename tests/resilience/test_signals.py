@@ -15,8 +15,8 @@ from misses import each
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
+from lightning_fastdata.ext.sources.opened import OpenedInEachProcess
 from lightning_fastdata.planning.facts.probe_process import try_apart
-from lightning_fastdata.sources.source import OpenedInEachProcess
 
 armed: dict[str, int] = {}
 

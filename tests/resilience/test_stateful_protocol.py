@@ -96,19 +96,6 @@ def test_a_state_at_the_end_of_an_epoch_is_followed_by_a_whole_one(exhausted):
     assert seen(again) == third
 
 
-def test_states_between_epochs_and_in_later_ones():
-    whole = epochs(3)
-    stopped = make()
-    seen(stopped)
-    assert seen(resumed(stopped.state_dict())) == whole[1]
-    given = iter(stopped)
-    next(given)
-    next(given)
-    again = resumed(stopped.state_dict())
-    assert seen(again) == whole[1][2:]
-    assert seen(again) == whole[2]
-
-
 @pytest.mark.parametrize("loader", ["inline", "workers-2", "gather-1"])
 def test_states_that_are_taken_while_iterating_disturb_nothing(loader):
     how = {"data": rows} if loader == "gather-1" else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,6 @@ from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.executors.stream_state import StateTaker
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import EpochCell
 
 LENGTHS = (5, 3, 6)
@@ -213,25 +211,6 @@ def test_a_resumed_epoch_is_resumed_again(stream: type) -> None:
         assert rest_after(found[-1], plan_of(stream(*LENGTHS)), 2, 1) == whole[stop:]
 
 
-@pytest.mark.cases(1)
-@SILENT
-@pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
-def test_workers_that_had_read_an_epoch_before_draw_on(stream: type) -> None:
-    kept = opened(plan_of(stream(*LENGTHS)), 2)
-    epochs = [run_of(kept, 2, epoch=epoch) for epoch in range(3)]
-    kept.close()
-    assert epochs[0][0] != epochs[1][0]
-    for stop in some((0, 1, 3), 2):
-        again = opened(plan_of(stream(*LENGTHS)), 2)
-        rest, _ = run_of(again, 2, epoch=1, resume=epochs[1][1][stop][0])
-        after, _ = run_of(again, 2, epoch=2)
-        again.close()
-        assert rest == epochs[1][0][stop:]
-        assert after == epochs[2][0]
-    over = epochs[0][1][len(epochs[0][0])][-1].next_epoch()
-    assert rest_after(over, plan_of(stream(*LENGTHS)), 2, 2, epoch=1) == epochs[1][0]
-
-
 @SILENT
 def test_draws_of_the_collation_are_made_again() -> None:
     how = {"collate_fn": collate_and_draw, "default_collation": False}
@@ -273,48 +252,6 @@ def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
         assert sorted(whole[:stop] + rest) == sorted(whole)
 
 
-@pytest.mark.cases(2)
-@SILENT
-@pytest.mark.filterwarnings("ignore:.*draws from global gen:lightning_fastdata.FastDataWarning")
-@pytest.mark.parametrize(
-    ("stream", "how"),
-    [
-        (Drawing, "kept"),
-        (DrawingWithState, "kept"),
-        (Drawing, "anew"),
-        (DrawingWithState, "anew"),
-        (Numbers, "inline"),
-        (WithState, "inline"),
-    ],
-)
-def test_a_plain_loop_over_a_loader_goes_on(stream: type, how: str) -> None:
-    given: dict[str, Any] = {"batch_size": 2, "num_workers": 0 if how == "inline" else 2}
-    given |= {"persistent_workers": True} if how == "kept" else {}
-
-    def loader() -> FastDataLoader:
-        return FastDataLoader(stream(*LENGTHS), **given, executor="workers")
-
-    torch.manual_seed(5)
-    undisturbed, epochs, states = loader(), [], []
-    for _ in range(3):
-        epochs.append([])
-        for batch in undisturbed:
-            states.append((len(epochs) - 1, len(epochs[-1]) + 1, undisturbed.state_dict()))
-            epochs[-1].append(frozen(batch))
-    undisturbed.close()
-    for epoch, taken, state in some(states, 5):
-        torch.manual_seed(6)
-        again = loader()
-        memory = io.BytesIO()
-        torch.save(state, memory)
-        memory.seek(0)
-        again.load_state_dict(torch.load(memory, weights_only=True))
-        assert [frozen(batch) for batch in again] == epochs[epoch][taken:]
-        if how == "kept" and epoch < 2:
-            assert [frozen(batch) for batch in again] == epochs[epoch + 1]
-        again.close()
-
-
 # -- what it costs, and what is said ---------------------------------------------------------------
 
 
@@ -342,15 +279,6 @@ def test_a_state_makes_reading_again_needless(workers: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(rest_after(position, plan_of(WithState(40)), workers, 2)) == 11
-
-
-class Slow(Numbers):
-    """Takes a while for its first samples."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for at, sample in enumerate(super().__iter__()):
-            time.sleep(1.0 if at < 4 else 0.0)
-            yield sample
 
 
 class Awkward(DrawingWithState):
@@ -527,29 +455,6 @@ def test_what_is_no_position_is_refused(broken: dict[str, Any]) -> None:
 # -- streams of others -----------------------------------------------------------------------------
 
 
-@pytest.mark.cases(2)
-@SILENT
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("made", ["plain", "mapped", "filtered"])
-def test_hugging_face_streams_go_on(workers: int, made: str) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def plan() -> FetchPlan:
-        rows = [{"x": number} for number in range(11)]
-        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
-        if made == "filtered":
-            stream = stream.filter(lambda row: row["x"] % 3)
-        if made == "mapped":
-            stream = stream.map(lambda row: {"y": row["x"] + random.random() * bool(workers)})
-        return plan_of(stream)
-
-    whole, positions = run_of(executor := opened(plan(), workers), 2)
-    executor.close()
-    assert any(lane.state for lane in positions[3][0].lanes)
-    for stop, found in some(positions.items(), 2):
-        assert rest_after(found[0], plan(), workers, 2) == whole[stop:]
-
-
 class Lines(IterableDataset):
     """As in the docs."""
 
@@ -638,25 +543,3 @@ def test_streams_that_count_what_was_read_go_on_at_once(workers: int) -> None:
             assert again == whole[stop:]
             assert run_of(rest, 2, epoch=1)[0] == whole  # the next epoch is whole
             rest.close()
-
-
-@pytest.mark.slow
-def test_litdata_goes_on_behind_any_batch(tmp_path: Any) -> None:
-    litdata = pytest.importorskip("litdata")
-    cache = litdata.streaming.Cache(str(tmp_path), chunk_size=4)
-    for number in range(30):
-        cache[number] = {"x": number}
-    cache.done()
-    cache.merge()
-
-    for workers, own_size in ((0, 1), (2, 1), (2, 4)):
-
-        def plan(own_size: int = own_size) -> FetchPlan:
-            stream = litdata.StreamingDataset(str(tmp_path), shuffle=True, seed=3)
-            stream.set_batch_size(own_size)
-            return plan_of(stream)
-
-        whole, positions = run_of(executor := opened(plan(), workers), 2)
-        executor.close()
-        for stop, found in positions.items():
-            assert rest_after(found[0], plan(), workers, 2) == whole[stop:]

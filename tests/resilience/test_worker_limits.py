@@ -15,8 +15,6 @@ from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import crew
 from lightning_fastdata.executors.pool.faults import Deaths, Growth
-from lightning_fastdata.host.memory import read_oom_kills
-from lightning_fastdata.host.usage import read_own_bytes
 
 MIB = 2**20
 
@@ -141,11 +139,6 @@ def test_growth_is_told_of_before_memory_runs_out_and_then_ended():
     assert "It is replaced" in texts[1]
 
 
-def test_what_stays_as_it_is_is_never_told_of_however_little_is_left():
-    look = looks({0: 10_000 * MIB, 1: 9_000 * MIB}, [1])
-    assert [look() for _ in range(10)] == [None] * 10
-
-
 class Hoards(Dataset):
     """Keeps what it has read, as a dataset with a cache does."""
 
@@ -177,10 +170,3 @@ def test_a_worker_that_hoards_is_replaced_and_no_sample_is_lost_or_doubled():
     assert any("It is replaced between two tasks" in str(each.message) for each in told)
     assert [index for index, _ in got] == list(range(400))
     assert len({pid for _, pid in got}) > 2
-
-
-def test_the_numbers_of_the_kernel_are_those_of_this_machine():
-    mine = read_own_bytes(os.getpid())
-    assert mine is None or MIB < mine < 2**40
-    kills = read_oom_kills()
-    assert kills is None or kills >= 0

@@ -219,9 +219,6 @@ class LateCuda:
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
         """What tensors take on all devices, and the most that they took, as torch counts them."""
-        self.compiled: list[tuple[dict[str, Any], int]] = []
-        """What kernels were to be compiled early, each time with the copies from the host by then;
-        only with `TRITON_INTERPRET=0`."""
         self.notes = self.noted = 0
         """Notes that the device has come to, and that it was given."""
         self.order: list[int] = []
@@ -312,10 +309,6 @@ class LateCuda:
         """Go on a little, since the host has looked whether something is done."""
         with self._lock:
             self._some_steps(1)
-
-    def compile_early(self, asked: dict[str, Any], lock: object) -> None:
-        """Stand for the process that compiles kernels."""
-        self.compiled.append((asked, self.copies.total()))
 
     def note(self, device: torch.device) -> None:
         """Queue a note on the current stream of a device, say at the end of a training step."""
@@ -597,7 +590,7 @@ def _forget() -> None:
 def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
     from lightning_fastdata.augment.replay import torch as replay
-    from lightning_fastdata.augment.replay import triton, warm_up
+    from lightning_fastdata.augment.replay import triton
 
     generators = machine.generators
 
@@ -647,7 +640,6 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
         "memory_stats": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_name": lambda device=None: "late",
-        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "get_per_process_memory_fraction": lambda device=None: 1.0,
         "power_draw": lambda device=None: 1,
@@ -673,4 +665,3 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     for module in (triton, replay):
         yield module, {"has_kernels": lambda device: False}
-    yield warm_up, {"_compile_apart": machine.compile_early}

@@ -122,8 +122,6 @@ class Seen:
     """Copies to the device, by the kind of memory that they read from."""
     order: list[int]
     """The numbers of the streams whose work was carried out, piece by piece."""
-    compiled: list[tuple[dict[str, Any], int]]
-    """What kernels were to be compiled early, each time with the copies to the device by then."""
 
 
 # The laws
@@ -260,7 +258,7 @@ def train(case: Case, schedule: str, seed: int = 0) -> Seen:
             )
             for labels, first, last, sent, copied, passed in record
         ]
-    return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order, cuda.compiled)
+    return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order)
 
 
 def _step(batch: Any, cuda: LateCuda, record: list[tuple[Any, ...]]) -> None:

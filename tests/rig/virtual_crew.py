@@ -34,7 +34,6 @@ from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
-from lightning_fastdata.stamps.operations import OperationWatch
 from rig.machine import KilledError, Machine, VirtualThread
 
 
@@ -85,7 +84,7 @@ class VirtualWorker:
         self.runner = TaskRunner(_Wire(self), plan, number, self.progress, epoch, forked=True)
         self.runner.maps = crew.maps
         # No line watch: that is a thread that looks on by real time.
-        self.runner._watch = TaskWatch(number, OperationWatch(plan.dataset), None, alone=True)
+        self.runner._watch = TaskWatch(number, alone=True)
         self.thread = crew.machine.start(self.runs, self._live)
 
     @property

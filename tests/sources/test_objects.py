@@ -17,7 +17,7 @@ from processes import until
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.data import CachedSource
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
 from tests.sources.object_server import ObjectServer
 
@@ -89,12 +89,6 @@ def test_a_server_that_refuses_too_many_at_once_is_asked_again(server, status):
     server.needs_at_once, server.most_allowed, server.throttle_status = 7, 6, status
     assert in_workers(source_of(server)) == list(range(COUNT))
     assert server.throttled > 0
-
-
-def test_slow_answers_do_not_hold_up_an_epoch(server):
-    server.slow_share = 0.1
-    for _ in range(2):
-        assert in_workers(source_of(server)) == list(range(COUNT))
 
 
 def test_a_missing_object_is_named(server):
@@ -181,18 +175,6 @@ def test_a_training_without_settings_hides_the_latency(server):
 
 
 @pytest.mark.filterwarnings("ignore:A cache knows these")
-def test_a_cache_keeps_what_was_read(server, tmp_path):
-    dataset = sources.SourceDataset(source_of(server), decode)
-    cached = ld.CachedDataset(dataset, tmp_path)
-    loader = ld.FastDataLoader(cached, 8, num_workers=2, executor="workers")
-    for _ in range(2):
-        assert torch.cat(list(loader))[:, 0].tolist() == list(range(COUNT))
-    first = server.requests
-    assert torch.cat(list(loader))[:, 0].tolist() == list(range(COUNT))
-    assert server.requests == first
-
-
-@pytest.mark.filterwarnings("ignore:A cache knows these")
 def test_credentials_are_in_no_file_and_no_text(server, tmp_path, capfd):
     secret = "Bearer hunter2"
     options = {"allow_http": True, "default_headers": {"authorization": secret}}
@@ -215,15 +197,6 @@ def test_credentials_are_in_no_file_and_no_text(server, tmp_path, capfd):
     said = capfd.readouterr()
     for text in (said.out, said.err, str(caught.value), module.explain(), repr(source)):
         assert "hunter2" not in text
-
-
-@pytest.mark.slow
-def test_other_file_systems_are_read_by_fsspec(server):
-    pytest.importorskip("fsspec")
-    urls = [f"{server.url}/data/{index:03}.bin" for index in range(COUNT)]
-    assert in_workers(sources.FsspecSource(urls)) == list(range(COUNT))
-    with pytest.raises(OptionsError, match="no URL"):
-        sources.FsspecSource([])
 
 
 @pytest.fixture

@@ -10,11 +10,15 @@ import sys
 import threading
 from pathlib import Path
 
+import albumentations as A
 import numpy as np
 import pytest
+import torch
 from looked_at import looked_at, takes
 from misses import each
 from thread_waits import kernel_tells
+from torchvision.transforms import transforms as v1
+from torchvision.transforms import v2
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps import line_names
@@ -168,7 +172,7 @@ def test_lines_share_the_time_as_they_take_it_from_the_third_task_on(its_time):
         computes()
         waits()
 
-    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read, number=5)
+    found = tasks(TaskWatch(0, LineWatch(every=1)), read, number=5)
     assert [task.lines is not None for task in found] == [False, False, True, True, True]
     # Of 3 tasks of 4 samples. A look is due every 2 ms, the last one when the time has passed.
     assert ms_of(found) == {"computes": 3 * 4 * 6, "waits": 3 * 4 * 2}
@@ -181,43 +185,12 @@ def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its
         its_time.advance(50_000_000)  # as a call does that keeps the interpreter's lock
         takes(0.002, waits_in="lock").result()
 
-    found = tasks(TaskWatch(0, None, LineWatch(every=1)), holds, number=3)
+    found = tasks(TaskWatch(0, LineWatch(every=1)), holds, number=3)
     assert sum(ms_of(found).values()) == 4 * 52
 
 
-@pytest.mark.realtime
-def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
-    """To look takes the interpreter's lock, which is free while the reading thread waits."""
-    spent = {"computes": 0, "waits": 0}
-
-    def spin(seconds):
-        end = clock.thread_time() + seconds
-        while clock.thread_time() < end:
-            pass
-
-    def timed(name, work, seconds):
-        began_ns = clock.monotonic_ns()
-        work(seconds)
-        spent[name] += clock.monotonic_ns() - began_ns
-
-    def computes():
-        timed("computes", spin, 0.003)
-
-    def waits():
-        timed("waits", clock.sleep, 0.001)
-
-    def read():
-        computes()
-        waits()
-
-    seen = ms_of(tasks(TaskWatch(0, None, LineWatch(every=1)), read, number=90))
-    true_share = spent["computes"] / sum(spent.values())
-    assert seen["spin"] / sum(seen.values()) > true_share / 2
-    assert seen["timed"] > 0
-
-
 def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row(its_time):
-    found = tasks(TaskWatch(0, None, LineWatch()), number=240)
+    found = tasks(TaskWatch(0, LineWatch()), number=240)
     looked = [number for number, task in enumerate(found) if task.lines]
     # Of 16 ms each: 7 of them are 100 ms, and so are looked at 7 of 224.
     assert looked == [*range(2, 9), *range(226, 233)]
@@ -226,7 +199,7 @@ def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row(its_time):
 @pytest.mark.parametrize("ends", ["well", "in an error"])
 def test_the_interpreter_switches_between_threads_as_before(its_time, ends):
     before, during = sys.getswitchinterval(), []
-    watch = TaskWatch(0, None, LineWatch(every=1))
+    watch = TaskWatch(0, LineWatch(every=1))
     for _ in range(5):
         watch.begin()
         try:
@@ -243,7 +216,7 @@ def test_the_interpreter_switches_between_threads_as_before(its_time, ends):
 
 
 def test_a_forked_process_starts_its_own_thread(its_time):
-    watch = TaskWatch(0, None, LineWatch(every=1))
+    watch = TaskWatch(0, LineWatch(every=1))
     tasks(watch)
     watch.begin()
     reads()
@@ -267,12 +240,12 @@ def in_a_thread(work):
 
 def test_a_thread_that_ends_leaves_the_watch_to_others(its_time):
     lines = LineWatch(every=1)
-    in_a_thread(lambda: tasks(TaskWatch(0, None, lines), number=4))
+    in_a_thread(lambda: tasks(TaskWatch(0, lines), number=4))
     held = threading.Event()
     # Another thread gets the number that the interpreter had for the first one.
     other = threading.Thread(target=held.wait)
     other.start()
-    found = tasks(TaskWatch(1, None, lines), number=24)
+    found = tasks(TaskWatch(1, lines), number=24)
     held.set()
     other.join()
     assert ms_of(found)
@@ -283,7 +256,7 @@ def test_where_no_thread_can_be_started_nothing_is_named_and_nothing_fails():
     size = threading.stack_size()
     threading.stack_size(1 << 62)
     try:
-        found = tasks(TaskWatch(0, None, LineWatch(every=1)), int)
+        found = tasks(TaskWatch(0, LineWatch(every=1)), int)
     finally:
         threading.stack_size(size)
     assert len(found) == 6
@@ -302,7 +275,7 @@ def test_no_variable_of_the_reading_function_is_kept(its_time):
         alive.append(id(large))
         reads()
 
-    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read)
+    found = tasks(TaskWatch(0, LineWatch(every=1)), read)
     assert all(isinstance(task, TaskStamps) for task in found)
     assert ms_of(found)
     assert not alive
@@ -315,8 +288,50 @@ def test_named_lines_are_small_and_hold_no_values(its_time):
         reads()
         return secret
 
-    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read)
+    found = tasks(TaskWatch(0, LineWatch(every=1)), read)
     sent = [pickle.dumps(task) for task in found if task.lines]
     assert sent
     assert max(map(len, sent)) < 4000
     assert not any(b"hunter2" in each for each in sent)
+
+
+INSTALLED = """
+class Mine(Base):
+    def {method}(self, image, *others, **more):
+        found.append(place_of(sys._getframe()))
+        return image
+"""
+
+
+def operation(library, base, method):
+    """Return an operation of a library, which keeps the place in which it is called, and that."""
+    scope = {"Base": base, "sys": sys, "place_of": place_of, "found": [], "__name__": library}
+    file = f"/venv/lib/python3.11/site-packages/{library}/mine.py"
+    exec(compile(INSTALLED.format(method=method), file, "exec"), scope)
+    kept = scope["Mine"](p=1) if library == "albumentations" else scope["Mine"]()
+    return kept, scope["found"]
+
+
+@each(
+    ("library", "base", "method", "hold"),
+    [
+        ("albumentations", A.ImageOnlyTransform, "apply", lambda op: A.Compose([op])),
+        ("albumentations", A.ImageOnlyTransform, "apply",
+         lambda op: A.ReplayCompose([A.OneOf([A.Sequential([op])], p=1)])),
+        ("torchvision", v2.Transform, "transform", lambda op: v2.Compose([op])),
+        ("torchvision", v2.Transform, "transform",
+         lambda op: v2.Compose([v2.RandomApply([v2.RandomOrder([op])], p=1)])),
+        ("torchvision", torch.nn.Module, "forward", lambda op: v1.Compose([op])),
+        ("torchvision", torch.nn.Module, "forward",
+         lambda op: v1.Compose([v1.RandomApply([v1.RandomChoice([op])], p=1)])),
+    ],
+)  # fmt: skip
+def test_within_a_pipeline_the_operation_is_named(library, base, method, hold):
+    kept, found = operation(library, base, method)
+    pipeline, pixels = hold(kept), np.zeros((8, 8, 3), np.uint8)
+    if library == "albumentations":
+        pipeline(image=pixels)
+    else:
+        pipeline(torch.from_numpy(pixels))
+    assert found[0].function == "test_within_a_pipeline_the_operation_is_named"
+    assert found[0].calls == f"{library} Mine.{method}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
-import statistics
 from collections import deque
 from pathlib import Path
 
@@ -29,23 +26,6 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
 from lightning_fastdata.stamps.stamped import Envelope
-
-
-@pytest.mark.realtime
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="not told here")
-def test_short_tasks_that_compute_are_on_a_cpu_or_wait_for_one_all_the_time():
-    block = torch.zeros(2**20, dtype=torch.uint8)
-    watch, shares = TaskWatch(0), []
-    for _ in range(100):
-        watch.begin()
-        for _ in range(20):
-            block.clone()
-        task = watch.end()
-        if task.cpu_ns is not None:  # it was long enough to be asked for
-            length_ns = task.ended_ns - task.began_ns
-            shares.append((task.cpu_ns + task.runqueue_ns) / length_ns)
-    assert 0.8 < statistics.median(shares) < 1.1
-    assert statistics.quantiles(shares, n=10)[0] > 0.5  # not only in the mean
 
 
 class Draws(Dataset):
@@ -252,19 +232,6 @@ def test_a_failing_sample_fails_as_ever_and_spoils_no_stamp():
     assert [stamps.samples for stamps in records] == [4, 4]
 
 
-def test_the_iterator_is_torchs_own_but_for_its_batches():
-    loader = FastDataLoader(Draws(), 6, num_workers=1, executor="torch")
-    loader.record_stamps(deque())
-    batches = iter(loader)
-    assert len(batches) == 4
-    assert isinstance(next(batches), dict)
-    assert batches._num_workers == 1
-    assert list(pickle.loads(pickle.dumps(batches))) == []
-    copied = copy.copy(loader)
-    assert copied.records is None
-    assert len(list(copied)) == 4
-
-
 def open_schedstats():
     gc.collect()
     return sum(
@@ -320,12 +287,6 @@ def test_the_planted_cause_takes_all_of_the_waits(cause):
 
 
 @pytest.mark.realtime
-def test_waits_for_a_worker_of_torchs_are_cut_likewise():
-    _, waits = cut(Planted(sleep_s=0.004), num_workers=1)
-    assert total(waits).shares()["read_blocked"] > 0.5
-
-
-@pytest.mark.realtime
 def test_a_batch_that_is_held_up_by_a_slow_sample_is_seen_to_be_overtaken():
     """Also pins where torch keeps batches that are complete before their turn."""
     dataset = Planted(sleep_s=0.001, slow=66)
@@ -361,10 +322,3 @@ def test_the_pin_thread_passes_an_envelope_through_and_is_stamped():
     stamps = BatchStamps(1, 1, asked_ns, given_ns, (envelope.task,), 0, False, pinned_ns)
     parts = Cutter().cut(stamps).parts
     assert (parts.pin_ms, parts.total_ms) == (10.0, 10.001)
-
-
-def test_stamps_cost_next_to_nothing_to_carry():
-    """A worker sends them with each batch."""
-    watch = TaskWatch(0)
-    watch.begin()
-    assert len(pickle.dumps(watch.end())) < 400

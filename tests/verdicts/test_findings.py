@@ -14,29 +14,20 @@ from misses import each
 from thoroughness import max_examples
 
 import lightning_fastdata
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import (
     Evidence,
     LoaderFacts,
-    NodeSeen,
     RemoteSeen,
-    stage_evidence,
 )
 from lightning_fastdata.insight.model.finding import SMALL_COSTS, gain_text
-from lightning_fastdata.insight.model.remedies import (
-    best_workers,
-    choose,
-    with_workers,
-)
 from lightning_fastdata.insight.verdicts import without_stamps
-from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
+from lightning_fastdata.insight.verdicts.catalogue import RULES, findings
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.moves import GOOD_ENOUGH
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over, simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over
 
 MS = 1e6
 CODES = [
@@ -44,9 +35,6 @@ CODES = [
     "FD323",
     "FD324",
     "FD327",
-    "FD328",
-    "FD329",
-    "FD330",
 ]
 DOCS = Path(__file__).parents[2] / "docs" / "verdicts"
 
@@ -100,18 +88,11 @@ def stalling(*stalls_ms):
 
 SLOW = SlowSample(index=133, ms=400.0, typical_ms=2.0, path="/data/133.jpg")
 FINE = {"step_ms": 40.0, "wait_ms": 0.0, "stall_ms": 0.1}
-BLUR = OperationShare(name="Blur", calls=9, mean_ms=2.0, share=0.6)
+BLUR = OperationShare(name="albumentations Blur.apply", share=0.6)
 IO = {"costs": costs(blocked=40.0), "setup": setup()}
 CPU = {"costs": costs(cpu=40.0), "setup": setup()}
 
-NODE = NodeSeen(name="two/2", batches=40, sample_ms=10.0)
-SLOW_NODE = NodeSeen(name="one/1", batches=20, sample_ms=30.0)
-CLUSTER = RemoteSeen(
-    batch_bytes=9.6e6, way_ms=40.0, free_cpus=6.0, store_used_share=0.2,
-    spilled_bytes=0, nodes=(NODE,),
-)  # fmt: skip
-EVEN = {"read_cpu_ms": 8.0, "read_blocked_ms": 8.0, "collate_ms": 8.0}
-
+CLUSTER = RemoteSeen(batch_bytes=9.6e6, way_ms=40.0, free_cpus=6.0)
 TABLE = {
     "FD301": (Evidence(step_ms=40.0, wait_ms=20.0, stall_ms=0.5), "20"),
     "FD302": (late({"slow_sample_ms": 14.0, "read_cpu_ms": 10.0}, slow_samples=(SLOW,)), "58%"),
@@ -153,20 +134,6 @@ TABLE = {
     "FD323": (late({"sampler_ms": 18.0, "handover_ms": 1.0, "read_cpu_ms": 5.0}), "75%"),
     "FD324": (late({"unpack_ms": 12.0, "handover_ms": 4.0, "read_cpu_ms": 8.0}), "50%"),
     "FD327": (late({"network_ms": 16.0, "read_cpu_ms": 8.0}, remote=CLUSTER), "9.6 MB in 40 ms"),
-    "FD328": (
-        late(EVEN, remote=replace(CLUSTER, spilled_bytes=2 * 10**9)),
-        "wrote 2000 MB to disk",
-    ),
-    "FD329": (
-        late({"read_blocked_ms": 20.0}, remote=CLUSTER, busy_share=0.98,
-             costs=costs(blocked=80.0), setup=setup(2, scheduling="actors")),
-        "2 actors, busy 98% of the time, make batches more slowly",
-    ),
-    "FD330": (
-        late(EVEN, remote=replace(CLUSTER, nodes=(SLOW_NODE, NODE), free_cpus=0.0),
-             costs=costs(blocked=80.0), setup=setup(2, scheduling="actors")),
-        "30 ms on one/1, 3.0 times as long",
-    ),
 }  # fmt: skip
 
 
@@ -186,7 +153,7 @@ def test_nothing_measured_gives_no_findings():
 @each("code", CODES)
 def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
     evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
-    about_late_batches = {*CODES[1:9], "FD311", "FD315", *CODES[-6:]}
+    about_late_batches = {*CODES[1:9], "FD311", "FD315", *CODES[-3:]}
     assert not about_late_batches & {found.code for found in findings(evidence)}
 
 
@@ -234,31 +201,6 @@ def test_what_the_cpu_does_between_steps_is_no_device_that_waits():
     assert [found.code for found in findings(on_cpu)] == ["FD319"]
 
 
-def test_the_only_epoch_so_far_says_nothing_of_the_starts_of_others():
-    steps = StepHistory()
-    for number in range(60):
-        cold = number % 20 == 0
-        wait_ms = 900.0 if cold else 1.0
-        steps.append(
-            StepTiming(
-                step=number, samples=1, cold=cold, wait_ms=wait_ms, stall_ms=wait_ms,
-                compute_ms=40.0, step_ms=40.0 + wait_ms,
-            )
-        )  # fmt: skip
-        summary = steps.summarize("train", duration_s=3.0)
-        found = {f.code for f in findings(stage_evidence(summary))}
-        assert ("FD310" in found) == (number >= 20)
-
-
-@pytest.mark.parametrize("runqueue_ms", [7.0, 12.0, 20.0])
-def test_reading_that_would_be_in_time_on_a_free_machine_is_held_up_by_neighbours(runqueue_ms):
-    evidence = late(
-        {"read_cpu_ms": 24.0 - runqueue_ms, "read_runqueue_ms": runqueue_ms},
-        costs=costs(cpu=14.0, step=16.0), setup=setup(1, cpus=2.0),
-    )  # fmt: skip
-    assert [found.code for found in findings(evidence)] == ["FD315"]
-
-
 def test_neighbours_that_hold_up_what_would_be_late_anyway_come_second():
     evidence = late(
         {"read_cpu_ms": 17.0, "read_runqueue_ms": 7.0},
@@ -277,24 +219,11 @@ def test_a_storage_at_its_limit_is_slow_to_single_readers_and_no_sample_is_to_bl
     assert findings(replace(evidence, busy_share=0.6))[0].code == "FD302"
 
 
-def test_the_copy_into_page_locked_memory_comes_before_a_shorter_hand_over():
-    evidence = late({"pin_ms": 17.0, "handover_ms": 6.0})
-    assert [found.code for found in findings(evidence)] == ["FD311"]
-
-
 def test_a_hand_over_of_memory_is_answered_by_what_keeps_the_training_process_busy():
     pickled = replace(TABLE["FD308"][0], setup=setup(scheduling="batch"))
     assert "executor='workers'" in findings(pickled)[0].remedy
     shared = replace(TABLE["FD308"][0], setup=setup(scheduling="sample"))
     assert "threads of the training process" in findings(shared)[0].remedy
-
-
-def test_a_hand_over_that_costs_the_step_next_to_nothing_is_not_blamed():
-    slow = TABLE["FD308"][0]
-    quick = replace(slow, stall_ms=0.4, step_ms=1.0)
-    busy = replace(slow, stall_ms=10.0, step_ms=250.0)
-    for evidence in (quick, busy):
-        assert "FD308" not in {found.code for found in findings(evidence)}
 
 
 def test_storage_latency_is_answered_by_as_many_workers_as_hide_it():
@@ -317,36 +246,12 @@ def test_no_workers_are_recommended_where_none_help():
 def test_saturated_cpus_are_answered_by_the_operation_that_costs_most():
     """Fewer workers that are as fast gain nothing, and nobody is told to have them."""
     found = findings(TABLE["FD306"][0])[0]
-    assert found.remedy.startswith("cheaper transforms (Blur takes 60% of reading)")
+    assert found.remedy.startswith(
+        "cheaper transforms (albumentations Blur.apply takes 60% of reading)"
+    )
     assert found.gain.basis == "floor"
     (fewer,) = found.left_out
     assert (fewer.text, fewer.why) == ("LoaderOptions(num_workers=2)", "it gains 0.0%")
-
-
-@pytest.mark.slow
-@max_examples(25)
-@given(
-    share=st.floats(0, 0.999), cpus=st.floats(0, 0.999), stall=st.floats(0.05, 0.95),
-    workers=st.integers(1, 16),
-)  # fmt: skip
-def test_a_quota_is_to_blame_where_a_fifth_of_the_wait_could_go_without_it(
-    share, cpus, stall, workers
-):
-    """What a thread lost is a bound: its part of what was held back, within such periods."""
-    evidence = late(
-        {"read_cpu_ms": 20.0}, share=stall, costs=costs(cpu=40.0), setup=setup(workers, cpus=32.0)
-    )
-    needed = 0.2 * stall  # of a step
-    threads = workers + 0.1
-    fewer = replace(evidence, throttled_share=share * needed, throttled_cpus=64.0)
-    rarely = replace(evidence, throttled_share=1.0, throttled_cpus=cpus * needed * threads)
-    for little in (fewer, rarely):
-        assert findings(little) == findings(evidence)
-    much = replace(
-        evidence, throttled_share=1.001 * needed, throttled_cpus=1.001 * needed * threads
-    )
-    assert findings(much)[0].code == "FD306"
-    assert "quota was used up" in findings(much)[0].cause
 
 
 @pytest.mark.parametrize("code", ["FD305", "FD306", "FD309"])
@@ -413,32 +318,6 @@ def test_what_the_training_process_does_itself_is_told_from_a_millisecond_on(par
     assert len(codes & {found.code for found in findings(told)}) == 1
 
 
-@max_examples(25)
-@given(
-    cpu=st.floats(0, 40), blocked=st.floats(0, 40), step=st.floats(1, 30),
-    workers=st.sampled_from([1, 2, 4, 8]), cpus=st.sampled_from([1.0, 2.0, 16.0]),
-)  # fmt: skip
-def test_recommended_workers_are_within_three_percent_of_every_number(
-    cpu, blocked, step, workers, cpus
-):
-    evidence = Evidence(
-        step_ms=1.0, setup=setup(workers, cpus=cpus),
-        costs=costs(cpu=cpu, blocked=blocked, step=step),
-    )  # fmt: skip
-    wanted = best_workers(evidence)
-    ours = simulate(evidence.costs, wanted).step_ms
-    for number in (1, 2, 3, 4, 6, 8):
-        other = evidence.setup if number == workers else with_workers(evidence.setup, number)
-        theirs = simulate(evidence.costs, other).step_ms
-        assert ours <= GOOD_ENOUGH * theirs * (1 + 1e-9)
-        assert number >= wanted.workers or theirs > ours / GOOD_ENOUGH
-
-
-def test_choosing_without_anything_recorded_is_an_error():
-    with pytest.raises(ValueError, match="nothing to simulate"):
-        choose([], [setup()])
-
-
 @max_examples(100)
 @given(
     shares=st.lists(st.floats(0, 1), min_size=13, max_size=13), stall=st.floats(0.03, 0.99),
@@ -476,12 +355,6 @@ def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
         ranges = re.findall(r"FD(\d{3})(?: to FD(\d{3}))?", replaced)
         codes = {f"FD{n}" for a, b in ranges for n in range(int(a), int(b or a) + 1)}
         assert rules[code].replaces == SMALL_COSTS | codes
-
-
-@each("code", CODES)
-def test_a_finding_has_the_code_of_its_rule(code):
-    for rule, finding in ranked(TABLE[code][0]).order:
-        assert rule.code == finding.code
 
 
 def test_moving_batches_where_there_is_no_device_is_not_told_to_be_pinned():
@@ -560,14 +433,6 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
     assert findings(replace(beside, other_cpus=0.3))[0].code == "FD306"
 
 
-def test_what_other_programs_use_is_not_there_for_workers():
-    costly = costs(cpu=30.0, step=10.0)
-    alone, beside = setup(2, cpus=2.0), setup(2, cpus=2.0, other_cpus=1.0)
-    assert simulate(costly, beside).step_ms > 1.2 * simulate(costly, alone).step_ms
-    with_threads = replace(alone, worker_threads=4.0)
-    assert simulate(costly, with_threads).step_ms > 1.5 * simulate(costly, alone).step_ms
-
-
 @given(
     wanted=st.floats(0.1, 64), cpus=st.floats(1, 64), others=st.floats(0, 64),
 )  # fmt: skip
@@ -580,56 +445,11 @@ def test_programs_share_cpus_thread_by_thread(wanted, cpus, others):
         assert left == pytest.approx(max(cpus - others, cpus * wanted / (wanted + others)))
 
 
-def remote_codes(evidence):
-    return {each.code for each in findings(evidence)} & set(CODES[-4:])
-
-
-HEALTHY = {
-    "FD327": [late({"network_ms": 4.0, "read_cpu_ms": 20.0}, remote=CLUSTER)],
-    "FD328": [
-        late(EVEN, remote=CLUSTER),
-        late(EVEN, remote=replace(CLUSTER, store_used_share=0.99)),  # which Ray has let go
-        late(EVEN, remote=replace(CLUSTER, spilled_bytes=None)),
-    ],
-    "FD329": [
-        replace(TABLE["FD329"][0], remote=replace(CLUSTER, free_cpus=0.0)),
-        replace(TABLE["FD329"][0], remote=replace(CLUSTER, free_cpus=None)),
-        replace(TABLE["FD329"][0], setup=setup(8, scheduling="actors")),
-        replace(TABLE["FD329"][0], closed={"num_workers": "tuned"}),
-    ],
-    "FD330": [
-        replace(TABLE["FD330"][0], remote=replace(CLUSTER, nodes=nodes))
-        for nodes in (
-            (SLOW_NODE,),
-            (replace(NODE, sample_ms=14.0), NODE),
-            (replace(SLOW_NODE, batches=7), NODE),
-        )
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("code", HEALTHY)
-def test_a_healthy_cluster_shows_none_of_it(code):
-    assert code in remote_codes(TABLE[code][0])
-    for evidence in HEALTHY[code]:
-        assert code not in remote_codes(evidence)
-
-
-def test_stores_that_do_not_tell_what_is_on_disk_are_full_at_nine_tenths():
-    full = late(EVEN, remote=replace(CLUSTER, spilled_bytes=None, store_used_share=0.95))
-    assert remote_codes(full) == {"FD328"}
-
-
-def test_more_actors_are_told_up_to_the_cpus_that_are_free_and_what_they_gain():
-    few = findings(TABLE["FD329"][0])[0]
-    assert few.remedy == "LoaderOptions(num_workers=8)"
-    assert few.gain.basis == "simulated"
-    assert few.gain.after_ms == pytest.approx(40.0 * 10.1 / 40.0, rel=0.1)
-    one = replace(TABLE["FD329"][0], remote=replace(CLUSTER, free_cpus=1.0))
-    assert "num_workers=3" in findings(one)[0].remedy
-
-
-def test_a_slow_node_is_worth_what_its_samples_take_longer():
-    gain = findings(TABLE["FD330"][0])[0].gain
-    assert gain.basis == "floor"
-    assert gain.after_ms < gain.before_ms
+def test_more_actors_are_told_up_to_the_cpus_that_are_free():
+    few = late({"read_blocked_ms": 20.0}, remote=CLUSTER, costs=costs(blocked=80.0),
+               setup=setup(2, scheduling="actors"))  # fmt: skip
+    assert findings(few)[0].remedy == "LoaderOptions(num_workers=8)"
+    for free, told in ((1.0, "num_workers=3"), (0.0, ""), (None, "")):
+        remedy = findings(replace(few, remote=replace(CLUSTER, free_cpus=free)))[0].remedy
+        assert ("num_workers" in remedy) == bool(told)
+        assert told in remedy

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.host_metrics import queued_share
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import (
@@ -207,11 +206,6 @@ def test_what_this_run_has_tried_is_not_told_again():
     first = findings(replace(TABLE["FD303"][0], closed=closed))[0]
     assert "num_workers" not in first.remedy
     assert "2 -> 4 at batch 51" in first.leave_alone
-
-
-def test_samples_that_no_default_collation_takes_keep_their_collate_fn():
-    assert not [code for code in CODES for found in findings(TABLE[code][0])
-                if "leave out" in found.remedy]  # fmt: skip
 
 
 # Validation
@@ -400,26 +394,6 @@ def test_workers_are_not_told_to_take_the_cpus_of_others():
     )
     assert "num_workers 0 -> 8" in alone.remedy
     assert "num_workers 0 -> 3" in beside.remedy
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([0.0, 0.25, 4.0]), st.floats(0, 1)),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_the_queue_is_that_of_the_training_and_of_a_worker(times):
-    seen = {n: (lasted, share * lasted) for n, (lasted, share) in enumerate(times)}
-    found = queued_share(seen, 0)
-    assert (found is None) == (not any(lasted for lasted, _ in times))
-    if found is None:
-        return
-    shares = []
-    for those in (times[:1], times[1:]):
-        lasted = sum(each[0] for each in those)
-        shares.append(sum(e[0] * e[1] for e in those) / lasted if lasted else 0.0)
-    assert found == pytest.approx(min(1.0, sum(shares)), abs=1e-6)
 
 
 # The model

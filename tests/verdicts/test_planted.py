@@ -21,8 +21,9 @@ NOTHING_TO_DO = ("FD301", "FD319")
 
 
 def planted(plant, magnitude):
+    """Return what was measured, but for lines: who looks for them goes by real time."""
     with plant.machine(magnitude):
-        return plant.run(magnitude)
+        return replace(plant.run(magnitude), lines=(), operations=())
 
 
 def check_findings(plant):
@@ -54,6 +55,6 @@ def test_data_of_a_healthy_training_are_not_blamed():
 
 
 def test_every_cause_is_planted_in_five_magnitudes():
-    codes = [*(f"FD3{row:02}" for row in range(1, 20)), "FD323", "FD324"]
+    codes = [f"FD3{row:02}" for row in (*range(1, 20), 23, 24) if row not in (11, 17)]
     assert [plant.code for plant in PLANTS] == codes
     assert all(len(set(map(str, plant.magnitudes))) == 5 for plant in PLANTS)

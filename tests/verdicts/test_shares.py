@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from thoroughness import max_examples
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.insight.verdicts.late_batches import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import LoaderKey, OneOfSeveral
 from lightning_fastdata.plugin.seams.loaders import keyed
@@ -62,16 +58,6 @@ def test_shares_are_uneven_if_few_make_nearly_everything_or_one_twice_its_share(
     codes = [each.code for each in findings(evidence)]
     assert codes == (["FD325"] if uneven else ["FD303"])
     assert "FD325" not in {f.code for f in findings(replace(evidence, stall_ms=1.0, wait_ms=1.0))}
-
-
-@max_examples(100)
-@given(samples=st.lists(st.integers(0, 1000), max_size=16))
-def test_the_working_workers_are_the_fewest_that_make_nine_tenths(samples):
-    found, ordered = working_workers(tuple(samples)), sorted(samples, reverse=True)
-    if not sum(samples):
-        assert found == 0
-    else:
-        assert sum(ordered[:found]) >= 0.9 * sum(samples) > sum(ordered[: found - 1])
 
 
 def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():

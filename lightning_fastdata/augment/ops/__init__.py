@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops import dropout, noise, output, table
-from lightning_fastdata.augment.ops.colors import color, statistics
-from lightning_fastdata.augment.ops.filters import convolution
+from lightning_fastdata.augment.ops import colors, convolution, dropout, noise, output, table
 from lightning_fastdata.augment.ops.positions import elastic, index, resize, warp
 
 if TYPE_CHECKING:
@@ -16,8 +14,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
 _FAMILIES = (
-    *(index, resize, warp, table, color, convolution, dropout, output),
-    *(statistics, elastic, noise),
+    *(index, resize, warp, table, colors, convolution, dropout, output),
+    *(elastic, noise),
 )
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(

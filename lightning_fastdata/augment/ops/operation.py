@@ -151,18 +151,12 @@ def draw_params(
     sampler: Callable[..., dict[str, Any]],
     params: Values,
     data: Values,
-    *,
-    whole: bool,
 ) -> dict[str, Any]:
-    """Return what a transform draws for a sample, with what the device form needs of it.
+    """Return what the device form of a transform needs of what it draws for a sample.
 
-    Of images and masks in ``data`` only shape and dtype count. ``whole``: what ``sampler``, its own
-    ``get_params_dependent_on_data``, returns is needed, too; both draw from the same state of the
-    generators.
+    Of images and masks in ``data`` only shape and dtype count. ``sampler`` is its own
+    ``get_params_dependent_on_data``.
     """
-    if whole:
-        small = peek_params(op, transform, params, data)
-        return {**sampler(params=params, data=data), **small}
     drawn = None if op.draw is None else op.draw(transform, params, data)
     return sampler(params=params, data=data) if drawn is None else dict(drawn)
 

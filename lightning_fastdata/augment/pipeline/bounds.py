@@ -54,15 +54,8 @@ def warps(version: str | None = None) -> Bound:
     return Bound(0, 1, 0.01) if opencv_major(version) < 5 else Bound(1, 0.999, 0.2, mean=0.001)
 
 
-def projections(version: str | None = None) -> Bound:
-    """Return the bound for projective warps.
-
-    With OpenCV 4 the last bit of a quotient decides between two positions in 1/32 pixel.
-    """
-    return Bound(8, 0.99, 8, mean=0.01) if opencv_major(version) < 5 else warps(version)
-
-
 _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
+"""Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
     **dict.fromkeys(("Blur", "GaussianBlur", "MotionBlur", "Sharpen"), SUMS),
@@ -77,8 +70,6 @@ def bound_of(transform: Node) -> Bound:
         return EQUAL
     if name in _WARPS:
         return warps()
-    if name == "Perspective":
-        return projections()
     if name in _RESIZES:
         return RESIZE
     if name == "ColorJitter":
@@ -86,12 +77,9 @@ def bound_of(transform: Node) -> Bound:
     return _NAMED.get(name, EQUAL)
 
 
-_LINEAR: Final = _WARPS | {"Perspective"}
-"""Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
 _JUMPS: Final = "has a threshold"
 _OF_HUE: Final = "turns a level into many of hue"
 _AMPLIFIES: Final[Mapping[str, str]] = {
-    "Equalize": "stretches the levels that it finds",
     "Posterize": _JUMPS,
     "HueSaturationValue": _OF_HUE,
     "ColorJitter": _OF_HUE,
@@ -109,7 +97,7 @@ def may_differ(transform: Node) -> bool:
     """
     if not is_albumentations(transform):
         return False
-    if type(transform).__name__ in _LINEAR and held(transform, "interpolation") == 1:
+    if type(transform).__name__ in _WARPS and held(transform, "interpolation") == 1:
         return not blends_alike()
     return bound_of(transform).largest > 0
 

@@ -25,7 +25,7 @@ _OF_FLOATS: Final = frozenset(
     {
         *("CenterCrop", "Crop", "D4", "HorizontalFlip", "NoOp", "Pad", "PadIfNeeded", "RandomCrop"),
         *("RandomRotate90", "ToTensorV2", "Transpose", "VerticalFlip"),
-        *("Affine", "Perspective", "Rotate", "ShiftScaleRotate", "ElasticTransform"),
+        *("Affine", "Rotate", "ShiftScaleRotate", "ElasticTransform"),
         *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
         *("CoarseDropout", "Erasing", "Normalize", "ToFloat"),
     }

@@ -15,7 +15,7 @@ The rules, in order:
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
 5. An operation whose pixels may be a level off runs in the worker where one after it makes more of
-   that (``Equalize``, ``Sharpen``, ...). So the bound of whole pipelines is that of their
+   that (``Posterize``, ``Sharpen``, ...). So the bound of whole pipelines is that of their
    operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
 """
 
@@ -287,9 +287,7 @@ def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
         return op.reads_pixels
     if not is_albumentations(transform):
         return True
-    if name == "RandomBrightnessContrast":
-        return not transform.brightness_by_max
-    return name == "Equalize" and callable(transform.mask)
+    return name == "RandomBrightnessContrast" and not transform.brightness_by_max
 
 
 def _has_form(
@@ -328,5 +326,5 @@ def _encodes(transform: Node, op: DeviceOp, image: np.ndarray) -> bool:
     data = {"image": image}
     params = transform.update_transform_params(transform.get_params(), data)
     sampler = transform.get_params_dependent_on_data
-    params.update(draw_params(op, transform, sampler, params, data, whole=False))
+    params.update(draw_params(op, transform, sampler, params, data))
     return op.encode(transform, params, image.shape, image.dtype) is not None

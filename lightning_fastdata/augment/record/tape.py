@@ -171,7 +171,7 @@ class Recorder:
         if whole or not one_size or not takes_dtype(op, data["image"].dtype):
             self._small[hooked.leaf] = peek_params(op, transform, params, data)
             return original(params=params, data=data)
-        return draw_params(op, transform, original, params, data, whole=False)
+        return draw_params(op, transform, original, params, data)
 
     def _run(
         self,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,7 +37,6 @@ from lightning_fastdata.augment.record.targets import (
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
-from lightning_fastdata.augment.replay.triton import kernels_of
 from lightning_fastdata.augment.taped import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
@@ -46,7 +44,6 @@ from lightning_fastdata.randomness.seeds import reseeder
 if TYPE_CHECKING:
     from albumentations import BaseCompose
 
-    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.types import Batch, SampleKey
 
 _Seed: TypeAlias = "Callable[[SampleKey], None]"
@@ -54,8 +51,6 @@ _Seed: TypeAlias = "Callable[[SampleKey], None]"
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
 _MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
-_DRAWN_EARLY: Final = 32
-"""Samples that are drawn to find out which kernels the first batches need."""
 
 
 class SampleForm(NamedTuple):
@@ -79,12 +74,10 @@ class ComposeWorker(TapedWorker):
         compose: BaseCompose,
         fields: Fields,
         plan: Plan | None,
-        ops: Mapping[str, DeviceOp] | None = None,
         registered: Mapping[str, DeviceOp] | None = None,
     ) -> None:
         super().__init__()
         self._compose = compose
-        self._ops = ops
         self._registered = registered
         self._fields = fields
         self._plan = plan
@@ -142,7 +135,7 @@ class ComposeWorker(TapedWorker):
     @property
     def fusible(self) -> Mapping[str, DeviceOp]:
         """Device forms by name."""
-        return device_ops(self._ops, self._registered)
+        return device_ops(self._registered)
 
     def waiting(
         self, item: Batch, names: Collection[str], *, batched: bool = False
@@ -159,27 +152,6 @@ class ComposeWorker(TapedWorker):
                 raise
             return {}
         return {name: found[name][1] for name in names if name in found}
-
-    def first_kernels(
-        self, samples: Sequence[Batch], key: SampleKey, rows: int
-    ) -> Iterator[Kernel]:
-        """Yield what the kernels of the first batches, of `rows` samples, are compiled for.
-
-        Some samples of the dataset stand for all. Nothing is yielded for a pipeline that runs code
-        of the user: it may open files, say, which only workers should.
-        """
-        if any(_is_of_user(leaf.transform) for leaf in list_leaves(self._compose)):
-            return
-        some = enumerate(islice(cycle(samples), _DRAWN_EARLY))
-        drawn = [self(sample, key._replace(index=key.index + number)) for number, sample in some]
-        for first in range(0, len(drawn), rows):
-            made, tapes = zip(*drawn[first : first + rows], strict=True)
-            if self.stacks(made, tapes):
-                images = {
-                    name: pixels.new_empty((len(made), *pixels.shape), device="meta")
-                    for name, (_, pixels) in self._tensors(made[0]).items()
-                }
-                yield from kernels_of(self.collate(tapes), images)
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after what its tape says."""
@@ -256,23 +228,12 @@ class ComposeWorker(TapedWorker):
         return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
 
-def _is_of_user(transform: object) -> bool:
-    """Return whether a transform, or a function that it was given, is not Albumentations' own."""
-    kind = type(transform)
-    given = kind.__name__ == "Lambda" or hasattr(transform, "read_fn")
-    return given or not kind.__module__.startswith("albumentations.")
+def device_ops(registered: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
+    """Return device forms by name: of Albumentations' transforms, and of others."""
+    # Looked up where they are used: they need not travel with a pickled transform.
+    from lightning_fastdata.augment.ops import DEVICE_OPS
 
-
-def device_ops(
-    ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
-) -> Mapping[str, DeviceOp]:
-    """Return device forms by name: of Albumentations' transforms (None: all), and of others."""
-    if ops is None:
-        # Looked up where they are used: they need not travel with a pickled transform.
-        from lightning_fastdata.augment.ops import DEVICE_OPS
-
-        ops = DEVICE_OPS
-    return {**ops, **registered} if registered else ops
+    return {**DEVICE_OPS, **registered} if registered else DEVICE_OPS
 
 
 def _fits(name: str, value: object) -> bool:

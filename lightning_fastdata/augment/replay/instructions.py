@@ -24,10 +24,8 @@ A sample may begin with one way of reading of its own:
 
 ====================  ==========================================================================
 ``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
-                      16 if projective, plus 32 if OpenCV rounds once behind its vectors; offset of
-                      float32 ``[3]``, the fill; the first column behind its vectors
-``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
-``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
+                      16 if OpenCV rounds once behind its vectors; offset of float32 ``[3]``, the
+                      fill; the first column behind its vectors
 ====================  ==========================================================================
 """
 
@@ -37,15 +35,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import Encoded, Instruction
 
-NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES = range(10)
-WARP, BOTH_AXES, PLANE = range(10, 13)
+NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, WARP = range(11)
 WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
@@ -65,13 +60,7 @@ _MIRRORS: Final = {
 """The symmetries of a square, named by a transposition and the quarter turns after it."""
 _NEAREST: Final = 0
 _WARPED_NEAREST: Final = 8
-_PROJECTIVE: Final = 16
-_ROUNDS_ONCE: Final = 32
-
-
-def is_reading(instruction: Instruction) -> bool:
-    """Return whether an instruction says how a sample is read."""
-    return WARP <= instruction[0] <= PLANE
+_ROUNDS_ONCE: Final = 16
 
 
 def is_transposing(instruction: Instruction) -> bool:
@@ -131,36 +120,11 @@ def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
 
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the reading of an affine or projective warp, or None."""
+    """Return the reading of an affine warp, or None."""
     static: dict[str, Any] = dict(encoded.static)
     # The kernel reads between the pixels as OpenCV 5 does: without a grid.
     if static["cells"] or len(encoded.arrays["fill"]) != CHANNELS:
         return None
     how = static["border"] + _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
-    how += _PROJECTIVE * static["projective"] + _ROUNDS_ONCE * static["rounds_once"]
+    how += _ROUNDS_ONCE * static["rounds_once"]
     return [(WARP, offsets["inverse"], how, offsets["fill"], static["scalar_from"])]
-
-
-def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the reading of a blur or another correlation, or None.
-
-    Zeros around the kernel, which let samples share steps, are left out: they add nothing.
-    """
-    kernel = encoded.arrays["kernel"]
-    if any(size % 2 == 0 for size in kernel.shape):
-        return None
-    margins = [_margin(kernel, axis) for axis in range(kernel.ndim)]
-    sizes = [size - 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]
-    between = kernel.shape[-1]
-    if kernel.ndim == 1:
-        return [(BOTH_AXES, offsets["kernel"] + 4 * margins[0], sizes[0])]
-    first = offsets["kernel"] + 4 * (margins[0] * between + margins[1])
-    return [(PLANE, first, *sizes, between)]
-
-
-def _margin(kernel: np.ndarray, axis: int) -> int:
-    """Return how many rows (0) or columns (1) of zeros lie on both sides of a kernel."""
-    others = tuple(other for other in range(kernel.ndim) if other != axis)
-    used = np.flatnonzero(kernel.any(axis=others)).tolist()
-    length = int(kernel.shape[axis])
-    return min(used[0], length - 1 - used[-1]) if used else length // 2

@@ -2,7 +2,7 @@
 
 :mod:`~lightning_fastdata.augment.replay.instructions` says what an operation is within a run. A run
 takes steps as long as it can: a sample is read first, as all samples are (a window, a resize) or in
-its own way (a warp, or a filter), then changed pixel by pixel, and written. What comes too late for
+its own way (a warp), then changed pixel by pixel, and written. What comes too late for
 that begins the next run.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
+Geometry: TypeAlias = Literal["none", "window", "resize", "warp"]
 _ENDS: Final[frozenset[object]] = frozenset(get_args(End))
 """What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 REPLICATE: Final = 1
@@ -53,8 +53,8 @@ class Reading(NamedTuple):
     """How a run reads its pixels."""
 
     geometry: Geometry = "none"
-    """By all samples alike, or by some samples as their first instruction says (``warp``,
-    ``filter``) and by the others as they are."""
+    """By all samples alike, or by some as their first instruction says (``warp``) and by the others
+    as they are."""
     size: tuple[int, int] | None = None
     """Height and width of the result; None: those of the batch."""
     where: ArrayAt | None = None
@@ -98,9 +98,6 @@ class FusedRun:
     """It leaves every sample as it is, so nothing is launched."""
     contrasts: bool = False
     """Some sample needs the mean luminance of its image half-way, which takes a launch more."""
-    both_axes: ArrayAt | None = None
-    """Samples that are filtered along their rows and then along their columns, int32 ``[count]``:
-    the rows take a launch of their own. None: there are none."""
     keeps_size: bool = False
     """Some sample is read as it is, so the size has to stay that of the batch."""
     square: bool = False
@@ -109,7 +106,7 @@ class FusedRun:
     @property
     def launches(self) -> int:
         """Kernels to launch."""
-        return 0 if self.idle else 1 + self.contrasts + (self.both_axes is not None)
+        return 0 if self.idle else 1 + self.contrasts
 
 
 class StepGroup(NamedTuple):
@@ -219,21 +216,21 @@ class _OpenRun:
             return False
         found: list[tuple[int, list[Instruction]]] = []
         geometry, size = self.reading.geometry, self.reading.size
-        sizes, ways = {size} - {None}, {geometry} - {"none"}
+        warps = geometry == "warp"
+        sizes = {size} - {None}
         for row, one, made in step.instructions(step.fused):
             if made is None or not self._fits(row, made):
                 return False
-            if made and instructions.is_reading(made[0]):
-                warps = made[0][0] == instructions.WARP
-                ways.add("warp" if warps else "filter")
-                sizes |= {dict(one.static)["size"]} if warps else set()
+            if _warps(made):
+                warps = True
+                sizes.add(dict(one.static)["size"])
             found.append((row, made))
-        if len(sizes) > 1 or len(ways) > 1:
+        if len(sizes) > 1 or (warps and geometry not in ("none", "warp")):
             return False
         for row, made in found:
             self.code[row] += made
         self.reading = self.reading._replace(
-            geometry=next(iter(ways), "none"), size=next(iter(sizes), None)
+            geometry="warp" if warps else geometry, size=next(iter(sizes), None)
         )
         return True
 
@@ -242,7 +239,7 @@ class _OpenRun:
         code = self.code[row]
         if _contrasts(code) and _contrasts(made):
             return False
-        return not (code and made and instructions.is_reading(made[0]))
+        return not (code and _warps(made))
 
     def close(self, last: int, add: Callable[[np.ndarray], ArrayAt]) -> FusedRun | None:
         """Return the run, packed; None if it took nothing."""
@@ -254,8 +251,6 @@ class _OpenRun:
         for row, listed in enumerate(self.code):
             for number, instruction in enumerate(listed):
                 code[row, number, : len(instruction)] = instruction
-        both_axes = np.flatnonzero(code[:, 0, 0] == instructions.BOTH_AXES)
-        code[both_axes, 0, 3] = np.arange(len(both_axes))
         geometry = self.reading.geometry
         return FusedRun(
             first=self.first,
@@ -265,7 +260,6 @@ class _OpenRun:
             ending=self.ending,
             idle=geometry == "none" and not any(self.code) and not self.ends,
             contrasts=any(map(_contrasts, self.code)),
-            both_axes=add(both_axes.astype(np.int32)) if len(both_axes) else None,
             keeps_size=geometry == "warp" and bool((code[:, 0, 0] != instructions.WARP).any()),
             square=any(instructions.is_transposing(one) for listed in self.code for one in listed),
         )
@@ -274,6 +268,10 @@ class _OpenRun:
 def _is_of_colours(slot: ArrayAt | None) -> bool:
     """Return whether an array has a number for each channel of RGB, if there is one."""
     return slot is None or slot.shape[1:] == (instructions.CHANNELS,)
+
+
+def _warps(code: Sequence[Instruction]) -> bool:
+    return bool(code) and code[0][0] == instructions.WARP
 
 
 def _contrasts(code: Sequence[Instruction]) -> bool:

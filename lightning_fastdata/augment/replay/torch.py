@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -38,8 +37,8 @@ _BY_WAY_OF: Final = {
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
-"""Dtypes that torch stores, but that older ones (2.11) hardly compute with: they have no
-``index_select``. And those that are computed with instead."""
+"""Dtypes that torch stores, but that older ones (2.11) hardly compute with, and those that are
+computed with instead."""
 
 
 def replay(
@@ -81,7 +80,7 @@ def _run_all(
     batch: torch.Tensor,
     ops: Mapping[str, DeviceOp],
 ) -> torch.Tensor:
-    given, kind = batch.dtype, _computed_as(batch.dtype, batch.device)
+    given, kind = batch.dtype, _BY_WAY_OF.get(batch.dtype, batch.dtype)
     current, owned, number = batch.to(kind), kind != given, 0
     while number < len(program.steps):
         run = runs.get(number)
@@ -146,7 +145,7 @@ def run_whole(
     run: Run, batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return a batch of any dtype after one operation."""
-    kind = _computed_as(batch.dtype, batch.device)
+    kind = _BY_WAY_OF.get(batch.dtype, batch.dtype)
     if kind == batch.dtype:
         return run(batch, static, arrays)
     return _within(run(batch.to(kind), static, arrays), batch.dtype).to(batch.dtype)
@@ -158,20 +157,6 @@ def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values
     limits = torch.iinfo(dtype)
     return values.round().clamp(limits.min, limits.max)
-
-
-@cache
-def _computed_as(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype that torch is to compute with for another, on a device."""
-    if dtype not in _BY_WAY_OF:
-        return dtype
-    one = torch.zeros(1, dtype=dtype, device=device)
-    first = torch.zeros(1, dtype=torch.int64, device=device)
-    try:
-        torch.where(first > 0, one.flip(0), one.index_select(0, first))
-    except NotImplementedError:
-        return _BY_WAY_OF[dtype]
-    return dtype
 
 
 def _run_step(

@@ -10,19 +10,17 @@ import math
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.replay import warm_up
 from lightning_fastdata.augment.replay.instructions import CHANNELS
 from lightning_fastdata.device.backend import current
 from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.replay.runs import FusedRun
 
 _BLOCK: Final = 512
@@ -35,13 +33,12 @@ _NO_KERNELS: Final = (
     "headers (apt-get install gcc python3-dev), and a directory that it can write to "
     "(TRITON_CACHE_DIR)."
 )
-_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 4}
+_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3}
 
 
 class Launch(NamedTuple):
     """One launch of a kernel."""
 
-    kernel: Literal["fused", "across"]
     grid: tuple[int]
     """Programs: one for each block of pixels of each sample."""
     arguments: tuple[torch.Tensor | int, ...]
@@ -58,7 +55,6 @@ def has_kernels(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
-    warm_up.wait()
     error = kernel_fault(device)
     if error is not None:
         warnings.warn(_NO_KERNELS.format(device=device, error=error), FastDataWarning, stacklevel=2)
@@ -68,10 +64,10 @@ def has_kernels(device: torch.device) -> bool:
 def kernel_fault(device: torch.device) -> str | None:
     """Return why no kernel can be compiled and launched on a device, or None."""
     try:
-        from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
+        from lightning_fastdata.augment.replay.kernels.fused import OPTIONS, trial_kernel
 
         with current(device):
-            KERNELS["trial"][(1,)](torch.empty(1, dtype=torch.int32, device=device), **OPTIONS)
+            trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device), **OPTIONS)
     except Exception as error:
         # Compilers, drivers and file systems fail in their own ways, and training goes on without.
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -107,47 +103,13 @@ def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.T
         blob: The arrays of the program, on the device of ``batch``.
         batch: uint8 images ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
     """
-    from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
+    from lightning_fastdata.augment.replay.kernels.fused import OPTIONS, fused_kernel
 
     out, launches = prepare(run, blob, batch)
-    warm_up.wait()
     with current(batch.device):
-        for kernel, grid, arguments, constants in launches:
-            KERNELS[kernel][grid](*arguments, **constants, **OPTIONS)
+        for grid, arguments, constants in launches:
+            fused_kernel[grid](*arguments, **constants, **OPTIONS)
     return out
-
-
-def kernels_of(draws: Draws, images: Mapping[str, torch.Tensor]) -> Iterator[warm_up.Kernel]:
-    """Yield what the kernels of a batch are compiled for.
-
-    Args:
-        draws: what was drawn for the batch.
-        images: its images and masks by the pipeline's names for them, without values (`meta`).
-    """
-    blob = draws.blob.to("meta")
-    for name, program in draws.programs.items():
-        batch = images[name]
-        for run in program.runs:
-            # What torch does between two runs nearly always leaves the size as it was.
-            if not run.idle and takes(run, batch):
-                batch, made = prepare(run, blob, batch)
-                yield from map(_compiled_for, made)
-
-
-def _compiled_for(launch: Launch) -> warm_up.Kernel:
-    """Return what of a launch Triton compiles a kernel for.
-
-    Of its numbers that is only how many pixels there are (`pixels` of the kernel), and of that
-    whether it is 1, or a multiple of 16.
-    """
-    arguments: list[str | int] = [
-        str(one.dtype).removeprefix("torch.") if isinstance(one, torch.Tensor) else 0
-        for one in launch.arguments
-    ]
-    pixels = launch.arguments[-1]
-    if launch.kernel == "fused" and isinstance(pixels, int):
-        arguments[-1] = 1 if pixels == 1 else 16 if pixels % 16 == 0 else 2
-    return {"name": launch.kernel, "arguments": arguments, "constants": dict(launch.constants)}
 
 
 def prepare(
@@ -160,32 +122,9 @@ def prepare(
     batch = batch.contiguous()
     samples, height, width, _ = batch.shape
     size = run.reading.size or (height, width)
-    length = run.code.shape[1]
-    ints, floats = blob.view(torch.int32), blob.view(torch.float32)
     shape = (CHANNELS, *size) if run.ending.channels_first else (*size, CHANNELS)
     dtype = torch.uint8 if run.ending.keeps_bytes else torch.float32
     out = batch.new_empty((samples, *shape), dtype=dtype)
-    launches, middle = [], floats
-    if run.both_axes is not None:
-        (some,) = run.both_axes.shape
-        middle = floats.new_empty((some, height, width, CHANNELS))
-        offsets = run.both_axes.offset // 4, run.code.offset // 4
-        given = (batch, middle, ints, floats, *offsets, height, width, length)
-        launches.append(Launch("across", _grid(some, height * width), given, {"BLOCK": _BLOCK}))
-    launches += _pixel_launches(run, blob, batch, out, middle)
-    return out, launches
-
-
-def _pixel_launches(
-    run: FusedRun,
-    blob: torch.Tensor,
-    batch: torch.Tensor,
-    out: torch.Tensor,
-    middle: torch.Tensor,
-) -> Iterator[Launch]:
-    """Yield the launches that write the pixels, after one that adds up luminance if need be."""
-    samples, height, width, _ = batch.shape
-    size = run.reading.size or (height, width)
     normalize, limit, _ = run.ending
     mean, gain = normalize or (limit or run.code, run.code)
     views = [blob.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
@@ -193,9 +132,11 @@ def _pixel_launches(
     # What is not there lies at any place.
     where, numbers = run.reading.where or run.code, run.reading.fill or run.reading.step or run.code
     at = run.code.offset // 4, where.offset // 4, run.reading.border, numbers.offset // 4
-    before: tuple[torch.Tensor | int, ...]
-    before = (blob, *views, sums, middle, *at, mean.offset // 4, gain.offset // 4)
-    after = height, width, *size, run.code.shape[1], math.prod(size)
+    given = *at, mean.offset // 4, gain.offset // 4
+    sizes = height, width, *size, run.code.shape[1], math.prod(size)
+    grid = (samples * -(-math.prod(size) // _BLOCK),)
+    launches = []
+    # Luminance is added up first.
     for adds_up in (True, False) if run.contrasts else (False,):
         # What adds up writes no pixels: one kernel does for all that could be written.
         constants = {
@@ -205,9 +146,6 @@ def _pixel_launches(
             "PLANES": run.ending.channels_first and not adds_up,
             "BLOCK": _BLOCK,
         }
-        arguments = (batch, blob if adds_up else out, *before, *after)
-        yield Launch("fused", _grid(samples, math.prod(size)), arguments, constants)
-
-
-def _grid(images: int, values: int) -> tuple[int]:
-    return (images * -(-values // _BLOCK),)
+        tensors = (batch, blob if adds_up else out, blob, *views, sums)
+        launches.append(Launch(grid, (*tensors, *given, *sizes), constants))
+    return out, launches

@@ -28,7 +28,6 @@ from lightning_fastdata.executors.pool.wire import Wire
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.types import SampleKey
 
 _BEGAN_WITHIN_S = 0.05
@@ -99,8 +98,7 @@ class TaskRunner:
 
     def __post_init__(self) -> None:
         self.fetcher = fetcher_of(self.plan)
-        watches = OperationWatch(self.plan.dataset), LineWatch()
-        self._watch = TaskWatch(self.number, *watches, alone=True)
+        self._watch = TaskWatch(self.number, LineWatch(), alone=True)
         self._note_state()
 
     def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
@@ -30,9 +30,6 @@ from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, ex
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.executors.ray.crew import RayCrew
 
 _TIMES: Final = 2
 _KILLS: Final = 4
@@ -67,7 +64,7 @@ class PoolExecutor:
         self._todo: deque[Task] = deque()
         self._stall, self._blame = StallWatch(plan.timeout_s), Blame()
 
-    def _start_crew(self, processes: int) -> Crew | RayCrew:
+    def _start_crew(self, processes: int) -> Crew | Any:
         return Crew(self.plan, self._slots, processes=processes)
 
     @property

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.tuning.tuner import Tuner
 
 
+_THROTTLED: Final = "data_host/cpu_throttled_percent"
 _FAULTS: Final = {
     "samples": "bad samples were replaced or left out {} times",
     "retries": "reads were repeated {} times",
@@ -34,30 +35,9 @@ _FAULTS: Final = {
 
 def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
     """Return what the host and its workers did between two readings, where reported."""
-    seconds = after.at_s - before.at_s
-    throttled, shm = throttled_share(before, after), after.shm_used_share
-    found = {
-        "data_workers/active": float(after.workers),
-        "data_host/cpu_pressure_percent": _pressure_percent(
-            before.cpu_pressure_us, after.cpu_pressure_us, seconds
-        ),
-        "data_host/io_pressure_percent": _pressure_percent(
-            before.io_pressure_us, after.io_pressure_us, seconds
-        ),
-        "data_host/cpu_throttled_percent": None if throttled is None else 100 * throttled,
-        "data_host/shm_used_percent": None if shm is None else 100 * shm,
-    }
-    if after.read and seconds > 0:
-        asked = stored = 0
-        for process, counts in after.read.items():
-            # A worker that was not there before has read all of it since.
-            old = before.read.get(process)
-            asked += counts.asked_bytes - (0 if old is None else old.asked_bytes)
-            stored += counts.storage_bytes - (0 if old is None else old.storage_bytes)
-        # A process number may have gone to another process, which has read less.
-        found["data_host/read_mb_per_s"] = max(0, asked) / seconds / 1e6
-        found["data_host/storage_read_mb_per_s"] = max(0, stored) / seconds / 1e6
-    return _known(found)
+    found = {"data_workers/active": float(after.workers)}
+    throttled = throttled_share(before, after)
+    return found if throttled is None else found | {_THROTTLED: 100 * throttled}
 
 
 def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dict[str, float]:
@@ -144,12 +124,6 @@ def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     periods = after.throttling.periods - before.throttling.periods
     held = after.throttling.throttled_periods - before.throttling.throttled_periods
     return min(1.0, max(0, held) / periods) if periods > 0 else None
-
-
-def _pressure_percent(begin_us: int | None, end_us: int | None, seconds: float) -> float | None:
-    if begin_us is None or end_us is None or seconds <= 0:
-        return None
-    return min(100.0, max(0, end_us - begin_us) / seconds / 1e4)
 
 
 def _known(found: Mapping[str, float | None]) -> dict[str, float]:

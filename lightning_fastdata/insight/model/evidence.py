@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -155,7 +154,7 @@ class Evidence:
     slow_samples: tuple[SlowSample, ...] = ()
     """Those that held up a batch, slowest first."""
     operations: tuple[OperationShare, ...] = ()
-    """What operations on samples take, the most expensive first."""
+    """What reading calls in libraries, the most expensive first."""
     lines: tuple[LineShare, ...] = ()
     """Which lines of the user's code reading is in, the longest first."""
     setup: LoaderSetup | None = None
@@ -329,10 +328,10 @@ def stage_evidence(
             "first_parts": causes.first_wait,
         }
     if facts is not None:
-        timed = causes is not None and bool(causes.operations)
+        seen = causes is not None and any(each.augments for each in causes.operations)
         known |= {
             "loader": facts,
-            "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
+            "device_could_augment": device_could_augment(summary.device, facts, seen=seen),
         }
     return Evidence(**{**known, **measured})
 
@@ -434,17 +433,6 @@ def runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSeen:
-    """A node whose actors made batches."""
-
-    name: str
-    """Its machine and, in short, its id."""
-    batches: int
-    sample_ms: float
-    """What a sample of its batches took, collation included: the median."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSeen:
     """What was seen of a cluster."""
 
@@ -452,14 +440,8 @@ class RemoteSeen:
     """Of a batch, the mean."""
     way_ms: float | None = None
     """From its end in an actor until it is here, while it is waited for: the median."""
-    nodes: tuple[NodeSeen, ...] = ()
-    """The slowest first."""
     free_cpus: float | None = None
     """CPUs of the cluster that nobody held, as last seen."""
-    store_used_share: float | None = None
-    """Of all object stores, what held objects, as last seen, 0 to 1."""
-    spilled_bytes: int | None = None
-    """What more of objects was on disk than when it was first seen."""
 
     @classmethod
     def of(cls, stamps: Sequence[BatchStamps]) -> RemoteSeen | None:
@@ -468,32 +450,14 @@ class RemoteSeen:
         ways = [(batch, task, task.way) for batch, task in made if task.way is not None]
         if not ways:
             return None
-        sample_ms: defaultdict[str, list[float]] = defaultdict(list)
-        for _, task, way in ways:
-            spent_ns = task.ended_ns - task.began_ns
-            sample_ms[way.node].append(spent_ns / max(1, task.samples) / 1e6)
-        nodes = [
-            NodeSeen(name=name, batches=len(each), sample_ms=statistics.median(each))
-            for name, each in sample_ms.items()
-        ]
         lasted = [
             max(0, way.landed_ns - task.ended_ns)
             for batch, task, way in ways
             if batch.requested_ns <= task.ended_ns
         ]
-        seen = [way.cluster for *_, way in ways if way.cluster is not None]
-        spilled = [each.spilled_bytes for each in seen if each.spilled_bytes is not None]
+        seen = [way.free_cpus for *_, way in ways if way.free_cpus is not None]
         return cls(
             batch_bytes=statistics.fmean(way.size_bytes for *_, way in ways),
             way_ms=statistics.median(lasted) / 1e6 if lasted else None,
-            nodes=tuple(sorted(nodes, key=lambda node: -node.sample_ms)),
-            free_cpus=seen[-1].free_cpus if seen else None,
-            store_used_share=_share(seen[-1].store_used_bytes, seen[-1].store_bytes)
-            if seen
-            else None,
-            spilled_bytes=max(0, max(spilled) - spilled[0]) if spilled else None,
+            free_cpus=seen[-1] if seen else None,
         )
-
-
-def _share(part: float, whole: float) -> float | None:
-    return min(1.0, part / whole) if whole else None

@@ -142,18 +142,18 @@ class Finding:
 FAMILIES: Final = {
     "data is fine": "FD000 FD001 FD002 FD301 FD319",
     "late batches": "FD104 FD105",
-    "too few workers": "FD101 FD102 FD329",
+    "too few workers": "FD101 FD102",
     "slow storage": "FD303 FD304",
     "slow samples": "FD302",
     "costly transforms": "FD103 FD305 FD309",
     "full CPUs": "FD306 FD315",
-    "costly hand-over": "FD307 FD308 FD311 FD323 FD324",
+    "costly hand-over": "FD307 FD308 FD311 FD323 FD324 FD327",
     "copy, augmentation, padding": "FD312 FD313 FD337",
     "starts of epochs": "FD310 FD332",
     "validation": "FD318 FD331",
     "Python between steps": "FD314 FD320 FD321 FD322 FD333",
     "memory": "FD317 FD326 FD334 FD335 FD336",
-    "uneven shares": "FD316 FD325 FD327 FD328 FD330",
+    "uneven shares": "FD316 FD325",
 }
 """What is shown of a code -> the codes that it stands for."""
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import has_package, printable
 from lightning_fastdata.host.system_calls import write_atomically
@@ -31,10 +31,7 @@ from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Raised when the form of the JSON report changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
@@ -68,8 +65,8 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 class RunReport:
     """Everything worth keeping of one run.
 
-    ``print(report.text())`` gives plain text; rich consoles print it in colours; a notebook shows
-    the summary, and folded below it the page of :meth:`write_html`.
+    ``print(report.text())`` gives plain text; a notebook shows the summary, and folded below it the
+    page of :meth:`write_html`.
     """
 
     stages: tuple[StageSummary, ...]
@@ -159,13 +156,6 @@ class RunReport:
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
         return plain(self.lines(width), ascii_only=ascii)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        for line in self.lines(options.max_width):
-            drawn = [(as_ascii(piece) if options.ascii_only else piece, how) for piece, how in line]
-            yield Text.assemble(*drawn, no_wrap=True, overflow="ellipsis")
 
     def lines(self, width: int = 80) -> list[Line]:
         """Return the summary as :meth:`text` does, in pieces with a style of rich each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -20,7 +19,11 @@ from lightning_fastdata.insight.model.finding import (
     found,
     of_wait,
 )
-from lightning_fastdata.insight.waits.causes import lock_between_processes, where_text
+from lightning_fastdata.insight.waits.causes import (
+    OperationShare,
+    lock_between_processes,
+    where_text,
+)
 from lightning_fastdata.tuning.simulate import BatchCost, scaled, simulate
 
 _DOMINANT: Final = 0.4
@@ -51,14 +54,8 @@ _TWICE: Final = 2.0
 """Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
 _IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305", "FD309"}
 """What the last five recommend or conclude is right where all workers work."""
-_FULL: Final = 0.9
-"""Of the object stores, where it is not told what was written to disk."""
 _UINT8, _ON = "uint8 pixels that the device floats", ("augment_on",)
 _NEAR: Final = "smaller batches; or actors on nearer nodes (the executor Ray(resources={...}))"
-_TIMES: Final = 1.5
-"""A node is slow whose samples take so many times as long as those of the others."""
-_FEWEST_BATCHES: Final = 8
-"""Of a node, and of all others."""
 
 
 def largest(e: Evidence) -> tuple[str, float]:
@@ -76,11 +73,6 @@ def largest(e: Evidence) -> tuple[str, float]:
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
     return (name, share) if share >= _DOMINANT else ("", 0.0)
-
-
-def _where(e: Evidence, *, blocked: bool | None = None) -> str:
-    most = max((each.share for each in e.operations), default=0.0)
-    return where_text(e.lines, most, blocked=blocked)
 
 
 def _more_workers(
@@ -167,7 +159,8 @@ def _latency(e: Evidence) -> Finding | None:
     finding = found(
         "FD303",
         e.stall_share,
-        of_wait(e, share, "waiting for storage, a network or a lock") + _where(e, blocked=True),
+        of_wait(e, share, "waiting for storage, a network or a lock")
+        + where_text(e.lines, blocked=True),
         (Advice(text="keep the data on a local disk", part=share), _CACHE),
         _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
@@ -187,7 +180,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
     return found(
         "FD304",
         e.stall_share,
-        cause + _where(e, blocked=True),
+        cause + where_text(e.lines, blocked=True),
         (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
         _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",
@@ -200,9 +193,14 @@ def _saturated(e: Evidence) -> bool:
     return e.stalls and loads and reads and remedies.overcommitted(e) and not remedies.crowded(e)
 
 
+def _named(e: Evidence) -> OperationShare | None:
+    """Return the operation of a pipeline that takes most, if that is a fifth of reading."""
+    return next((op for op in e.operations if op.augments and op.share >= _NAMED), None)
+
+
 def _transforms(e: Evidence) -> tuple[Advice, ...]:
     """Return what makes reading take less of a CPU."""
-    named = next((each for each in e.operations[:1] if each.share >= _NAMED), None)
+    named = _named(e)
     takes = "" if named is None else f" ({named.name} takes {named.share:.0%} of reading)"
     cheaper = Advice(text=f"cheaper transforms{takes}")
     return (cheaper, *([_ON_DEVICE] if e.device_could_augment else []), _CACHE)
@@ -211,8 +209,9 @@ def _transforms(e: Evidence) -> tuple[Advice, ...]:
 def _gain_of_transforms(e: Evidence) -> Gain | None:
     shares = remedies.part_shares(e)
     part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
-    named = next((each.share for each in e.operations[:1] if each.share >= _NAMED), 1.0)
-    return _gain_of(e, named * (part or 1.0), scaled(e.costs, cpu=1 - named))
+    named = _named(e)
+    less = 1.0 if named is None else named.share
+    return _gain_of(e, less * (part or 1.0), scaled(e.costs, cpu=1 - less))
 
 
 def _spent(
@@ -244,7 +243,7 @@ def _few_workers(e: Evidence) -> Finding | None:
         return None
     cause = of_wait(e, share, "reading and transforming samples on a CPU")
     leave = "storage: it is not what is waited for"
-    cause += _where(e, blocked=False)
+    cause += where_text(e.lines, blocked=False)
     finding = found("FD305", e.stall_share, cause, _transforms(e), _gain_of_transforms(e), leave)
     return _more_workers(e, finding, computing=True)
 
@@ -269,7 +268,7 @@ def _few_cpus(e: Evidence) -> Finding | None:
         if wanted is not None and wanted.workers < now.workers:
             gain = remedies.gain_of_setup(e, wanted)
             remedy = (remedies.advised(now, wanted, gain), *remedy)
-    cause = "; ".join(facts) + _where(e, blocked=False)
+    cause = "; ".join(facts) + where_text(e.lines, blocked=False)
     leave = "more workers: they would share the same CPUs"
     return found("FD306", e.stall_share, cause, remedy, _gain_of_transforms(e), leave)
 
@@ -290,7 +289,7 @@ def _capacity(e: Evidence) -> Finding | None:
         return None
     cause = (
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
-        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + _where(e)
+        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + where_text(e.lines)
     )
     cost = found("FD309", e.stall_share, cause, _transforms(e), _gain_of_transforms(e))
     return _more_workers(e, cost)
@@ -459,74 +458,6 @@ def _network(e: Evidence) -> Finding | None:
     )
 
 
-def _store(e: Evidence) -> Finding | None:
-    seen = e.remote
-    if seen is None or not e.stalls:
-        return None
-    if seen.spilled_bytes:
-        cause = f"object stores were full, and wrote {seen.spilled_bytes / 1e6:.0f} MB to disk"
-    elif seen.spilled_bytes is None and (seen.store_used_share or 0.0) >= _FULL:
-        cause = f"the object stores are {seen.store_used_share:.0%} full"
-    else:
-        return None
-    return found(
-        "FD328",
-        e.stall_share,
-        f"{cause}, while waiting for data costs {e.stall_share or 0.0:.0%} of each step",
-        "larger object stores (ray start --object-store-memory, in bytes), smaller batches or "
-        "fewer actors; and let other programs of the cluster drop what they hold",
-        remedies.without(e, e.stall_ms),
-        "the network: what is read from disk again looks like it",
-    )
-
-
-def _few_actors(e: Evidence) -> Finding | None:
-    now, seen = e.setup, e.remote
-    if not e.stalls or "num_workers" in e.closed or now is None or seen is None:
-        return None
-    wanted = remedies.best_workers(e)
-    if wanted is None:
-        return None
-    gain = remedies.gain_of_setup(e, wanted)
-    if wanted.workers <= now.workers or gain is None or not gain.worthwhile:
-        return None
-    busy = "" if e.busy_share is None else f", busy {e.busy_share:.0%} of the time,"
-    return found(
-        "FD329",
-        e.stall_share,
-        f"{now.workers} actors{busy} make batches more slowly than the training takes them, which "
-        f"costs {e.stall_share or 0.0:.0%} of each step; the cluster has {seen.free_cpus:g} CPUs "
-        "free",
-        remedies.advised(now, wanted, gain),
-        gain,
-        "the network: it is not what is waited for",
-    )
-
-
-def _slow_node(e: Evidence) -> Finding | None:
-    if e.remote is None or not e.stalls or len(e.remote.nodes) < 2:
-        return None
-    slow, *others = e.remote.nodes
-    usual_ms = statistics.median(each.sample_ms for each in others)
-    rest = sum(each.batches for each in others)
-    if min(slow.batches, rest) < _FEWEST_BATCHES or slow.sample_ms < _TIMES * usual_ms:
-        return None
-    now_ms = (slow.batches * slow.sample_ms + rest * usual_ms) / (slow.batches + rest)
-    factor = usual_ms / now_ms
-    return found(
-        "FD330",
-        e.stall_share,
-        f"samples take {slow.sample_ms:.3g} ms on {printable(slow.name, keep='')}, "
-        f"{slow.sample_ms / usual_ms:.1f} times as long as on the other nodes ({usual_ms:.3g} ms)",
-        f"find what else runs on {printable(slow.name, keep='')}, or keep actors off it "
-        "(the executor Ray(label_selector={...}))",
-        remedies.gain_of_costs(e, scaled(e.costs, cpu=factor, blocked=factor, collate=factor)),
-        "the other nodes",
-    )
-
-
-_IF_MORE_HELP: Final = ALL_COSTS | {"FD303", "FD305", "FD309"}
-"""What these say of workers is said here of actors, and of the CPUs that a cluster has."""
 RULES: Final = (
     Rule("FD302", "slow samples hold up their batches", _slow_samples, "loader", ALL_COSTS),
     Rule("FD303", "reading waits for storage", _latency, "loader", ALL_COSTS),
@@ -542,7 +473,4 @@ RULES: Final = (
     Rule("FD311", "page-locking takes long", _pinning, "loader", ALL_COSTS),
     Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD301"),
     Rule("FD327", "batches of actors are long on their way", _network, "loader", ALL_COSTS),
-    Rule("FD328", "the cluster's object stores are full", _store, "machine", ALL_COSTS),
-    Rule("FD329", "the actors are too few", _few_actors, "loader", _IF_MORE_HELP, "FD301"),
-    Rule("FD330", "one node of the cluster is slow", _slow_node, "loader", ALL_COSTS, "FD301"),
 )

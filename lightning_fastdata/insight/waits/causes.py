@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,21 +41,29 @@ _STANDS_OUT: Final = 0.2
 """Of reading, for a line to be named as the place of a cause."""
 _LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
 """How calls of libraries are named that wait for what other processes hold."""
+_OPERATIONS: Final = (".forward", ".transform", ".__call__")
+"""How the functions of torchvision's operations end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationShare:
-    """What one operation inside a dataset's compositions takes."""
+    """What a function of a library takes that reading calls, as an operation or a decoder."""
 
     name: str
-    """Name of its class or function."""
-    calls: int
-    """How often it was timed; one of 32 tasks is."""
-    mean_ms: float
-    """Of one call."""
+    """The library and the function, e.g. ``albumentations Blur.apply``."""
     share: float
-    """Of the time to read the samples it was timed with, 0 to 1. What all operations leave is what
-    reading and decoding took."""
+    """Of the time to read, 0 to 1."""
+
+    @property
+    def augments(self) -> bool:
+        """Whether it is an operation of a pipeline."""
+        return _augments(self.name)
+
+
+def _augments(name: str) -> bool:
+    library, _, function = name.partition(" ")
+    of_torchvision = library == "torchvision" and function.endswith(_OPERATIONS)
+    return library in ("albumentations", "kornia") or of_torchvision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +84,7 @@ class WaitCauses:
     slow_samples: tuple[SlowSample, ...] = ()
     """The slowest samples that held up a batch, slowest first."""
     operations: tuple[OperationShare, ...] = ()
-    """The timed operations, the most expensive first."""
+    """What reading calls in libraries, the most expensive first, at most 20."""
     lines: tuple[LineShare, ...] = ()
     """The lines of the user's code that reading is in, the longest first, at most 20."""
 
@@ -135,8 +144,6 @@ class CauseTotals:
         # Of warm batches: since the last window was taken, and before.
         self._window, self._before, self._cold = _Total(), _Total(), _Total()
         self._slow: dict[tuple[int, object], SlowSample] = {}
-        self._operations: dict[str, tuple[int, int]] = {}
-        self._timed_ns = 0
         self._lines = LineTotals()
 
     def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
@@ -189,11 +196,6 @@ class CauseTotals:
         if slowest is not None:
             self._note_slow(loader, slowest, typical_ms)
         for task in batch.tasks:
-            if task.operations is not None:
-                self._timed_ns += task.read_ns
-                for name, calls, total_ns in task.operations:
-                    calls_before, ns_before = self._operations.get(name, (0, 0))
-                    self._operations[name] = calls_before + calls, ns_before + total_ns
             if task.lines is not None:
                 self._lines.add(task.lines)
 
@@ -251,28 +253,16 @@ class CauseTotals:
                 replace(sample, path=path_of(loader, sample.index))
                 for (loader, _), sample in self._slowest(_SLOWEST)
             ),
-            operations=self._shares(),
+            operations=self._lines.operations(),
             lines=self._lines.shares(),
-        )
-
-    def _shares(self) -> tuple[OperationShare, ...]:
-        longest = sorted(self._operations.items(), key=lambda item: -item[1][1])
-        return tuple(
-            OperationShare(
-                name=name,
-                calls=calls,
-                mean_ms=total_ns / calls / _NS_PER_MS,
-                share=min(1.0, total_ns / max(1, self._timed_ns)),
-            )
-            for name, (calls, total_ns) in longest
         )
 
 
 def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     """Return the causes in words: parts of the wait above 5 %, largest first.
 
-    Then the slowest samples, and the operations and lines of code above 5 % of the time to read a
-    sample. ``brief``: only the largest part, the slowest sample, the operations, the first line.
+    Then the slowest samples, and the lines of code, and what they call, above 5 % of the time to
+    read. ``brief``: only the largest part, the slowest sample, the first line, and the calls.
     """
     lines = []
     total_ms = causes.wait.total_ms
@@ -290,11 +280,12 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
             name = printable(name, keep="")
             lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
-    shown = [each for each in causes.operations if each.share > WORTH_SAYING]
-    if shown:
-        listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in shown)
-        lines.append(f"of the time to read a sample: {listed}")
     places = [each for each in causes.lines if each.share > WORTH_SAYING]
+    named = {each.calls for each in places}
+    calls = [each for each in causes.operations if each.share > WORTH_SAYING]
+    if calls := [each for each in calls if each.name not in named]:
+        listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in calls)
+        lines.append(f"of the time to read a sample: {listed}")
     lines += [line_text(each) for each in places[: 1 if brief else 3]]
     return lines
 
@@ -406,6 +397,7 @@ class LineTotals:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, int, str], _Line] = {}
+        self._calls = Counter[str]()
         self._total_ns = 0
 
     def add(self, times: Iterable[LineTime]) -> None:
@@ -418,6 +410,10 @@ class LineTotals:
                 line.blocked_ns += each.blocked_ns or 0
                 line.unmeasured |= each.blocked_ns is None
                 line.calls[each.calls] += each.total_ns
+                own = f"{each.file.partition(os.sep)[0]} {each.function}"
+                self._calls[own if _augments(own) else each.calls] += each.total_ns
+        if len(self._calls) > _KEPT_LINES:
+            self._calls = Counter(dict(self._calls.most_common(_KEPT_LINES // 2)))
         if len(self._lines) > _KEPT_LINES:
             self._lines = dict(self._longest(_KEPT_LINES // 2))
 
@@ -440,6 +436,15 @@ class LineTotals:
             for (file, number, function), line in self._longest(_MOST_LINES)
         )
 
+    def operations(self) -> tuple[OperationShare, ...]:
+        """Return what the lines call in libraries, likewise."""
+        if self._total_ns < _FEWEST_NS:
+            return ()
+        longest = self._calls.most_common(_MOST_LINES)
+        return tuple(
+            OperationShare(name=name, share=ns / self._total_ns) for name, ns in longest if name
+        )
+
 
 def _most_of(times_ns: Counter[str], total_ns: int) -> str:
     """Return the name that more than half of the time has; empty: none has."""
@@ -457,16 +462,12 @@ def line_text(line: LineShare) -> str:
     return printable(text, keep="")
 
 
-def where_text(
-    lines: Sequence[LineShare], operations_share: float = 0.0, *, blocked: bool | None = None
-) -> str:
+def where_text(lines: Sequence[LineShare], *, blocked: bool | None = None) -> str:
     """Return the line that stands out, to be added to a cause; empty if none does.
 
     Args:
         lines: Of the stage.
-        operations_share: Of reading, what the costliest timed operation takes, 0 to 1.
-        blocked: The line that waits longest; False: that computes longest, and empty if a timed
-            operation explains more; None: that takes longest, else as False.
+        blocked: The line that waits longest; False: that computes longest; None: that takes most.
     """
 
     def of_reading(line: LineShare) -> float:
@@ -475,8 +476,6 @@ def where_text(
 
     line = max(lines, key=of_reading, default=None)
     if line is None or line.share < _STANDS_OUT or of_reading(line) <= 0:
-        return ""
-    if not blocked and operations_share >= line.share:
         return ""
     return f"; {line_text(line)}"
 

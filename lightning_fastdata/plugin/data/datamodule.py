@@ -122,9 +122,8 @@ class DataModuleHooks(NeedsConstruction):
             else of the image's size is an error beside operations that move pixels;
             :func:`as_batch_transform` says how to name it, or to leave it.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
-            ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
-            ``"raise"`` an error; ``"off"``: nothing. All but the last two train in parts what does
-            not fit all the same.
+            ``"accumulate"`` smaller batches to the same effective size; ``"raise"`` an error;
+            ``"off"``: nothing. All but the last two train in parts what does not fit all the same.
         prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
             turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_fastdata.augment import prepare_kernels
 from lightning_fastdata.batches.bad_samples import BadSamples
-from lightning_fastdata.caches.cached import CachedSource
+from lightning_fastdata.caches.cached import CachedSource, cache_of, with_cache
 from lightning_fastdata.caches.folders import CacheFolder, cache_root, hold, room_bytes
 from lightning_fastdata.caches.gain import measure_gain
-from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.host.memory import read_host_memory
@@ -80,7 +78,7 @@ from lightning_fastdata.plugin.seams.trainer import (
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import global_seed
 from lightning_fastdata.tree import is_a
-from lightning_fastdata.types import STAGES, SampleKey, has_own_order
+from lightning_fastdata.types import STAGES, has_own_order
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -197,8 +195,6 @@ class ModuleLoaders:
             "standby": plan.standby,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
-        if transform is not None:
-            _prepare_kernels(module, of, transform, facts)
         settings |= module.placing.settings(of, transform, self._transforms, plan)
         loader = build_loader(
             dataset,
@@ -346,24 +342,6 @@ class ModuleLoaders:
             batch_sampler=batch_sampler,
         )
         return spec, others
-
-
-def _prepare_kernels(
-    module: DataModule, of: StagePlan, transform: StageTransform, facts: DatasetFacts
-) -> None:
-    """Have the kernels compiled that the device will take for a transform, if it may take any."""
-    trainer = of.trainer
-    if trainer is None or not facts.sampled:
-        return
-    if module.placing.may_use_device(of.spec.stage, trainer):
-        prepare_kernels(
-            transform,
-            (facts.sample, *facts.further),
-            SampleKey(of.seed, 0, 0),
-            of.spec.batch_size or 1,
-            trainer.strategy.root_device,
-            first_of_node=trainer.local_rank == 0,
-        )
 
 
 def _tell(trainer: Trainer | None, name: str, move: str) -> None:

@@ -18,7 +18,6 @@ import torch
 from lightning_fastdata.batches.staged import as_plain, move, row_words
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.ranks import deciding, tell_samplers
@@ -31,6 +30,7 @@ from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class
 from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.sources.files import files_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

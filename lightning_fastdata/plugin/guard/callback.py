@@ -12,9 +12,7 @@ from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.data.datasets import datasets_of
-from lightning_fastdata.plugin.guard.prediction import (
-    skipped,
-)
+from lightning_fastdata.plugin.guard.prediction import skipped
 from lightning_fastdata.plugin.guard.replay import ArrivesInParts, RunsInParts, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import (
     apply_decision,
@@ -82,7 +80,7 @@ class GuardHooks:
     def state_dict(self) -> dict[str, int]:
         """Return the sizes that were changed, so that a resumed run trains with the same."""
         decision = self.decision
-        if decision is None or decision.action not in ("accumulate", "reduce", "chosen"):
+        if decision is None or decision.action not in ("accumulate", "chosen"):
             return {}
         return {
             "batch_size": decision.batch_size,

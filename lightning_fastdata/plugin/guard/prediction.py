@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-GuardPolicy: TypeAlias = Literal["accumulate", "reduce", "raise", "warn", "off"]
+GuardPolicy: TypeAlias = Literal["accumulate", "raise", "warn", "off"]
 """What to do with a batch that does not fit.
 
-``accumulate`` loads smaller batches and accumulates gradients over more of them, ``reduce`` only
-loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``off`` does not look.
+``accumulate`` loads smaller batches and accumulates gradients over more of them, ``raise`` stops
+the run, ``warn`` lets it go on, ``off`` does not look.
 """
 
-GuardAction: TypeAlias = Literal[
-    "keep", "accumulate", "reduce", "chosen", "raise", "warn", "skipped"
-]
+GuardAction: TypeAlias = Literal["keep", "accumulate", "chosen", "raise", "warn", "skipped"]
 
 _CLOSE = 8
 _NEARLY = 0.95  # of the most rows a second
@@ -50,7 +47,7 @@ class GuardDecision:
     """What the guard decided about one batch size, and why."""
 
     asked_batch_size: int
-    """Rows per batch that the user asked for; 0 if the loader does not batch."""
+    """Rows per batch that the user asked for."""
     batch_size: int
     """Rows per batch to load. Never more than was asked for."""
     accumulate_grad_batches: int
@@ -60,7 +57,7 @@ class GuardDecision:
     budget_bytes: int | None
     """What a training step may take: free memory less the reserve; None if not read."""
     action: GuardAction
-    """``keep``: it fits. ``accumulate``, ``reduce``: it does not, load smaller batches.
+    """``keep``: it fits. ``accumulate``: it does not, load smaller batches.
     ``chosen``: no size was asked for. ``raise``, ``warn``: it does not fit, stop or tell.
     ``skipped``: not looked at, nothing is known."""
     reason: str
@@ -151,7 +148,7 @@ def decide(
     asked: int,
     probes: Sequence[Probe],
     budget_bytes: int,
-    policy: GuardPolicy,
+    policy: GuardPolicy | None,
     accumulate_now: int = 1,
     dataset_rows: int | None = None,
 ) -> GuardDecision:
@@ -161,25 +158,10 @@ def decide(
     taken if they divide it evenly: then each optimizer step sees exactly as many rows as before.
     Otherwise the reason says by how many rows the optimizer step differs.
 
-    If not even one row fits, ``accumulate`` and ``reduce`` become ``raise``. ``accumulate_now`` is
-    how many batches gradients are accumulated over already; no batch has more rows than
-    ``dataset_rows``.
-
-    Raises:
-        OptionsError: The policy is unknown, or ``asked`` or ``accumulate_now`` is less than 1.
+    Without a policy the most rows that fit are chosen. If not even one fits, that and
+    ``accumulate`` become ``raise``. ``accumulate_now`` is how many batches gradients are
+    accumulated over already; no batch has more rows than ``dataset_rows``.
     """
-    if policy not in get_args(GuardPolicy):
-        known = ", ".join(map(repr, get_args(GuardPolicy)))
-        raise OptionsError(f"The batch-size guard has no policy {policy!r}. Choose one of {known}.")
-    if asked < 1 or accumulate_now < 1:
-        raise OptionsError(
-            f"The batch size ({asked}) and the batches to accumulate ({accumulate_now}) must be at "
-            "least 1."
-        )
-    if policy == "off":
-        return skipped(asked, accumulate_now, "the guard is off")
-    if not probes:
-        return skipped(asked, accumulate_now, "no training step was measured")
     full = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
 
     ran = max((probe.rows for probe in probes if probe.peak_bytes is not None), default=0)
@@ -208,7 +190,7 @@ def decide(
 
 
 def _act(
-    keep: GuardDecision, policy: GuardPolicy, full: int, largest: int, short: str
+    keep: GuardDecision, policy: GuardPolicy | None, full: int, largest: int, short: str
 ) -> GuardDecision:
     """Return what the policy does about ``full`` rows of which at most ``largest`` fit."""
     if policy == "warn":
@@ -221,21 +203,23 @@ def _act(
         return replace(keep, action="raise", reason=f"{short}, {fits} {advice}.")
     if policy == "raise":
         fits = f"At most {largest} rows fit: set the batch size to {largest} or less"
-        advice = "or let the guard act with policy 'accumulate' or 'reduce'"
+        advice = "or let the guard act with policy 'accumulate'"
         return replace(keep, action="raise", reason=f"{short}. {fits}, {advice}.")
-    parts = _parts(full, largest) if policy == "accumulate" else 1
-    rows = math.ceil(full / parts) if policy == "accumulate" else largest
+    if policy is None:
+        most = f"{short}. At most {largest} rows fit."
+        return replace(keep, action="chosen", batch_size=largest, reason=most)
+    parts = _parts(full, largest)
+    rows = math.ceil(full / parts)
     batches = keep.accumulate_grad_batches * parts
     before, after = full * keep.accumulate_grad_batches, rows * batches
     seen = f"still sees {after}" if after == before else f"sees {after} instead of {before}"
-    over = f" and gradients accumulate over {batches} batches" if batches > 1 else ""
     return replace(
         keep,
         batch_size=rows,
         accumulate_grad_batches=batches,
-        action="accumulate" if policy == "accumulate" else "reduce",
-        reason=f"{short}: the loader now gives {rows} rows at a time{over}. Each optimizer step "
-        f"{seen} rows.",
+        action="accumulate",
+        reason=f"{short}: the loader now gives {rows} rows at a time and gradients accumulate over "
+        f"{batches} batches. Each optimizer step {seen} rows.",
     )
 
 
@@ -258,7 +242,7 @@ def at_knee(largest: GuardDecision, probes: Sequence[Probe]) -> GuardDecision:
     memory, and optimizer steps from each epoch, for nothing.
     """
     rates = _rows_per_s(probes)
-    if largest.action not in ("keep", "reduce") or not rates:
+    if largest.action not in ("keep", "chosen") or not rates:
         return largest
     best = max(rates.values())
     rows = next(rows for rows, rate in rates.items() if rate >= _NEARLY * best)

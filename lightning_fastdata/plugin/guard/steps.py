@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.device.backend import is_out_of_memory, synchronize
-from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -55,7 +55,7 @@ from lightning_fastdata.plugin.seams.trainer import loss_scaler, of_ranks, unsee
 from lightning_fastdata.torch_internals import not_compiled
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
@@ -78,7 +78,7 @@ def run_guard(
     pl_module: LightningModule,
     *,
     batch_of: Callable[[int], Batch],
-    batch_size: int | None,
+    batch_size: int,
     policy: GuardPolicy,
     reader: MemoryReader,
     dataset_rows: int | None = None,
@@ -109,7 +109,7 @@ def run_guard(
         trainer: It has set up its strategy for a fit.
         pl_module: The module it trains.
         batch_of: Gives a batch with that many rows, on the CPU, as the loader delivers it.
-        batch_size: Rows that the user asked for; None if the loader does not batch.
+        batch_size: Rows that the user asked for.
         policy: What to do if they do not fit.
         reader: Of the device that the module is on.
         dataset_rows: Rows of the training dataset, if known: no batch has more.
@@ -119,7 +119,7 @@ def run_guard(
         batches_ahead: Batches that are on the device beside the one that is trained on.
         host_bytes: Returns the free memory of the host.
     """
-    asked = batch_size or 0
+    asked = batch_size
     accumulate_now = trainer.accumulate_grad_batches
     if why := _why_not(trainer, pl_module, asked, policy):
         return skipped(asked, accumulate_now, why)
@@ -158,7 +158,7 @@ def run_guard(
                 reader=reader,
                 free_before=free_before,
                 asked=asked,
-                policy=policy if clock is None else "reduce",
+                policy=policy if clock is None else None,
                 accumulate_now=accumulate_now,
                 dataset_rows=dataset_rows,
             )
@@ -206,7 +206,7 @@ def _decided(
 
 def _to_run(decision: GuardDecision, largest: int) -> int | None:
     """Return the size that has to run before it is trained with; None: nothing was chosen."""
-    chosen = decision.action in ("keep", "accumulate", "reduce")
+    chosen = decision.action in ("keep", "accumulate", "chosen")
     return min(decision.batch_size, largest) if chosen else None
 
 
@@ -237,9 +237,7 @@ def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: in
     return Probe(rows, None if peak == _NO_MEMORY else peak, slowest_s or None)
 
 
-def apply_decision(
-    decision: GuardDecision, trainer: Trainer, datamodule: DataModule | LightningDataModule
-) -> str:
+def apply_decision(decision: GuardDecision, trainer: Trainer, datamodule: DataModule) -> str:
     """Set the batch size and the accumulation that were decided, and return the reason.
 
     A training loader that the trainer has built already (``configure_optimizers`` asked for
@@ -247,19 +245,12 @@ def apply_decision(
 
     Raises:
         BatchSizeError: The batch does not fit and may not be changed.
-        OptionsError: The batch size is to be changed, but the data module has no ``batch_size``.
     """
     if decision.action == "raise":
         raise BatchSizeError(decision.reason)
     if decision.action == "warn":
         warnings.warn(decision.reason, FastDataWarning, stacklevel=2)
-    if decision.action in ("accumulate", "reduce", "chosen"):
-        if not hasattr(datamodule, "batch_size"):
-            raise OptionsError(
-                f"The batch-size guard cannot set {type(datamodule).__name__}.batch_size to "
-                f"{decision.batch_size}: there is no such attribute. Read the batch size of your "
-                "loaders from `self.batch_size`, or set the guard's policy to 'raise'."
-            )
+    if decision.action in ("accumulate", "chosen"):
         datamodule.batch_size = decision.batch_size
         trainer.accumulate_grad_batches = decision.accumulate_grad_batches
         forget_training_loader(trainer)
@@ -276,8 +267,6 @@ def _why_not(
     scheduled = policy == "accumulate" and "GradientAccumulationScheduler" in callbacks
     tensors = (*pl_module.parameters(), *pl_module.buffers())
     reasons = {
-        "the guard is off": policy == "off",
-        "the loader does not batch by itself": batch_size < 1,
         f"below a batch size of {batch_size} there is little to measure": batch_size < _SMALLEST,
         "fast_dev_run is on": bool(attributes.fast_dev_run),
         "the resumed run would lose its place in the data": trainer.ckpt_path is not None,

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 TAG: Final = "data/batch"
-"""What the pictures are called on a board."""
+"""What the picture is called on a board."""
 _USUAL_IMAGES: Final = 16
 _PAGE_PX: Final = 400
 _LARGEST_SCALE: Final = 8
@@ -43,45 +43,29 @@ _FONT_PX: Final = 13
 _LETTER_PX: Final = 6.6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PictureSettings:
-    """When a picture of a training batch is logged, and of how many images."""
+def images_shown(log_images: bool | int) -> int:
+    """Return how many images of a training batch the user wants to see at most; 0: none.
 
-    most: int
-    """Images in a picture at most; 0: no pictures."""
-    every_n_epochs: int | None
-    """Epochs from picture to picture; None: one picture in a fit."""
-
-    @classmethod
-    def checked(cls, log_images: bool | int, every_n_epochs: int | None) -> PictureSettings:
-        """Return the settings for what the user wrote.
-
-        Raises:
-            OptionsError: a number is not positive, or epochs are given without images.
-        """
-        if not isinstance(log_images, int) or log_images < 0:
-            raise OptionsError(
-                f"log_images={log_images!r} has to be True, False, or a number of images."
-            )
-        few = not isinstance(every_n_epochs, int) or every_n_epochs < 1
-        if every_n_epochs is not None and (few or not log_images):
-            raise OptionsError(
-                f"images_every_n_epochs={every_n_epochs!r} with log_images={log_images!r}: give a "
-                "number of epochs from 1, and set log_images=True, or leave it at None."
-            )
-        most = _USUAL_IMAGES if log_images is True else int(log_images)
-        return cls(most=most, every_n_epochs=every_n_epochs)
+    Raises:
+        OptionsError: It is no number of images.
+    """
+    if not isinstance(log_images, int) or log_images < 0:
+        raise OptionsError(
+            f"log_images={log_images!r} has to be True, False, or a number of images."
+        )
+    return _USUAL_IMAGES if log_images is True else int(log_images)
 
 
 def pictures_of(
-    trainer: Trainer, settings: PictureSettings, augment: object, image: int | str | None
-) -> BatchPictures | None:
-    """Return what logs the pictures of a fit; None on ranks that log none, or if none are wanted.
+    trainer: Trainer, most: int, augment: object, image: int | str | None
+) -> BatchPicture | None:
+    """Return what logs the picture of a fit; None on ranks that log none, or if none is wanted.
 
-    ``augment`` is the transform of a callback, for batches of loaders that are not ours, and
-    ``image`` the key or index of the images that the user gave with it.
+    ``most`` is the number of images in it at most, ``augment`` the transform of a callback, for
+    batches of loaders that are not ours, and ``image`` the key or index of the images that the user
+    gave with it.
     """
-    if not settings.most or not trainer.is_global_zero:
+    if not most or not trainer.is_global_zero:
         return None
     module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -98,52 +82,45 @@ def pictures_of(
         loaders = flattened(trainer.train_dataloader)
         datasets = [loader.dataset for loader in loaders if hasattr(loader, "dataset")]
         form = form.normalized_by(datasets)
-    return BatchPictures(settings, form if image is None else replace(form, image=image))
+    return BatchPicture(most, form if image is None else replace(form, image=image))
 
 
-class BatchPictures:
-    """Logs the pictures of one fit."""
+class BatchPicture:
+    """Logs the picture of the first batch of one fit."""
 
-    def __init__(self, settings: PictureSettings, form: BatchImages) -> None:
-        self._settings = settings
-        self._form = form
-        self._last_epoch: int | None = None
+    def __init__(self, most: int, form: BatchImages) -> None:
+        self._most, self._form = most, form
+        self._due = True
 
     def batch_began(
         self, loggers: Sequence[Logger], batch: Batch, *, epoch: int, step: int
     ) -> None:
-        """Show a batch on every logger that takes images, if it is time; say once if none does.
+        """Show the first batch on every logger that takes images; say so if none does.
 
         The batch is as the training step gets it, None where a loader gave none; epochs count from
         0, and ``step`` is the position on the step axis.
         """
-        if batch is None or not self._is_due(epoch):
+        if batch is None or not self._due:
             return
-        first, self._last_epoch = self._last_epoch is None, epoch
+        self._due = False
         # Lightning puts this in the place of a logger where nothing is to be logged.
         own = [one for one in loggers if type(one).__name__ != "DummyLogger"]
         if loggers and not own:
             return
         why = self._log(own, batch, epoch, step)
-        if first and why is not None:
+        if why is not None:
             warnings.warn(f"log_images shows nothing: {why}", FastDataWarning, stacklevel=2)
-
-    def _is_due(self, epoch: int) -> bool:
-        every = self._settings.every_n_epochs
-        if self._last_epoch is None or every is None:
-            return self._last_epoch is None
-        return epoch != self._last_epoch and epoch % every == 0
 
     def _log(self, loggers: Sequence[Logger], batch: Batch, epoch: int, step: int) -> str | None:
         """Show a batch, and return why no logger does; None if one does."""
         try:
             require("PIL", extra="images", what="A picture of a batch")
             images = self._form.find(_of_one_loader(batch, self._form))
-            grid = self._form.grid(images, self._settings.most)
+            grid = self._form.grid(images, self._most)
         except (BatchError, MissingPackageError) as error:
             return str(error)
         when = f"Epoch {epoch}, step {step}"
-        caption = describe_picture(images, self._settings.most, self._form, when)
+        caption = describe_picture(images, self._most, self._form, when)
         if log_image(loggers, TAG, captioned(grid, caption), caption, step):
             return None
         names = ", ".join(type(one).__name__ for one in loggers)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.model.memory import MemorySeen
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
-    from lightning_fastdata.plugin.loggers.pictures import BatchPictures
+    from lightning_fastdata.plugin.loggers.pictures import BatchPicture
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
@@ -304,7 +304,7 @@ class MeasuredRun:
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
         self.live = LiveRun(trainer, recording, undo, ours.misfortunes)
-        self.pictures: BatchPictures | None = None
+        self.pictures: BatchPicture | None = None
         self._ours = ours
         self._shown: str | None = None
         self._shown_at_s = 0.0

@@ -28,7 +28,6 @@ class MixtureScalars:
             for name, epochs in mixture.epochs(*place).items():
                 if total > 0:
                     found[f"data_mix/{label}{name}_percent"] = 100 * new[name] / total
-                if epochs is not None:
-                    found[f"data_mix/{label}{name}_epochs"] = epochs
+                found[f"data_mix/{label}{name}_epochs"] = epochs
             self._before[label] = counts
         return found

@@ -22,7 +22,7 @@ from lightning_fastdata.planning.options import (
 )
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
-from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
+from lightning_fastdata.plugin.loggers.pictures import images_shown, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
 from lightning_fastdata.plugin.seams.internals import count_documents
@@ -75,7 +75,6 @@ class ThroughputHooks(NeedsConstruction):
         log_images: Show the first training batch of the fit, as the training step gets it, to
             loggers that take images (TensorBoard, W&B, MLflow, Comet): ``True``, or how many
             images of it. ``Normalize`` is undone in the picture, where it is known.
-        images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
         report: Where to write the report of a fit as JSON; beside it, it is written as a page, with
@@ -106,7 +105,6 @@ class ThroughputHooks(NeedsConstruction):
         mask: str | int | None = None,
         every_n_steps: int | None = None,
         log_images: bool | int = False,
-        images_every_n_epochs: int | None = None,
         figures: bool = True,
         summary: bool = True,
         report: str | Path | bool = True,
@@ -123,7 +121,7 @@ class ThroughputHooks(NeedsConstruction):
             self.augment = as_batch_transform(augment, image=image, mask=mask)
         self.every_n_steps = every_n_steps
         self.image = image
-        self.picture_settings = PictureSettings.checked(log_images, images_every_n_epochs)
+        self.most_images = images_shown(log_images)
         self.figures = figures
         self.summary = summary
         check_among("scalars", scalars, ("main", "all"))
@@ -179,7 +177,7 @@ class ThroughputHooks(NeedsConstruction):
             run.judge.ranks = RankRecords(
                 shared_store(), rank=trainer.global_rank, world_size=trainer.world_size
             )
-        run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
+        run.pictures = pictures_of(trainer, self.most_images, self.augment, self.image)
         run.began()
 
     @harmless(_NOT_MEASURED)

@@ -32,28 +32,17 @@ def on_cells() -> bool:
     return bool(abs(cv2.warpAffine(ramp, third, (64, 1))[0, 32] - (32 + 1 / 3)) > 1e-3)
 
 
-def determinant(matrix: np.ndarray) -> float:
-    """Return the determinant of a 3x3 matrix."""
-    (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
-    return float(a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g))
-
-
-def invert(matrix: np.ndarray, *, projective: bool) -> np.ndarray:
-    """Return the inverse of a 3x3 matrix, float64, in the order of OpenCV's operations."""
-    m = np.asarray(matrix, np.float64)
-    if not projective:
-        # Numbers, not arrays of two: a sample has one of these.
-        (a, b, c), (d, e, f), _ = m.tolist()
-        by = 1 / (a * e - b * d)
-        a, b, d, e = e * by, b * -by, d * -by, a * by
-        return np.array([[a, b, -a * c - b * f], [d, e, -d * c - e * f], [0, 0, 1]])
-    cofactors = np.array([np.cross(m[1], m[2]), np.cross(m[2], m[0]), np.cross(m[0], m[1])])
-    inverse: np.ndarray = cofactors.T * (1 / (m[0] @ cofactors[0]))
-    return inverse
+def invert(matrix: np.ndarray) -> np.ndarray:
+    """Return the inverse of an affine 3x3 matrix, float64, in the order of OpenCV's operations."""
+    # Numbers, not arrays of two: a sample has one of these.
+    (a, b, c), (d, e, f), _ = np.asarray(matrix, np.float64).tolist()
+    by = 1 / (a * e - b * d)
+    a, b, d, e = e * by, b * -by, d * -by, a * by
+    return np.array([[a, b, -a * c - b * f], [d, e, -d * c - e * f], [0, 0, 1]])
 
 
 def cells_of_matrix(
-    inverse: Tensor, size: tuple[int, int], *, projective: bool, nearest: bool
+    inverse: Tensor, size: tuple[int, int], *, nearest: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the rows and columns that output pixels come from, int64 ``[n, height, width]``.
 
@@ -62,13 +51,6 @@ def cells_of_matrix(
     y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
     x = torch.arange(size[1], device=inverse.device, dtype=inverse.dtype)[None, :]
     m = inverse[:, :, :, None, None]
-    if projective:
-        columns, rows, depth = (
-            m[:, row, 0] * x + (m[:, row, 1] * y + m[:, row, 2]) for row in range(3)
-        )
-        unit = torch.full_like(depth, 1 if nearest else CELLS) / depth
-        unit = torch.where(depth == 0, 0.0, unit)
-        return _whole(rows * unit, nearest), _whole(columns * unit, nearest)
     # Half of what the shift below cuts off.
     half = _AFFINE // 2 if nearest else _AFFINE // CELLS // 2
     shift = 10 if nearest else 10 - _BITS

@@ -1,4 +1,4 @@
-"""Affine and projective warps with linear or nearest interpolation, all five border modes."""
+"""Affine warps with linear or nearest interpolation, all five border modes."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -74,7 +74,7 @@ def loop() -> Loop:
 
     def misses(known: Loop) -> int:
         how = (known.scalar_from(width), known.rounds_once)
-        return int((_positions(one, size, *how, projective=False)[1][0] != seen).sum())
+        return int((_positions(one, size, *how)[1][0] != seen).sum())
 
     return min(_LOOPS, key=misses)
 
@@ -93,9 +93,9 @@ def blends_alike() -> bool:
     noise = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
     matrix = np.array([[0.8, 0.3, 2.6], [-0.3, 0.9, 4.7], [0, 0, 1]])
     wanted = cv2.warpAffine(noise, matrix[:2], size[::-1], flags=cv2.INTER_LINEAR)
-    inverse = torch.from_numpy(cells.invert(matrix, projective=False).astype(np.float32))[None]
+    inverse = torch.from_numpy(cells.invert(matrix).astype(np.float32))[None]
     columns = loop().scalar_from(size[1]), loop().rounds_once
-    where = _positions(inverse, size, *columns, projective=False)
+    where = _positions(inverse, size, *columns)
     black = torch.zeros(1, 3)
     found = sample(torch.from_numpy(noise)[None], *where, LINEAR, cv2.BORDER_CONSTANT, black)[0]
     return bool((found.numpy() == wanted).all())
@@ -108,20 +108,7 @@ def still_on_cells(batch: Tensor) -> bool:
 
 def _out_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     size = params.get("output_shape", shape[:2])
-    if type(transform).__name__ == "Perspective" and not transform.keep_size:
-        size = params["max_height"], params["max_width"]
     return round(float(size[0])), round(float(size[1])), *shape[2:]
-
-
-def _forward(transform: Transform, params: Values, shape: Shape) -> np.ndarray:
-    matrix = np.asarray(params["matrix"], np.float64)
-    if type(transform).__name__ != "Perspective":
-        # Albumentations returns the image itself if the matrix is close to the identity.
-        return _IDENTITY if _is_close(matrix) else matrix
-    if transform.keep_size:
-        scale = shape[1] / params["max_width"], shape[0] / params["max_height"]
-        matrix = np.diag([*scale, 1.0]) @ matrix
-    return matrix
 
 
 def _is_close(matrix: np.ndarray) -> bool:
@@ -149,19 +136,20 @@ def encode_sampling(transform: Transform, shape: Shape, *, extends: bool) -> Enc
 
 
 def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    name = type(transform).__name__
-    projective = name == "Perspective"
-    how = encode_sampling(transform, shape, extends=not projective)
-    matrix = _forward(transform, params, shape)
-    singular = abs(cells.determinant(matrix)) < 1e-12
-    if how is None or singular or (name == "Rotate" and transform.crop_border):
+    how = encode_sampling(transform, shape, extends=True)
+    matrix = np.asarray(params["matrix"], np.float64)
+    # Albumentations returns the image itself if the matrix is close to the identity.
+    matrix = _IDENTITY if _is_close(matrix) else matrix
+    (a, b, _), (d, e, _), _ = matrix.tolist()
+    singular = abs(a * e - b * d) < 1e-12
+    crops = type(transform).__name__ == "Rotate" and transform.crop_border
+    if how is None or singular or crops:
         return None
-    exact = cells.invert(matrix, projective=projective)
+    exact = cells.invert(matrix)
     arrays = {"inverse": exact.astype(np.float32), "exact": exact}
     size = _out_shape(transform, params, shape)[:2]
     columns = (("scalar_from", loop().scalar_from(size[1])), ("rounds_once", loop().rounds_once))
-    own = (("size", size), ("projective", projective), *columns)
-    return Encoded((*how.static, *own), {**arrays, **how.arrays})
+    return Encoded((*how.static, ("size", size), *columns), {**arrays, **how.arrays})
 
 
 def clamped(where: Tensor) -> Tensor:
@@ -170,7 +158,7 @@ def clamped(where: Tensor) -> Tensor:
 
 
 def _positions(
-    inverse: Tensor, size: tuple[int, int], scalar_from: int, rounds_once: bool, *, projective: bool
+    inverse: Tensor, size: tuple[int, int], scalar_from: int, rounds_once: bool
 ) -> tuple[Tensor, Tensor]:
     """Return where each output pixel comes from: rows and columns, float32 ``[n, height, width]``.
 
@@ -193,11 +181,7 @@ def _positions(
             found[..., scalar_from:] = (products + (down * y).double()).float() + start
         return found
 
-    columns, rows = line(0), line(1)
-    if projective:
-        depth = line(2)
-        columns, rows = columns / depth, rows / depth
-    return clamped(rows), clamped(columns)
+    return clamped(line(1)), clamped(line(0))
 
 
 def sample(
@@ -238,14 +222,13 @@ def _warp(setting: str, fill_name: str) -> Run:
     def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
         fill = fill_like(images, arrays, fill_name)
-        size, projective, kind = static["size"], static["projective"], static[setting]
+        size, kind = static["size"], static[setting]
         if static["cells"] or still_on_cells(images):
-            exact, nearest = arrays["exact"], kind == NEAREST
-            places = cells.cells_of_matrix(exact, size, projective=projective, nearest=nearest)
+            places = cells.cells_of_matrix(arrays["exact"], size, nearest=kind == NEAREST)
             out = cells.sample_cells(images, *places, kind, static["border"], fill)
         else:
             how = static["scalar_from"], static["rounds_once"]
-            places = _positions(arrays["inverse"], size, *how, projective=projective)
+            places = _positions(arrays["inverse"], size, *how)
             out = sample(images, *places, kind, static["border"], fill)
         return out.view(*out.shape[:3], *batch.shape[3:])
 
@@ -261,6 +244,6 @@ OPS = tuple(
         out_shape=_out_shape,
         fused=instructions.warp,
     )
-    for name in ("Affine", "Rotate", "ShiftScaleRotate", "Perspective")
+    for name in ("Affine", "Rotate", "ShiftScaleRotate")
 )
 """Nearest is exact. Linear on uint8 is exact with OpenCV 4, at most a level off with OpenCV 5."""

@@ -3,7 +3,7 @@
 The arithmetic is that of the operations in :mod:`lightning_fastdata.augment.ops` on a CPU, step by
 step, so that both give the same bytes: halves to even by adding and taking away ``1.5 * 2**23``,
 divisions that are rounded once, and a product and a sum rounded together only where torch does it,
-in its ``lerp`` and ``addcmul``: there ``tl.fma`` is written out.
+in its ``lerp``: there ``tl.fma`` is written out.
 """
 
 # ruff: noqa: N803, PLR0912, PLR0915 - Triton writes constants in capitals and decides by
@@ -18,11 +18,9 @@ import triton
 import triton.language as tl
 
 from lightning_fastdata.augment.replay.kernels.pixels import (
-    REFLECT_101,
     came_from,
     contrasted,
     covered,
-    fold,
     looked_up,
     luminance,
     part,
@@ -36,14 +34,12 @@ from lightning_fastdata.augment.replay.kernels.pixels import (
     went_to,
 )
 from lightning_fastdata.augment.replay.kernels.reading import (
-    read_down,
-    read_plane,
     read_resized,
     read_warped,
 )
 
 _VARYING: Final = (
-    *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at", "rows_at"),
+    *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at"),
     *("height", "width", "out_height", "out_width", "length"),
 )
 """Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
@@ -59,60 +55,6 @@ def trial_kernel(target):
     tl.store(target, 1)
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
-def across_kernel(
-    source, target, ints, floats, rows_at, code_at, height, width, length, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Correlate the rows of those images whose kernel is meant for both axes, one after the other.
-
-    Writes float32 ``[images, height, width, 3]``, to be correlated along the columns.
-    """
-    place, at = part(height * width, BLOCK)
-    sample = tl.load(ints + rows_at + place)
-    code = ints + code_at + sample * length * 5
-    taps = floats + tl.load(code + 1) // 4
-    size = tl.load(code + 2)
-    mask = at < height * width
-    y, x = placed(at, width)
-    image = source + sample.to(tl.int64) * height * width * 3
-    red = tl.zeros([BLOCK], tl.float32)
-    green = tl.zeros([BLOCK], tl.float32)
-    blue = tl.zeros([BLOCK], tl.float32)
-    for tap in range(size):
-        weight = tl.load(taps + tap)
-        column = fold(x + tap - size // 2, width, REFLECT_101)
-        r, g, b = read(image, y, column, width, mask)
-        red = tl.fma(r.to(tl.float32), weight, red)
-        green = tl.fma(g.to(tl.float32), weight, green)
-        blue = tl.fma(b.to(tl.float32), weight, blue)
-    out = target + place.to(tl.int64) * height * width * 3 + at * 3
-    tl.store(out, red, mask)
-    tl.store(out + 1, green, mask)
-    tl.store(out + 2, blue, mask)
-
-
-@triton.jit
-def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.constexpr):
-    """Return red, green and blue through the filter of a sample, or as they are."""
-    kind = tl.load(code)
-    one = tl.load(code + 1)
-    two = tl.load(code + 2)
-    three = tl.load(code + 3)
-    if kind == 11:
-        plane = middle + three.to(tl.int64) * height * width * 3
-        red, green, blue = read_down(
-            plane, floats + one // 4, two, y, x, height, width, mask, BLOCK
-        )
-    elif kind == 12:
-        red, green, blue = read_plane(
-            image, floats + one // 4, two, three, tl.load(code + 4), y, x, height, width, mask,
-            BLOCK,
-        )  # fmt: skip
-    else:
-        red, green, blue = read(image, y, x, width, mask)
-    return red, green, blue
-
-
 @triton.jit
 def _fills(fill, count):
     """Return three values of a fill; the only one stands for all three."""
@@ -123,7 +65,7 @@ def _fills(fill, count):
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def fused_kernel(
-    source, target, bytes_, ints, floats, doubles, sums, middle,
+    source, target, bytes_, ints, floats, doubles, sums,
     code_at, where_at, border, fill_at, mean_at, gain_at,
     height, width, out_height, out_width, length, pixels,
     GEOMETRY: tl.constexpr, SUMS: tl.constexpr, ENDS: tl.constexpr,
@@ -132,7 +74,7 @@ def fused_kernel(
     """Carry out a run on one block of output pixels of one sample.
 
     ``GEOMETRY`` says how the image is read: 0 as it is, 1 a window, 2 resized, 3 warped in those
-    samples whose first instruction says so, 4 filtered in those samples.
+    samples whose first instruction says so.
 
     ``ENDS`` says what is written: 0 bytes, 1 normalized, 2 divided by a limit, which lies where
     normalized samples have their mean.
@@ -163,18 +105,15 @@ def fused_kernel(
         box = ints + where_at + sample * 4
         steps = doubles + fill_at // 2 + sample * 2
         red, green, blue = read_resized(image, box, steps, y, x, width, mask)
-    elif GEOMETRY == 3:
-        if tl.load(code) == 10:
-            inverse = floats + tl.load(code + 1) // 4
-            fill = floats + tl.load(code + 3) // 4
-            red, green, blue = read_warped(
-                image, inverse, tl.load(code + 2), tl.load(code + 4), fill,
-                y, x, height, width, mask,
-            )  # fmt: skip
-        else:
-            red, green, blue = read(image, y, x, width, mask)
+    elif tl.load(code) == 10:
+        inverse = floats + tl.load(code + 1) // 4
+        fill = floats + tl.load(code + 3) // 4
+        red, green, blue = read_warped(
+            image, inverse, tl.load(code + 2), tl.load(code + 4), fill,
+            y, x, height, width, mask,
+        )  # fmt: skip
     else:
-        red, green, blue = _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK)
+        red, green, blue = read(image, y, x, width, mask)
     running = True
     for number in range(length):
         step = code + number * 5
@@ -242,6 +181,5 @@ def fused_kernel(
         tl.store(first + 2 * between, blue.to(kind_out), mask)
 
 
-KERNELS: Final = {"fused": fused_kernel, "across": across_kernel, "trial": trial_kernel}
 OPTIONS: Final = {"enable_fp_fusion": False}
 """How all of them are compiled."""

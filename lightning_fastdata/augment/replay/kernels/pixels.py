@@ -1,4 +1,4 @@
-"""Arithmetic on pixels: rounding, positions, symmetries; and colours, as in ``ops/colors``."""
+"""Arithmetic on pixels: rounding, positions, symmetries; and colours, as in ``ops/colors.py``."""
 
 # ruff: noqa: N803 - Triton writes constants in capitals.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -163,7 +163,7 @@ def luminance(red, green, blue):
 
 @triton.jit
 def to_hsv(red, green, blue):
-    """Return hue in 0 .. 179, saturation and value: ``hsv_bytes`` of ``ops/colors/spaces.py``."""
+    """Return hue in 0 .. 179, saturation and value: ``hsv_bytes`` of ``ops/colors.py``."""
     value = tl.maximum(tl.maximum(red, green), blue)
     spread = value - tl.minimum(tl.minimum(red, green), blue)
     by_value = (tl.div_rn(1044480.0, tl.maximum(value, 1).to(tl.float32)) + 0.5).to(tl.int32)
@@ -193,7 +193,7 @@ def _by_sector(sector, high, falling, rising, low):
 
 @triton.jit
 def to_rgb(hue, saturation, value, x, width, lanes):
-    """Return red, green and blue: ``rgb_bytes`` of ``ops/colors/spaces.py``."""
+    """Return red, green and blue: ``rgb_bytes`` of ``ops/colors.py``."""
     sixths = hue.to(tl.float32) * 0.03333333507180214  # 6 / 180 in float32
     s = saturation.to(tl.float32) * 0.003921568859368563  # 1 / 255 in float32
     v = value.to(tl.float32) * 0.003921568859368563

@@ -1,6 +1,6 @@
-"""Reading an image through a resize, a warp, or the neighbourhoods of a filter."""
+"""Reading an image through a resize or a warp."""
 
-# ruff: noqa: N803 - Triton writes constants in capitals.
+
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastdata.augment.replay.kernels.pixels import (
-    REFLECT_101,
-    cut,
     even,
-    fold,
-    read,
     read_anywhere,
     read_pair,
 )
@@ -81,7 +77,7 @@ def _line(row, y, x, how, scalar_from):
     # The product of two float32 numbers is exact in float64.
     across = tl.load(row).to(tl.float64) * x.to(tl.float64)
     rounded = across.to(tl.float32).to(tl.float64)
-    across = tl.where(behind & (how & 32 == 0), rounded, across)
+    across = tl.where(behind & (how & 16 == 0), rounded, across)
     start = tl.where(behind, down, down + offset)
     line = (across + start.to(tl.float64)).to(tl.float32)
     return tl.where(behind, line + offset, line)
@@ -89,21 +85,7 @@ def _line(row, y, x, how, scalar_from):
 
 @triton.jit
 def _limited(position):
-    # Not a number, 0 / 0, becomes 0.
-    position = tl.where(position == position, position, 0.0)  # noqa: PLR0124
     return tl.minimum(tl.maximum(position, -_FAR), _FAR)
-
-
-@triton.jit
-def _back(matrix, columns, rows, how, scalar_from):
-    """Return the columns and rows that positions come from, float32."""
-    x = _line(matrix, rows, columns, how, scalar_from)
-    y = _line(matrix + 3, rows, columns, how, scalar_from)
-    if how & 16 != 0:
-        depth = _line(matrix + 6, rows, columns, how, scalar_from)
-        x = tl.div_rn(x, depth)
-        y = tl.div_rn(y, depth)
-    return _limited(x), _limited(y)
 
 
 @triton.jit
@@ -125,12 +107,13 @@ def _lerp_pixels(c00, c01, c10, c11, across, down):
 def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mask):
     """Return red, green and blue where a warp reads them for ``y, x``.
 
-    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp, plus 32
-    if OpenCV rounds once behind its vectors, which is from the column ``scalar_from``.
+    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 if OpenCV rounds once behind its
+    vectors, which is from the column ``scalar_from``.
     ``inverse``: float32 ``[3, 3]``, from the result to the image; ``fill``: float32 ``[3]``.
     """
     mode = how & 7
-    columns, rows = _back(inverse, x, y, how, scalar_from)
+    columns = _limited(_line(inverse, y, x, how, scalar_from))
+    rows = _limited(_line(inverse + 3, y, x, how, scalar_from))
     if how & 8 != 0:
         y0 = even(rows).to(tl.int32)
         x0 = even(columns).to(tl.int32)
@@ -150,46 +133,3 @@ def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mas
         green = _lerp_pixels(g00, g01, g10, g11, across, down)
         blue = _lerp_pixels(b00, b01, b10, b11, across, down)
     return red, green, blue
-
-
-@triton.jit
-def _byte(x):
-    return cut(even(x)).to(tl.int32)
-
-
-@triton.jit
-def read_down(middle, taps, size, y, x, height, width, mask, BLOCK: tl.constexpr):
-    """Return red, green and blue of what `across_kernel` wrote, correlated along the columns."""
-    red = tl.zeros([BLOCK], tl.float32)
-    green = tl.zeros([BLOCK], tl.float32)
-    blue = tl.zeros([BLOCK], tl.float32)
-    for tap in range(size):
-        weight = tl.load(taps + tap)
-        at = middle + (fold(y + tap - size // 2, height, REFLECT_101) * width + x) * 3
-        red = tl.fma(tl.load(at, mask, 0.0), weight, red)
-        green = tl.fma(tl.load(at + 1, mask, 0.0), weight, green)
-        blue = tl.fma(tl.load(at + 2, mask, 0.0), weight, blue)
-    return _byte(red), _byte(green), _byte(blue)
-
-
-@triton.jit
-def read_plane(
-    image, taps, tall, wide, stride, y, x, height, width, mask, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return red, green and blue, correlated with a kernel ``[tall, wide]`` of odd sides.
-
-    ``stride``: numbers from one row of the kernel, at ``taps``, to the next.
-    """
-    red = tl.zeros([BLOCK], tl.float32)
-    green = tl.zeros([BLOCK], tl.float32)
-    blue = tl.zeros([BLOCK], tl.float32)
-    for down in range(tall):
-        row = fold(y + down - tall // 2, height, REFLECT_101)
-        for across in range(wide):
-            weight = tl.load(taps + down * stride + across)
-            column = fold(x + across - wide // 2, width, REFLECT_101)
-            r, g, b = read(image, row, column, width, mask)
-            red = tl.fma(r.to(tl.float32), weight, red)
-            green = tl.fma(g.to(tl.float32), weight, green)
-            blue = tl.fma(b.to(tl.float32), weight, blue)
-    return _byte(red), _byte(green), _byte(blue)

@@ -1,0 +1,230 @@
+"""Operations that mix the channels of a pixel of uint8 images, with OpenCV's own formulas."""
+
+# ruff: noqa: ARG001 - all operations share one signature
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fastdata.augment.ops.operation import (
+    Arrays,
+    DeviceOp,
+    DType,
+    Encoded,
+    Shape,
+    Transform,
+    Values,
+    channels,
+)
+from lightning_fastdata.augment.ops.table import look_up, ramp_table
+from lightning_fastdata.augment.replay import instructions
+
+_BYTES: Final = np.arange(256, dtype=np.uint8)
+_HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
+_ALMOST_ONE: Final = 0.999
+
+
+def gray(images: Tensor) -> Tensor:
+    """Return the luminance, int32 ``[n, H, W]``, of uint8 RGB images ``[n, H, W, 3]``."""
+    red, green, blue = images.int().unbind(-1)
+    return (red * 9798 + green * 19235 + blue * 3735 + (1 << 14)) >> 15
+
+
+def _sector_colours(hue: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    """Return RGB from a hue in sixths of the circle, saturation and value in [0, 1]."""
+    sector = hue.floor()
+    part = hue - sector
+    sector = sector.int().remainder(6)
+    low, falling, rising = v * (1 - s), v * (1 - s * part), v * (1 - s * (1 - part))
+    choices = torch.stack([v, low, falling, rising], -1)
+    order = torch.arange(6, device=v.device)
+    # Per sector: which of (v, low, falling, rising) is red; green and blue follow by a third.
+    red = (order == 1) * 2 + ((order == 2) | (order == 3)) * 1 + (order == 4) * 3
+    which = torch.stack([red, red.roll(2), red.roll(4)], -1)[sector.long()]
+    return choices.gather(-1, which)
+
+
+def hsv_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hue in 0..179, saturation and value in 0..255 of uint8 RGB images, as int32."""
+    red, green, blue = images.int().unbind(-1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    by_value = (1044480.0 / value.clamp(min=1) + 0.5).int()  # 255 << 12
+    by_spread = (122880.0 / spread.clamp(min=1) + 0.5).int()  # (180 << 12) / 6
+    saturation = (spread * by_value + 2048) >> 12
+    hue = torch.where(
+        value == red,
+        green - blue,
+        torch.where(value == green, blue - red + 2 * spread, red - green + 4 * spread),
+    )
+    hue = (hue * by_spread + 2048) >> 12
+    return torch.where(hue < 0, hue + 180, hue), saturation, value
+
+
+def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Tensor:
+    """Return uint8 RGB images of what `hsv_bytes` returns; `opencv_lanes` says how to round."""
+    sixths = hue.float() * (6.0 / 180)
+    rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
+    rgb = rgb * 255
+    width = hue.shape[-1]
+    if lanes == 1:
+        return rgb.to(torch.uint8)
+    tail = width % lanes if lanes else width
+    rgb[..., width - tail :, :].round_()
+    return rgb.to(torch.uint8)
+
+
+@cache
+def opencv_lanes() -> int:
+    """Return how many pixels OpenCV here converts from HSV at a time; 0: it rounds them all.
+
+    Whole groups of that many pixels of a row are truncated to bytes, the rest is rounded. It is
+    read off a row of a color whose green is 173.67.
+    """
+    import cv2
+
+    row = np.full((1, 255, 3), (10, 122, 255), np.uint8)
+    truncated = int((cv2.cvtColor(row, cv2.COLOR_HSV2RGB)[0, :, 1] == 173).sum())
+    return 256 - truncated if truncated else 0
+
+
+def _hue_table(shift: float) -> np.ndarray:
+    """Return ``mod(hue + shift, 180)``, cut to a byte: uint8 ``[256]``."""
+    whole = math.floor(shift)
+    if shift - whole > _ALMOST_ONE:
+        # Rounding takes some of the sums to the next whole number, which no table says.
+        moved: np.ndarray = np.mod(np.arange(256, dtype=np.int16) + shift, 180)
+        return moved.astype(np.uint8)
+    return _HUES[whole % 180 :][:256]
+
+
+@lru_cache(maxsize=512)
+def _shift_table(levels: int) -> np.ndarray:
+    """Return what Albumentations makes of every byte when it adds a number of levels."""
+    from albucore import add_constant
+
+    table: np.ndarray = add_constant(np.arange(256, dtype=np.uint8).reshape(1, 256), levels)[0]
+    return table
+
+
+def _encode_hsv(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
+    if channels(shape) == 1:
+        table = ramp_table(transform, params, 1)
+        return Encoded((("form", "gray"),), {"table": table})
+    if channels(shape) != 3:
+        return None
+    hue, saturation, value = (float(params[f"{name}_shift"]) for name in ("hue", "sat", "val"))
+    if hue == saturation == value == 0:
+        return Encoded((("form", "same"),), {})
+    table = np.empty((256, 3), np.uint8)
+    table[:, 0] = _hue_table(hue) if hue else _BYTES
+    # Albumentations adds whole levels.
+    table[:, 1] = _shift_table(int(saturation))
+    table[0, 1] = 0  # gray stays gray
+    table[:, 2] = _shift_table(int(value))
+    return Encoded((("form", "hsv"), ("lanes", opencv_lanes())), {"table": table})
+
+
+def _run_hsv(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if static["form"] == "gray":
+        return look_up(images, arrays["table"])
+    if static["form"] == "same":
+        return images
+    planes = torch.stack(hsv_bytes(images), -1).to(torch.uint8)
+    hue, saturation, value = look_up(planes, arrays["table"]).unbind(-1)
+    return rgb_bytes(hue, saturation, value, static["lanes"])
+
+
+def _encode_jitter(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if channels(shape) != 3:
+        return None
+    hue = params["hue"]
+    drawn = (params["brightness"], params["contrast"], params["saturation"], hue)
+    arrays: dict[str, np.ndarray] = {
+        "factors": np.array(drawn, np.float64),
+        "order": np.array(params["order"], np.int32),
+        "hue_table": _hue_table(180 * hue)[:, None],
+    }
+    return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", opencv_lanes())), arrays)
+
+
+def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
+    """Return ``images * gain + offset`` as Albumentations' tables do: in float32, cut to bytes."""
+    return (images.float() * gain + offset).clamp(0, 255).to(torch.uint8)
+
+
+def _contrast(images: Tensor, factor: Tensor) -> Tensor:
+    total = gray(images).sum((1, 2), dtype=torch.int64)
+    # By a tensor: CUDA would multiply by the reciprocal of a number, and halves decide below.
+    mean = total.double() / torch.full_like(total, images.shape[1] * images.shape[2]).double()
+    offset = (mean * (1 - factor)).float()
+    offset = torch.where(factor == 0, (mean + 0.5).floor().float(), offset)
+    out = _scaled(images, factor.float()[:, None, None, None], offset[:, None, None, None])
+    return torch.where((factor == 1)[:, None, None, None], images, out)
+
+
+def _saturation(images: Tensor, factor: Tensor) -> Tensor:
+    factor = factor.float()[:, None, None, None]
+    mixed = images.float() * factor + gray(images).float().unsqueeze(-1) * (1 - factor)
+    return torch.where(factor == 1, images, mixed.round().clamp(0, 255).to(torch.uint8))
+
+
+def _hue(images: Tensor, arrays: Arrays, lanes: int) -> Tensor:
+    hue, saturation, value = hsv_bytes(images)
+    moved = look_up(hue.to(torch.uint8).unsqueeze(-1), arrays["hue_table"]).squeeze(-1)
+    return rgb_bytes(moved, saturation, value, lanes)
+
+
+def _run_jitter(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    # Each sample has its own order. A sample whose turn it is not has factor 1, which changes
+    # nothing, so nothing here depends on values that only the device knows.
+    for turn in arrays["order"].unbind(1):
+        factors = [torch.where(turn == step, arrays["factors"][:, step], 1.0) for step in range(3)]
+        gain = factors[0].float()[:, None, None, None]
+        images = _scaled(images, gain, torch.zeros_like(gain))
+        images = _contrast(images, factors[1])
+        images = _saturation(images, factors[2])
+        if static["shifts_hue"]:
+            hued = _hue(images, arrays, static["lanes"])
+            images = torch.where((turn == 3)[:, None, None, None], hued, images)
+    return images
+
+
+def _encode_gray(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    count, out = channels(shape), transform.num_output_channels
+    if count == 1:
+        return Encoded((("same", True), ("channels", 1)), {})
+    # For one channel Albumentations drops the channel axis; and an edge of one pixel.
+    if count != 3 or out == 1 or transform.method != "weighted_average" or 1 in shape[:2]:
+        return None
+    return Encoded((("same", False), ("channels", out)), {})
+
+
+def _run_gray(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if static["same"]:
+        return images
+    return gray(images).to(torch.uint8).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
+
+
+def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
+    return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
+
+
+OPS = (
+    DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv, fused=instructions.hsv),
+    DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
+    DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
+)
+"""Gray is exact and HueSaturationValue is at most one level off, above all in the last columns,
+which do not fill a vector of OpenCV's and which it rounds differently; in ColorJitter, contrast and
+saturation can make that two or three."""

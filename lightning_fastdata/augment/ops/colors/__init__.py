@@ -1,1 +1,0 @@
-"""Operations on the colours of a pixel."""

@@ -1,1 +1,0 @@
-"""Operations on the neighbourhood of a pixel."""

@@ -1,0 +1,248 @@
+"""Encoded bytes to uint8 RGB pixels: Pillow, and simplejpeg, which decodes JPEG faster.
+
+Both decode a baseline or progressive JPEG to the same pixels (they wrap the same libjpeg-turbo), so
+the choice is about what they refuse and what they can skip:
+
+============ ====== ====== ===== ==============================================================
+decoder      strict scaled parts comes with
+============ ====== ====== ===== ==============================================================
+simplejpeg   yes    yes    yes   ``lightning-fastdata[images]``
+pillow       no     yes    no    ``lightning-fastdata[images]``, torchvision
+============ ====== ====== ===== ==============================================================
+
+A *strict* library refuses a JPEG whose entropy-coded data is garbled. Pillow would return grey or
+shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
+before it (``wholeness``). Both refuse a truncated file.
+*Scaled*: a picture decoded at a half, a quarter or an eighth costs less. *Parts*: so does a part of
+one, where TurboJPEG 3 is there (``region``).
+What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
+palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from lightning_fastdata.errors import OptionsError, require
+from lightning_fastdata.ext.images.region import region_decoder
+from lightning_fastdata.ext.images.wholeness import (
+    check_jpeg_codes,
+    check_jpeg_scans,
+    check_png,
+    check_tiles,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from PIL import Image
+    from PIL.ImageFile import ImageFile
+
+    from lightning_fastdata.ext.images import Box, Pixels, Scale
+
+DecoderName: TypeAlias = Literal["auto", "simplejpeg", "pillow"]
+
+
+class Decoder:
+    """Pillow: every format; scaled decode through ``Image.draft``.
+
+    Subclasses decode JPEG with another library. Stateless: any number of threads may share one.
+    Both functions raise ``ValueError`` with the reason if the data is damaged or not an image.
+    """
+
+    name: ClassVar[str] = "pillow"
+    """The library that decodes JPEG."""
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """Return ``(height, width)`` in pixels, read from the header; EXIF is not applied."""
+        with _opened(data) as image:
+            return image.height, image.width
+
+    def decode(self, data: bytes, *, scale: Scale = 1) -> Pixels:
+        """Return writable, C-contiguous pixels ``[ceil(height/scale), ceil(width/scale), 3]``.
+
+        A JPEG is reduced inside the inverse DCT where the library can, everything else by the mean
+        of ``scale`` x ``scale`` pixels. EXIF orientation is not applied. Grey is repeated over the
+        channels, alpha is dropped, 16-bit grey keeps its high byte.
+        """
+        if is_jpeg(data):
+            check_jpeg_scans(data)
+        pixels = self._decode_jpeg(data, scale)
+        if pixels is not None:
+            return pixels
+        with _opened(data) as image:
+            _check_whole(data, image)
+            full = image.width
+            if scale > 1 and image.format in ("JPEG", "MPO"):
+                image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
+            left = scale // max(1, round(full / image.width))
+            rgb = _to_rgb(image)
+            return np.array(rgb.reduce(left) if left > 1 else rgb)
+
+    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:  # noqa: ARG002
+        """Return what ``decode(data, scale=scale)`` has within ``box``, decoding little else.
+
+        None if that is not possible: of another format or library, and of a file that is damaged
+        where it was read. Damage outside the part is not seen.
+        """
+        return None
+
+    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:  # noqa: ARG002
+        """Return the pixels; None for what Pillow decodes."""
+        return None
+
+
+class _SimpleJpegDecoder(Decoder):
+    """simplejpeg: libjpeg-turbo, strict."""
+
+    name = "simplejpeg"
+
+    def __init__(self) -> None:
+        import simplejpeg
+
+        self._header: Callable[..., tuple[int, int, str, str]] = simplejpeg.decode_jpeg_header
+        self._decode: Callable[..., Pixels] = simplejpeg.decode_jpeg
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        """Return ``(height, width)`` in pixels."""
+        header = self._read_header(data)
+        return super().size(data) if header is None else header[:2]
+
+    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
+        header = self._read_header(data)
+        if header is None or header[2] not in ("RGB", "YCbCr", "Gray"):
+            return None
+        if scale == 1:
+            return self._decode(data)
+        height, width, _ = header
+        # The smallest picture that is no smaller than this is exactly the one asked for.
+        return self._decode(
+            data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
+        )
+
+    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:
+        """Return the pixels within ``box``; None if they cannot be had alone."""
+        decoder = region_decoder() if is_jpeg(data) else None
+        return None if decoder is None else decoder.decode(data, box, scale)
+
+    def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
+        """Return height, width and colour space; None for what Pillow has to judge."""
+        if not is_jpeg(data):
+            return None
+        try:
+            return self._header(data)[:3]
+        except (KeyError, ValueError):
+            # Damaged, or one of the rare subsamplings that simplejpeg has no name for (a KeyError
+            # for 4:4:1) or TurboJPEG refuses: Pillow decodes it, or says what is wrong.
+            return None
+
+
+_DECODERS: dict[str, type[Decoder]] = {kind.name: kind for kind in (_SimpleJpegDecoder, Decoder)}
+
+
+@functools.cache
+def choose_decoder(name: DecoderName = "auto") -> Decoder:
+    """Return the decoder of this name, one per process, or the first that can be loaded here.
+
+    Args:
+        name: ``"auto"`` tries simplejpeg and then pillow; the decoder returned
+            says in ``name`` which one it is.
+
+    Raises:
+        OptionsError: If the name is unknown, or the library named cannot be loaded.
+        MissingPackageError: If Pillow, which every decoder needs, is not installed.
+    """
+    require("PIL", extra="images", what="Decoding images")
+    if name not in get_args(DecoderName):
+        raise OptionsError(
+            f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
+        )
+    for one in _DECODERS if name == "auto" else (name,):
+        try:
+            return _DECODERS[one]()
+        except (ImportError, OSError) as error:
+            if name != "auto":
+                raise OptionsError(
+                    f"The decoder {name!r} cannot be loaded here: {error}. "
+                    f'Install the library, or use decoder="auto" to take what is there.'
+                ) from error
+    raise OptionsError("No image decoder can be loaded.")  # pragma: no cover - Pillow's can
+
+
+def is_jpeg(data: bytes) -> bool:
+    """Return whether the data starts like a JPEG file."""
+    return data[:3] == b"\xff\xd8\xff"
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[ImageFile]:
+    """Open with Pillow; whatever it raises for bad data becomes a ``ValueError`` with the reason.
+
+    Pillow's parsers let through what they met: OSError, SyntaxError, struct.error, zlib.error,
+    EOFError, IndexError, DecompressionBombError and more, hence the wide net.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise ValueError("the file is empty")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            _check_opened(image)
+            yield image
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        start = data[:8].hex(" ")
+        raise ValueError(f"it is not an image that Pillow knows (starts with {start})") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{error} Pillow's own limit is PIL.Image.MAX_IMAGE_PIXELS.") from error
+    except Exception as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _check_opened(image: ImageFile) -> None:
+    """Refuse what must not be loaded. Nothing but the header has been read."""
+    from PIL import Image
+
+    if image.format == "EPS":
+        raise ValueError("it is an EPS file, a program that Ghostscript would run; save it as PNG")
+    limit, count = Image.MAX_IMAGE_PIXELS, image.width * image.height
+    if limit is not None and count > limit:
+        raise ValueError(
+            f"it says that it has {image.width} x {image.height} = {count:,} pixels, and "
+            f"PIL.Image.MAX_IMAGE_PIXELS is {limit:,}: it may be a decompression bomb. Set that "
+            "limit higher if you trust it"
+        )
+    if count == 0:
+        raise ValueError(f"it says that it has {image.width} x {image.height} pixels")
+
+
+def _check_whole(data: bytes, image: ImageFile) -> None:
+    """Refuse what Pillow would load a part of."""
+    if is_jpeg(data):
+        check_jpeg_codes(data)
+    elif image.format == "PNG":
+        check_png(data)
+    elif image.format == "TIFF":
+        check_tiles(image)
+
+
+def _to_rgb(image: ImageFile) -> Image.Image:
+    """Convert as ``ImageFolder`` does, except where that would burn the picture to white."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        # Pillow clips 16 bits at 255. The high byte is what OpenCV keeps, and what Pillow itself
+        # keeps of 16-bit colour.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are of mode {image.mode!r}, whose range no file states; "
+            "save it with 8 or 16 bits per channel"
+        )
+    return image.convert("RGB")

@@ -1,0 +1,34 @@
+"""Actors of a Ray cluster that fetch: on this machine, or on others."""
+
+from __future__ import annotations
+
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import AnyExecutor, Executor, ExecutorKind, Resources
+from lightning_fastdata.executors.ray import options_of_actors
+
+
+def _start(plan: FetchPlan, given: Resources) -> Executor:
+    from lightning_fastdata.ext.ray.crew import RayExecutor
+
+    return RayExecutor(
+        plan,
+        actors=given.workers,
+        options=options_of_actors(given.executor),
+        pin_thread=given.pin_thread,
+        trial=given.trial,
+    )
+
+
+def _room(executor: AnyExecutor, ranks: int) -> int:
+    from lightning_fastdata.ext.ray.cluster_seen import room_for_actors
+
+    return room_for_actors(options_of_actors(executor), ranks)
+
+
+KIND = ExecutorKind(
+    what="actors of a Ray cluster, on this machine or on others",
+    start=_start,
+    reads_streams=False,
+    side_processes=True,
+    room_elsewhere=_room,
+)

@@ -1,0 +1,223 @@
+"""The Ray cluster that the actors run in: how it is reached, and what it has."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
+from lightning_fastdata.ext.ray.placement import Node, Training
+from lightning_fastdata.host import clock
+from lightning_fastdata.host.cpu import ranks_on_host
+
+_INSTALL: Final = (
+    'executor="ray" needs Ray, which is not installed ({error}). Run '
+    "`pip install 'lightning-fastdata[ray]'`, or use executor=\"workers\"."
+)
+
+_NO_CLUSTER: Final = (
+    "{ranks} ranks train together, and no Ray cluster runs that they could share. Start one "
+    '(`ray start --head`), or set RAY_ADDRESS to the address of one; or use executor="workers".'
+)
+_GO_ON: Final = (
+    "Start the cluster again, and go on from the last checkpoint, which continues with the next "
+    'batch: trainer.fit(..., ckpt_path="last").'
+)
+
+_STORE_BYTES: Final = 2**31
+"""Taken for the size of an object store that is not told."""
+_ENDS: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray ends a program after so long without the head: 60 s, unless this variable says otherwise."""
+_PATIENCE: Final = 0.6
+"""The part of that time after which it is an error."""
+_ASK_S: Final = 1.0
+_ANSWER_S: Final = 1.0
+
+
+def connect() -> Any:
+    """Return Ray, connected to a cluster.
+
+    A connection of the program is used as it is. Otherwise it is the cluster of ``RAY_ADDRESS``,
+    the one that runs on this machine, or a new one, of this machine alone, which ends with the
+    program.
+
+    Raises:
+        OptionsError: Ray is not installed.
+        WorkerError: The cluster cannot be reached, none can be started, or several ranks find none.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise OptionsError(_INSTALL.format(error=error)) from error
+    if not ray.is_initialized():
+        address = _address()
+        if address == "local" and (ranks := _ranks()[0]) > 1:
+            raise WorkerError(_NO_CLUSTER.format(ranks=ranks))
+        try:
+            ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        except Exception as error:  # of many classes
+            raise WorkerError(
+                "No Ray cluster can be reached or started: "
+                f"{type(error).__name__}: {error} Start "
+                "one (`ray start --head`), set RAY_ADDRESS to the address of one, or call "
+                'ray.init(...) before the training; or use executor="workers".'
+            ) from error
+    return ray
+
+
+def _address() -> str | None:
+    """Return ``"local"`` if no cluster runs on this machine; None: Ray looks where to go.
+
+    It would try for minutes to reach one that is gone.
+    """
+    last = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if "RAY_ADDRESS" in os.environ:
+        return None
+    try:
+        host, _, port = last.read_text(encoding="utf-8").strip().rpartition(":")
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except (OSError, ValueError):
+        return "local"
+    return None
+
+
+def read_nodes(ray: Any) -> list[Node]:
+    """Return the nodes that are alive."""
+    own = ray.get_runtime_context().get_node_id()
+    free = _free_cpus_by_node(ray)
+    return [
+        Node(
+            id=each["NodeID"],
+            is_own=each["NodeID"] == own,
+            has=each["Resources"],
+            free_cpus=free.get(each["NodeID"], each["Resources"].get("CPU", 0.0)),
+            store_bytes=int(each["Resources"].get("object_store_memory", _STORE_BYTES)),
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+
+
+def _free_cpus_by_node(ray: Any) -> dict[str, float]:
+    """Return how many CPUs of each node nobody holds; nothing if Ray does not tell that.
+
+    Its public interface has the sum over all nodes alone.
+    """
+    try:
+        found = ray._private.state.available_resources_per_node()
+        return {node: float(free.get("CPU", 0.0)) for node, free in found.items()}
+    except Exception:  # another version; then all CPUs count as free, and actors wait for them
+        return {}
+
+
+def read_training(ray: Any) -> Training:
+    """Return the ranks of this training, and what Ray has given each of them."""
+    context = ray.get_runtime_context()
+    is_worker = context.get_actor_id() is not None or context.get_task_id() is not None
+    held = context.get_assigned_resources() if is_worker else {}
+    here = ranks_on_host(os.environ)
+    ranks, rank = _ranks()
+    if os.environ.get("MASTER_ADDR") in {"127.0.0.1", "localhost"}:  # Lightning's own launcher
+        here = max(here, ranks)
+    held_cpus = float(held.get("CPU", 0.0))
+    return Training(ranks=ranks, rank=rank, ranks_here=here, held_cpus=held_cpus)
+
+
+def _ranks() -> tuple[int, int]:
+    """Return how many processes train together, and the number of this one among them."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size(), distributed.get_rank()
+    told = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
+    ranks, rank, local = (int(each) if each.isdecimal() else 0 for each in told)
+    return max(1, ranks), rank or local
+
+
+def offers(ray: Any) -> str:
+    """Return in words what a cluster has, and what of it is free."""
+    has: dict[str, float] = ray.cluster_resources()
+    free: dict[str, float] = ray.available_resources()
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    machines = f"{nodes} node{'s' * (nodes != 1)}"
+    cpus = f"{free.get('CPU', 0):g} of its {has.get('CPU', 0):g} CPUs are free"
+    others = [
+        f"{free.get(name, 0):g} of {amount:g} {name}"
+        for name, amount in sorted(has.items())
+        if name != "CPU" and "memory" not in name and not name.startswith(("node:", "accelerator"))
+    ]
+    return f"The cluster has {machines}; {', '.join([cpus, *others])}"
+
+
+class HeadWatch:
+    """Notices in time that the head of the cluster, or this machine's part of it, is gone.
+
+    Ray ends a program that cannot reach the head for a minute, or whose own raylet has ended, and
+    raises nothing.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        context = ray.get_runtime_context()
+        self._head, self._node = context.gcs_address, context.get_node_id()
+        own = next(each for each in ray.nodes() if each["NodeID"] == self._node)
+        self._raylet = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
+        # What cannot be reached from here even now, as with Ray Client, says nothing later.
+        self._watched = {each for each in (self._head, self._raylet) if _answers(each)}
+        self._patience_s = _PATIENCE * float(os.environ.get(_ENDS, "60"))
+        self._looked_s, self._gone_since_s = clock.monotonic(), math.inf
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the head did not answer when it was last asked, or Ray has ended here."""
+        return self._gone_since_s < math.inf
+
+    def look(self, *, now: bool = False) -> None:
+        """Look whether both are there, if that is due or asked for ``now``.
+
+        Raises:
+            WorkerError: One is gone, and this program about to be ended.
+        """
+        now_s = clock.monotonic()
+        if not now and now_s - self._looked_s < _ASK_S:
+            return
+        self._looked_s = now_s
+        if not self._answers(self._raylet):
+            self._gone_since_s = now_s
+            raise WorkerError(
+                f"Ray has ended on this machine (node {self._node}), and with it the actors of "
+                f"this program. {_GO_ON}"
+            )
+        if self._answers(self._head):
+            self._gone_since_s = math.inf
+            return
+        if not self.is_gone:
+            self._gone_since_s = now_s
+            warnings.warn(
+                f"The head of the Ray cluster at {self._head} does not answer. Actors that are "
+                f"there go on; if it stays away for {self._patience_s:.0f} s, that is an error.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        gone_s = now_s - self._gone_since_s
+        if gone_s >= self._patience_s:
+            raise WorkerError(
+                f"The head of the Ray cluster at {self._head} has not answered for {gone_s:.0f} s, "
+                f"and Ray is about to end this program. {_GO_ON}"
+            )
+
+    def _answers(self, address: str) -> bool:
+        return address not in self._watched or _answers(address)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True

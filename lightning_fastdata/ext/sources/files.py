@@ -1,0 +1,165 @@
+"""Files as a source, on this machine or in object storage."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from lightning_fastdata.errors import DatasetError, FastDataWarning, require
+from lightning_fastdata.ext.sources.opened import OpenedInEachProcess
+from lightning_fastdata.sources.files import ColdFiles
+from lightning_fastdata.sources.packed import PackedStrings
+from lightning_fastdata.sources.source import Raw
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_PARALLEL: Final = 64
+
+
+class FileSource:
+    """A file a record.
+
+    Args:
+        paths: Of the files.
+        parallel_reads: As of :class:`Source`; more than 1 for a network file system.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, parallel_reads: int = 1) -> None:
+        self.paths = PackedStrings(os.fspath(path) for path in paths)
+        self.parallel_reads = parallel_reads
+        self._cold = ColdFiles()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def will_read(self, indices: Sequence[int]) -> None:
+        """Have the system begin to read files that are not in memory."""
+        self._cold.begin([self.paths[index] for index in indices])
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the contents of files."""
+        return [Path(self.paths[index]).read_bytes() for index in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the path of a file."""
+        return self.paths[index]
+
+
+class ObjectSource(OpenedInEachProcess["ObjectStore"]):
+    """An object a record, read by obstore, which also has retries, time-outs and credentials.
+
+    Its clients do not survive a fork, so each process opens its own, and one that was forked from a
+    process that has one refuses. Workers are such processes only if samples were read in the
+    training process before (``num_workers=0``).
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/path``, ``file:///``, ...
+        keys: Of the objects, below ``url``; None: all there are, in the order of their names. A
+            cache knows sizes and versions of those that were listed alone, and says so of others.
+        suffix: Of the keys that count, where all are listed.
+        parallel_reads: Objects that a worker asks for at once.
+        **config: For ``obstore.store.from_url``: ``config``, ``client_options``,
+            ``retry_config``, ``credential_provider``, ...
+
+    Raises:
+        MissingPackageError: obstore is not installed (``lightning-fastdata[objects]``).
+        DatasetError: The objects cannot be listed.
+    """
+
+    survives_forks = False
+
+    def __init__(
+        self,
+        url: str,
+        keys: Iterable[str] | None = None,
+        *,
+        suffix: str = "",
+        parallel_reads: int = _PARALLEL,
+        **config: Any,
+    ) -> None:
+        require("obstore", extra="objects", what="ObjectSource")
+        self.url = url.rstrip("/")
+        self.config = config
+        self.parallel_reads = parallel_reads
+        self.listed: str | None = None
+        """Digest of what the listing said of sizes and versions; None: the keys were given."""
+        if keys is None:
+            try:
+                keys, self.listed = self.asked_apart(partial(_list, self, suffix))
+            except DatasetError as error:
+                raise DatasetError(
+                    f"The objects of {self.url} cannot be listed: {error}. Check address and "
+                    "rights, or give their keys."
+                ) from error
+        self.keys = PackedStrings(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def open(self) -> ObjectStore:
+        """Return a client of this process."""
+        from obstore.store import from_url
+
+        return from_url(self.url, **self.config)
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the contents of objects, one after the other."""
+        import obstore
+
+        store = self.opened()
+        return [memoryview(obstore.get(store, self.keys[i]).bytes()) for i in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the address of an object."""
+        return f"{self.url}/{self.keys[index]}"
+
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these objects from others: without credentials, which change."""
+        if self.listed is None:
+            _tell_names_alone(self.keys)
+        return self.url, _endpoints(self.config), self.keys, self.listed
+
+
+def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
+    """Return the keys of all objects, and a digest of what is said of their sizes and versions."""
+    import obstore
+
+    found: dict[str, str] = {}
+    for page in obstore.list(source.open()):
+        for each in cast("Sequence[Mapping[str, Any]]", page):
+            if each["path"].endswith(suffix):
+                version = each.get("e_tag") or each.get("last_modified")
+                found[each["path"]] = f"{each['path']}\0{each['size']}\0{version}\n"
+    keys = sorted(found)
+    digest = hashlib.blake2b(digest_size=16)
+    for key in keys:
+        digest.update(found[key].encode())
+    return keys, digest.hexdigest()
+
+
+def _tell_names_alone(names: PackedStrings) -> None:
+    warnings.warn(
+        f"A cache knows these {len(names):,} files by their names alone ({names[0]}, ...): if one "
+        "changes, its old bytes may be handed out. Have them listed (ObjectSource without keys), "
+        "or give the cache a key=... that you change when they change.",
+        FastDataWarning,
+        stacklevel=3,
+    )
+
+
+def _endpoints(options: object) -> list[str]:
+    """Return the addresses of servers among options."""
+    if not isinstance(options, Mapping):
+        return []
+    found = []
+    for name, value in options.items():
+        if isinstance(value, str) and "endpoint" in str(name).lower():
+            found.append(value)
+        found += _endpoints(value)
+    return sorted(found)

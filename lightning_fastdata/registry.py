@@ -1,0 +1,73 @@
+"""What is found by its name: the optional rooms of ``ext``, and what other packages add.
+
+No module but those of ``ext`` imports ``ext``. Executors are found here by the name that a user
+gives, own ones and those of installed packages (entry points of the group
+``lightning_fastdata.executors``); classes and functions of ``ext`` that have a public name
+elsewhere, by that.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from lightning_fastdata.errors import OptionsError
+
+EXECUTORS: Final = "lightning_fastdata.executors"
+"""The group of entry points; each is an :class:`~lightning_fastdata.executors.kinds.ExecutorKind`.
+"""
+_EXT: Final = f"{__name__.partition('.')[0]}.ext"
+_OWN: Final = {"ray": f"{_EXT}.ray:KIND"}
+_HOMES: Final = {
+    "FastImageFolder": "images.folder",
+    "cache_images": "images.kept",
+    "decode_crop": "images.reading",
+    "TarSource": "sources.archives",
+    "ZipSource": "sources.archives",
+    "Hdf5Source": "sources.arrays",
+    "ZarrSource": "sources.arrays",
+    "FileSource": "sources.files",
+    "ObjectSource": "sources.files",
+    "ArrowSource": "sources.tables",
+    "LmdbSource": "sources.tables",
+    "ParquetSource": "sources.tables",
+}
+
+
+def from_ext(name: str) -> Any:
+    """Return what has a public name and lives in ``ext``; AttributeError without one."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"lightning_fastdata has no {name!r}.")
+    return getattr(import_module(f"{_EXT}.{home}"), name)
+
+
+def executor_names() -> list[str]:
+    """Return the names of executors that are found here, this package's own first."""
+    return [*_OWN, *sorted(_added().keys() - _OWN.keys())]
+
+
+@cache
+def executor(name: str) -> Any:
+    """Return what an executor is registered as; None: nothing has that name.
+
+    Raises:
+        OptionsError: A package has registered it, and it cannot be loaded.
+    """
+    own = _OWN.get(name)
+    entry = _added().get(name) if own is None else EntryPoint(name, own, EXECUTORS)
+    if entry is None:
+        return None
+    try:
+        return entry.load()
+    except Exception as error:  # whatever the modules of others raise
+        raise OptionsError(
+            f"executor={name!r} is {entry.value} of an installed package, which cannot be loaded: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+def _added() -> dict[str, EntryPoint]:
+    return {each.name: each for each in entry_points(group=EXECUTORS)}
