@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -35,6 +35,16 @@ def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[An
     worker._worker_info = worker.WorkerInfo(
         id=number, num_workers=workers, seed=seed, dataset=dataset
     )
+
+
+@contextmanager
+def unsplit_stream() -> Iterator[None]:
+    """Have ``get_worker_info()`` return None in the block, so that a stream gives all of itself."""
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 def watch_worker_info(

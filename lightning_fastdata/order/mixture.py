@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -20,8 +21,9 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.checks import check_whole
 from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
+from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method
-from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.order.epoch_order import Ints
@@ -34,6 +36,7 @@ Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
 _TOGETHER: Final = 2**10
 """Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
 _KEPT: Final = 64
+_NONE: Final = object()
 _WHOLE: Final = 2**20
 """Weights count in parts of this: products with 2**42 samples are exact."""
 _PACKAGE: Final = __name__.partition(".")[0]
@@ -52,6 +55,9 @@ class Mixture(Dataset[Any]):
 
     A :class:`PackedDataset` or another mixture may be a part; a pass over it is one of its epochs.
 
+    An iterable dataset may be a part. It is read in its own order by each process that reads, which
+    drops what others get: read it with one worker. At its end it begins anew.
+
     Args:
         datasets: The parts, by name.
         weights: Of each part, from 0; or, by the number of the first step from which they hold,
@@ -64,8 +70,8 @@ class Mixture(Dataset[Any]):
 
     Raises:
         DatasetError: There is no part, one is empty, or one is no dataset.
-        OptionsError: Weights are negative, sum up to 0 or name other parts, or a schedule does not
-            begin at 0.
+        OptionsError: Weights are negative, sum up to 0 or name other parts, a schedule does not
+            begin at 0, or the length of an epoch is not known.
 
     Example:
         >>> mixture = Mixture({"a": "xyz", "b": range(4)}, {"a": 1, "b": 3}, shuffle=False)
@@ -90,8 +96,15 @@ class Mixture(Dataset[Any]):
         lengths = {name: _length_of(part, name) for name, part in self.datasets.items()}
         if not lengths:
             raise DatasetError("A Mixture needs a part at least: Mixture({'name': dataset}, ...).")
+        known = [number for number in lengths.values() if number is not None]
+        whole = sum(known) if len(known) == len(lengths) else None
         check_whole(length=length, samples_a_step=samples_a_step)
-        self.length = int(length or sum(lengths.values()))
+        if whole is None and (length is None or weights is None):
+            raise OptionsError(
+                "A part of the Mixture is a stream, which has no length: give weights=, and say by "
+                "length= how many samples an epoch has."
+            )
+        self.length = int(length or whole or 0)
         self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
         self.epoch = 0
         self._lengths = lengths
@@ -99,6 +112,11 @@ class Mixture(Dataset[Any]):
         self._set(
             {step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()}
         )
+        self._streams = {
+            name: _Stream(part, name)
+            for name, part in self.datasets.items()
+            if isinstance(part, IterableDataset)
+        }
 
     def __len__(self) -> int:
         return self.length
@@ -110,12 +128,17 @@ class Mixture(Dataset[Any]):
     def of_epoch(self, index: int, epoch: int) -> Batch:
         """Return the sample at a place of any epoch."""
         name, row, number = self._found(index, epoch)
+        if name in self._streams:
+            return self._streams[name].get(row)
         part = self.datasets[name]
         # What has other samples in each epoch is to have the same ones throughout a pass.
         return part.of_epoch(row, number) if has_method(part, "of_epoch") else part[row]
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the part that the sample at a place is of, and its index there."""
+        """Return the part that the sample at a place is of, and its index there.
+
+        Of a stream, that is how many of its samples come before it, in all epochs.
+        """
         return self._found(index, self.epoch)[:2]
 
     def _found(self, index: int, epoch: int) -> tuple[str, int, int]:
@@ -144,10 +167,10 @@ class Mixture(Dataset[Any]):
         """Return how many samples each part gave until so many samples of an epoch, of all."""
         return self._order.counts(epoch * self.length + samples)
 
-    def epochs(self, epoch: int, samples: int = 0) -> dict[str, float]:
-        """Return how many passes over each part were made until then."""
+    def epochs(self, epoch: int, samples: int = 0) -> dict[str, float | None]:
+        """Return how many passes over each part were made until then; None of a stream."""
         return {
-            name: number / self._lengths[name]
+            name: None if (length := self._lengths[name]) is None else number / length
             for name, number in self.counts(epoch, samples).items()
         }
 
@@ -209,13 +232,14 @@ class Mixture(Dataset[Any]):
         self._set(joined | {at: each for at, each in self._schedule.items() if at > place})
 
 
-def _length_of(part: Any, name: str) -> int:
+def _length_of(part: Any, name: str) -> int | None:
     length = dataset_length(part)
-    stream = isinstance(part, IterableDataset)
-    if stream or length is None or not hasattr(part, "__getitem__"):
+    if isinstance(part, IterableDataset):
+        return None
+    if length is None or not hasattr(part, "__getitem__"):
         raise DatasetError(
             f"Part {name!r} of the Mixture is a {type(part).__name__}. Give a dataset with "
-            "__getitem__() and __len__()."
+            "__getitem__() and __len__(), or an IterableDataset."
         )
     if length == 0:
         raise DatasetError(f"Part {name!r} of the Mixture is empty. Leave it out.")
@@ -275,7 +299,7 @@ class _Order:
     """Which sample of which part each of the samples of all epochs is."""
 
     names: tuple[str, ...]
-    lengths: tuple[int, ...]
+    lengths: tuple[int | None, ...]
     seeds: tuple[int | None, ...]
     """Of the orders of the parts; None: as they are."""
     segments: tuple[_Segment, ...]
@@ -284,7 +308,7 @@ class _Order:
     def of(
         cls,
         schedule: Mapping[int, Mapping[str, float]],
-        lengths: Mapping[str, int],
+        lengths: Mapping[str, int | None],
         seed: int,
         *,
         shuffle: bool,
@@ -329,6 +353,8 @@ class _Order:
     def _rows(self, part: int, numbers: Any) -> tuple[Any, Any]:
         """Return indices in a part, and passes over it, by how many of its samples come before."""
         length, seed = self.lengths[part], self.seeds[part]
+        if length is None:
+            return numbers, 0
         passes, rows = np.divmod(numbers, length)
         for number in np.unique(passes) if seed is not None else ():
             order = KeyedPermutation(length, seed=seed or 0, epoch=int(number))
@@ -422,3 +448,46 @@ class Interleaving:
             else:
                 found[node] = number
         return found
+
+
+class _Stream:
+    """The samples of a stream by their number, over all passes; best asked for in their order."""
+
+    def __init__(self, stream: IterableDataset[Any], name: str) -> None:
+        self._stream, self._name = stream, name
+        self._samples: Iterator[Any] | None = None
+        self._next = self._process = 0
+        self._last: Batch = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_samples": None, "_last": None}
+
+    def get(self, number: int) -> Batch:
+        """Return a sample; those before it that were not asked for are read and dropped.
+
+        The last one may be asked for once more. Before that, the stream is read from its start.
+        """
+        samples = self._samples if self._process == os.getpid() else None
+        if samples is None or number < self._next - 1:
+            samples, self._next, self._process = self._passes(), 0, os.getpid()
+        self._samples = None  # until it is known that this reads on
+        with unsplit_stream():
+            while self._next <= number:
+                self._last = next(samples)
+                self._next += 1
+        self._samples = samples
+        return self._last
+
+    def _passes(self) -> Iterator[Any]:
+        for number in count():
+            if isinstance(self._stream, SetsEpoch):
+                self._stream.set_epoch(number)
+            sample = _NONE
+            for sample in self._stream:
+                yield sample
+            if sample is _NONE:
+                raise DatasetError(
+                    f"Part {self._name!r} of the Mixture, a {type(self._stream).__name__}, gave no "
+                    f"sample in pass {number}. A stream has to begin anew when it is iterated "
+                    "again."
+                )

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
@@ -258,14 +259,74 @@ def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told()
         Mixture({"a": Numbered(0, 70), "b": Numbered(0, 10)}, seed=1).load_state_dict(state)
 
 
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Letters(IterableDataset):
+    """Splits itself among workers, unless it is asked for all of it."""
+
+    passes = 0
+
+    def set_epoch(self, epoch):
+        self.passes = epoch
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        assert info is None
+        yield from range(100 * self.passes, 100 * self.passes + 10)
+
+
+def streamed(length=40):
+    return Mixture({"a": range(-50, 0), "s": Letters()}, {"a": 1, "s": 1}, length=length)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_read_in_its_order_by_whoever_reads(workers):
+    how = {"executor": "workers" if workers else "inline", "num_workers": workers}
+    loader = FastDataLoader(streamed(), 4, **how)
+    first = torch.cat(list(loader)).tolist()
+    assert [i for i in first if i >= 0] == [*range(10), *range(100, 110)]
+    stopped = FastDataLoader(streamed(), 4, **how)
+    given = iter(stopped)
+    for _ in range(3):
+        next(given)
+    again = FastDataLoader(streamed(), 4, **how)
+    again.load_state_dict(stopped.state_dict())
+    assert torch.cat(list(again)).tolist() == first[12:]
+
+
+class Counted(Letters):
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return super().__iter__()
+
+
+def test_a_stream_is_not_read_again_for_the_sample_that_it_gave_last():
+    stream = Counted()
+    mixed = Mixture({"s": stream}, {"s": 1}, length=9)
+    assert [mixed[i] for i in (0, 1, 1, 3)] == [0, 1, 1, 3]
+    assert stream.begun == 1
+
+
+class Once(IterableDataset):
+    def __init__(self):
+        self.left = iter(range(3))
+
+    def __iter__(self):
+        return self.left
+
+
+def test_a_stream_that_does_not_begin_anew_is_named():
+    mixed = Mixture({"once": Once()}, {"once": 1}, length=9)
+    with pytest.raises(DatasetError, match=r"'once'.*no sample in pass 1"):
+        [mixed[i] for i in range(9)]
+
+
 # -- what is impossible ----------------------------------------------------------------------------
 
 TWO = {"a": range(3), "b": range(4)}
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield 1
 
 
 @each(
@@ -280,7 +341,7 @@ class Endless(IterableDataset):
         ((TWO, {"a": 1}), r"\{'a': 1\}; give one for each part by its name, as \{'a': 1, 'b': 1\}"),
         ((TWO, {5: {"a": 1, "b": 1}}), "first of them 0"),
         ((TWO, {0: {"a": 1, "b": 1}, "x": 3}), "numbers of the steps"),
-        (({"s": Endless()},), "Part 's' of the Mixture is a Endless"),
+        (({"s": Letters()},), "length="),
         ((TWO, [0.1, 0.9]), r"\[0.1, 0.9\]; give one for each part by its name"),
         ((TWO, {0: [0.1, 0.9], 5: {"a": 1, "b": 1}}), "numbers of the steps"),
         ((TWO, {"a": "1", "b": 2}), "numbers from 0"),

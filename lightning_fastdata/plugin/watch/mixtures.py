@@ -28,6 +28,7 @@ class MixtureScalars:
             for name, epochs in mixture.epochs(*place).items():
                 if total > 0:
                     found[f"data_mix/{label}{name}_percent"] = 100 * new[name] / total
-                found[f"data_mix/{label}{name}_epochs"] = epochs
+                if epochs is not None:
+                    found[f"data_mix/{label}{name}_epochs"] = epochs
             self._before[label] = counts
         return found
