@@ -47,7 +47,7 @@ def try_everything(run):
 
 
 def _kernel(run):
-    from lightning_fastdata.augment.replay.triton import kernel_fault
+    from lightning_fastdata.augment.replay.warm_up import kernel_fault
 
     run.begin()
     fault = kernel_fault(run.device) if run.cuda else None

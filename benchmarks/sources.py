@@ -13,7 +13,6 @@ from __future__ import annotations
 import tarfile
 import tempfile
 import time
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,9 +37,6 @@ def make(folder: Path) -> None:
     with tarfile.open(folder / "x.tar", "w") as archive:
         for index in range(COUNT):
             archive.add(folder / f"{index:04}.bin", f"{index:04}.bin")
-    with zipfile.ZipFile(folder / "x.zip", "w") as archive:
-        for index in range(COUNT):
-            archive.write(folder / f"{index:04}.bin", f"{index:04}.bin")
     environment = lmdb.open(str(folder / "lmdb"), map_size=1 << 28)
     with environment.begin(write=True) as transaction:
         for index, record in enumerate(records):
@@ -77,13 +73,10 @@ def pairs(folder: Path) -> dict:
     """Ours and the library's way to read record i, by format."""
     paths = [folder / f"{index:04}.bin" for index in range(COUNT)]
     tar = tarfile.open(folder / "x.tar")  # noqa: SIM115 - open until the end
-    names = [path.name for path in paths]
-    members = [tar.getmember(name) for name in names]
-    archive = zipfile.ZipFile(folder / "x.zip")
+    members = [tar.getmember(path.name) for path in paths]
     ours = {
         "files": sources.FileSource(paths),
         "tar": sources.TarSource(folder / "x.tar"),
-        "zip": sources.ZipSource(folder / "x.zip"),
         "LMDB": sources.LmdbSource(folder / "lmdb"),
         "Parquet": sources.ParquetSource(folder / "x.parquet"),
         "HDF5": sources.Hdf5Source(folder / "x.h5", ["x"]),
@@ -98,7 +91,6 @@ def pairs(folder: Path) -> dict:
     theirs = {
         "files": lambda index: paths[index].read_bytes(),
         "tar": lambda index: tar.extractfile(members[index]).read(),
-        "zip": lambda index: archive.read(names[index]),
         "LMDB": from_lmdb,
         "Parquet": lambda i: table.read_row_group(i // 10).column("x")[i % 10].as_py(),
         "HDF5": lambda index: hdf5["x"][index],

@@ -25,12 +25,10 @@ _HOMES: Final = {
     "cache_images": "images.kept",
     "decode_crop": "images.reading",
     "TarSource": "sources.archives",
-    "ZipSource": "sources.archives",
     "Hdf5Source": "sources.arrays",
     "ZarrSource": "sources.arrays",
     "FileSource": "sources.files",
     "ObjectSource": "sources.files",
-    "ArrowSource": "sources.tables",
     "LmdbSource": "sources.tables",
     "ParquetSource": "sources.tables",
 }

@@ -96,7 +96,7 @@ def test_every_package_that_is_imported_is_declared():
 
 
 # Used where somebody else has installed them, or, as Ray, asked for by an extra of its own.
-MAY_BE_THERE = {"fsspec", "pyarrow", "pytorch_lightning", "ray", "triton"}
+MAY_BE_THERE = {"pyarrow", "pytorch_lightning", "ray", "triton"}
 
 
 def imported_by(file):

@@ -13,7 +13,6 @@ import torch
 from lightning_fastdata.augment.pipeline.dtypes import BYTES
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
-    channels_first,
     describe,
     get_field,
     mask_as_given,
@@ -27,6 +26,7 @@ from lightning_fastdata.augment.record.targets import (
     channels_behind,
     check_images,
     places_of,
+    size_of,
     target_roles,
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
@@ -68,7 +68,6 @@ class ForeignBatches:
         self._refusal = refusal
         self._same_pixels = same_pixels
         self._on_cpu = on_cpu
-        self._plans: dict[object, Plan] = {}
         self._recorders: dict[object, Recorder | None] = {}
         self._looked = False
 
@@ -94,9 +93,7 @@ class ForeignBatches:
         check_images(image, values=not self._looked)
         # A device is asked once, as the host waits for it.
         self._looked = image.device.type != "cpu"
-        first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
-        height, width = image.shape[2:] if first else image.shape[1:3]
-        size = int(height), int(width)
+        size = size_of(image)
         given = {name: get_field(batch, place) for name, place in places.items()}
         for place in places.values():
             if not isinstance(mask := get_field(batch, place), torch.Tensor) or len(mask) != len(
@@ -129,18 +126,15 @@ class ForeignBatches:
         dtypes: tuple[DType, ...] = (BYTES,),
     ) -> Plan:
         """Return where operations run for images of one shape and dtype."""
-        form = (size, channels, dtypes)
-        if form not in self._plans:
-            self._plans[form] = analyse(
-                self._compose,
-                self._ops,
-                size=size,
-                refusal=self._refusal,
-                same_pixels=self._same_pixels,
-                channels=channels,
-                dtypes=dtypes,
-            )
-        return self._plans[form]
+        return analyse(
+            self._compose,
+            self._ops,
+            size=size,
+            refusal=self._refusal,
+            same_pixels=self._same_pixels,
+            channels=channels,
+            dtypes=dtypes,
+        )
 
     def recorder(
         self,

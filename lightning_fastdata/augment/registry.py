@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pkgutil
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,7 +32,7 @@ _TRIES: Final = 4
 
 
 def register(
-    name_or_class: str | type,
+    kind: type,
     *,
     table: bool = False,
     encode: Encode | None = None,
@@ -48,8 +47,8 @@ def register(
     Images and masks keep their shape and dtype.
 
     Args:
-        name_or_class: a subclass of ``A.ImageOnlyTransform`` or ``A.DualTransform``, or its dotted
-            name, ``"package.module.Class"``. Subclasses of it are not meant.
+        kind: a subclass of ``A.ImageOnlyTransform`` or ``A.DualTransform``, without its own
+            subclasses.
         table: for an image-only transform whose ``apply`` makes each uint8 value from itself and
             its channel alone, with the same for every pixel: its own ``apply`` makes a table of
             256 entries for each sample. Whether it is such a transform is tried out on random
@@ -71,7 +70,7 @@ def register(
         TransformError: it is no class of a transform; there is neither a table nor ``encode`` and
             ``image``, or both; or a transform that changes masks has no form for them.
     """
-    kind = _transform_class(name_or_class)
+    _check_class(kind)
     whole = encode is not None and image is not None
     if table == whole or (table and any((encode, image, mask))):
         raise TransformError(
@@ -161,26 +160,16 @@ def check_pointwise(transform: Node) -> None:
             )
 
 
-def _transform_class(name_or_class: str | type) -> type:
+def _check_class(kind: object) -> None:
     require("albumentations", extra="augment", what="register()")
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 
-    kind: object = name_or_class
-    if isinstance(kind, str):
-        try:
-            kind = pkgutil.resolve_name(kind)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise TransformError(
-                f"There is no class {name_or_class!r} ({error}). Give the class, or its dotted "
-                "name: 'package.module.Class'."
-            ) from error
     if not (isinstance(kind, type) and issubclass(kind, albumentations.BasicTransform)):
         raise TransformError(
-            f"{name_or_class!r} is no class of a transform. Register a subclass of "
+            f"{kind!r} is no class of a transform. Register a subclass of "
             "albumentations.ImageOnlyTransform or DualTransform, the class itself."
         )
-    return kind
 
 
 def _has_sampler(kind: type) -> bool:

@@ -13,13 +13,12 @@ from lightning_fastdata.sources.dataset import SourceDataset
 from lightning_fastdata.sources.source import Raw, Source
 
 if TYPE_CHECKING:
-    from lightning_fastdata.ext.sources.archives import TarSource, ZipSource
+    from lightning_fastdata.ext.sources.archives import TarSource
     from lightning_fastdata.ext.sources.arrays import Hdf5Source, ZarrSource
     from lightning_fastdata.ext.sources.files import FileSource, ObjectSource
-    from lightning_fastdata.ext.sources.tables import ArrowSource, LmdbSource, ParquetSource
+    from lightning_fastdata.ext.sources.tables import LmdbSource, ParquetSource
 
 __all__ = [
-    "ArrowSource",
     "FileSource",
     "Hdf5Source",
     "LmdbSource",
@@ -30,7 +29,6 @@ __all__ = [
     "SourceDataset",
     "TarSource",
     "ZarrSource",
-    "ZipSource",
 ]
 
 # Type checkers would take any name for one of the package's.

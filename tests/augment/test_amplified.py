@@ -7,6 +7,7 @@ import warnings
 import albumentations as A
 import numpy as np
 import torch
+from augment.bounds import bound_of
 from augment.parity import extremes, photographs
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from thoroughness import max_examples
 
 from benchmarks.parity import levels_per_unit
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, bound_of, may_differ
+from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, may_differ
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import BatchTransform

@@ -76,17 +76,6 @@ def test_two_images_of_a_sample_share_what_was_drawn(name):
     assert torch.equal(batch["image"], batch["other"])
 
 
-@each("name", ["elastic"])
-def test_lists_of_masks_are_moved_in_the_worker_as_their_image_is_on_the_device(name):
-    transform = pipeline(A.RandomCrop(30, 33), ALL[name], A.HorizontalFlip())
-    items = [item | {"masks": [item["mask"], item["mask"] // 2]} for item in samples()]
-    batch, rest = on_device(transform, items)
-    for index, one in enumerate(in_worker(transform, items)):
-        assert np.abs(batch["image"][index].numpy().astype(int) - one["image"]).max() <= 1
-        for got, want in zip(rest[index]["masks"], one["masks"], strict=True):
-            np.testing.assert_array_equal(got, want)
-
-
 def test_with_same_pixels_nothing_is_drawn_on_the_device():
     places = pipeline(*ALL.values(), same_pixels=True).plan.placements
     where = {place.name: place.where for place in places}
@@ -123,21 +112,6 @@ def test_operations_behind_normalize_take_floats(name):
     assert 0 <= batch["image"].min() <= batch["image"].max() <= 1
 
 
-@each("name", ALL)
-def test_batches_of_any_layout_and_gray_images_will_do(name):
-    turned = pipeline(A.Transpose(p=1), ALL[name])
-    straight = pipeline(A.NoOp(p=1), ALL[name])
-    items = samples((32, 32))
-    flipped = [{"image": item["image"].swapaxes(0, 1).copy()} for item in items]
-    first, second = (
-        on_device(way, given)[0]["image"]
-        for way, given in ((turned, [{"image": i["image"]} for i in items]), (straight, flipped))
-    )
-    assert torch.equal(first, second)
-    gray = [{"image": item["image"][..., 0].copy()} for item in items]
-    assert on_device(straight, gray)[0]["image"].shape == (3, 32, 32)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each("name", ALL)
@@ -159,11 +133,3 @@ def test_a_gpu_gives_the_pixels_of_the_cpu(name):
     apart = (here.int() - there.cpu().int()).abs()
     assert (apart > 0).float().mean() < 1e-3
     assert apart.max() <= 1
-
-
-@each("size", [(1, 1), (1, 9), (9, 1)])
-@each("name", ALL)
-def test_tiny_images_are_no_special_case(name, size):
-    batch, _ = on_device(pipeline(ALL[name]), samples(size))
-    assert batch["image"].shape == (3, *size, 3)
-    assert batch["image"].dtype == torch.uint8

@@ -19,14 +19,10 @@ from benchmarks.parity import examples, make_example
 from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.dtypes import (
-    BYTES,
     FLOATS,
-    dtype_after,
-    follow_dtypes,
     takes_dtype,
 )
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey
@@ -185,29 +181,6 @@ def test_operations_that_take_floats_take_those_of_any_range(name, arguments):
         for want, made, *_ in both(transform, images, seeds=[0]):
             assert np.array_equal(np.isnan(want), np.isnan(made))
             np.testing.assert_allclose(made, want, rtol=0, atol=1.01 / 255)
-
-
-@each(("name", "arguments"), OPERATIONS)
-def test_operations_keep_the_dtype_that_is_expected(name, arguments):
-    transform = sized(name, arguments)
-    for dtype in (BYTES, FLOATS):
-        for image in photographs(48, 48, 3, dtype)[:1]:
-            with np.errstate(all="ignore"):
-                made = np.asarray(transform(image=image)["image"])
-            assert dtype_after(transform, dtype) == made.dtype
-
-
-def after(*transforms):
-    return follow_dtypes(list_leaves(A.Compose(list(transforms))), BYTES)
-
-
-def test_casts_are_followed_until_all_samples_have_one_dtype():
-    assert after(A.HorizontalFlip(), A.ToFloat()).after == FLOATS
-    assert after(A.OneOf([A.ToFloat(), A.InvertImg()])).after is None
-    assert after(A.ToFloat(p=0.5), A.Normalize()) == ((BYTES, None), FLOATS)
-    assert after(A.ToFloat(p=0.5), A.Normalize()).boundary == 1
-    assert after(A.Normalize(), A.ToFloat(p=0.5)) == ((BYTES, FLOATS), FLOATS)
-    assert after(A.Normalize(), A.FromFloat("uint16")).after == np.uint16
 
 
 @each("casts", [A.ToFloat(p=0.5), A.OneOf([A.InvertImg(), A.Normalize()])])

@@ -10,7 +10,6 @@ from augment.parity import photographs
 from misses import each
 from scipy import stats
 
-from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.positions.elastic import displacements, smoothing
 
 SIZE = (61, 74)
@@ -120,14 +119,3 @@ def test_a_field_of_uniform_noise_is_albumentations_own(law):
     ]
     assert max(apart) <= 1 if law == "uniform" else min(apart) > 20
     assert transform.plan.placements[0].where == "device"
-
-
-def test_other_interpolations_are_declined_before_anything_is_drawn():
-    transform, image = A.ElasticTransform(interpolation=4, p=1), photographs(40, 50)[0]
-    op = DEVICE_OPS["ElasticTransform"]
-    transform.set_random_seed(3)
-    before = transform.random_generator.bit_generator.state
-    assert op.draw(transform, {"shape": image.shape}, {"image": image}) is None
-    assert transform.random_generator.bit_generator.state == before
-    transform(image=image)
-    assert op.encode(transform, transform.params, image.shape, image.dtype) is None

@@ -128,21 +128,6 @@ def test_a_batch_of_any_structure_gets_the_draws_at_its_place(form) -> None:
         assert (done["y" if form == "named" else "label"]) is labels
 
 
-def test_additional_images_and_masks_of_a_dict_ride_along() -> None:
-    compose = A.Compose(
-        [A.HorizontalFlip(), A.RandomGamma(), A.VerticalFlip(), A.ToTensorV2()],
-        additional_targets={"second": "image", "parts": "mask", "absent": "mask"},
-    )
-    aug = explicit(compose)
-    batch = {"image": IMAGES, "second": IMAGES.flip(0), "parts": MASKS, "label": 3}
-    arrays = {name: batch[name] for name in ("image", "second", "parts")}
-    expected = oracle(compose, **arrays)
-    done = aug(batch, key=KEY)
-    assert done.keys() == batch.keys()
-    for name in arrays:
-        same(done[name], expected[name])
-
-
 @each("masks", [DEPTH, DEPTH[..., None].repeat(1, 1, 1, 2), MASKS])
 def test_the_same_key_gives_other_tensors_the_same_draws(masks) -> None:
     aug = explicit(PIPELINE)

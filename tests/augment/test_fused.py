@@ -19,7 +19,8 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import TapeOp, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.replay.triton import has_kernels, is_fusible
+from lightning_fastdata.augment.replay.triton import is_fusible
+from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.types import SampleKey
 

@@ -26,7 +26,7 @@ def test_the_kernels_compile_for_cuda_with_exactly_the_roundings_of_torch(tmp_pa
 
 WITHOUT_A_DEVICE = """
 import torch
-from lightning_fastdata.augment.replay.triton import kernel_fault
+from lightning_fastdata.augment.replay.warm_up import kernel_fault
 print(kernel_fault(torch.device("cpu")))
 """
 

@@ -13,7 +13,6 @@ from augment.batches import keys
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.replay.program import launches
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -95,19 +94,11 @@ def test_a_usual_pipeline_takes_few_launches(name):
     images, draws = drawn(A.Compose(transforms), many())
     program = draws.programs["image"]
     steps = {number for run in program.runs for number in range(run.first, run.last + 1)}
-    assert sum(run.launches for run in program.runs) == expected
+    assert sum(1 + run.contrasts for run in program.runs if not run.idle) == expected
     # Blurs alone are left to torch.
     left = {step.name for number, step in enumerate(program.steps) if number not in steps}
     assert left <= {"Blur", "GaussianBlur", "MotionBlur"}
     assert images[0].shape[-1] == 3
-
-
-def test_a_step_of_torch_counts_its_parts():
-    noises = [A.GaussNoise(p=1), A.GaussNoise(per_channel=False, p=1)]
-    compose = A.Compose([A.Resize(16, 16), A.OneOf(noises, p=1), A.HorizontalFlip(p=1)])
-    program = drawn(compose, many(count=16))[1].programs["image"]
-    parts = [len(step.parts) for step in program.steps[:-1]]
-    assert launches(program) == sum(parts) + 1
 
 
 @each("name", USUAL)
@@ -119,7 +110,7 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
     for run in program.runs:
         assert takes(run, batch)
         batch, made = prepare(run, blob, batch)
-        assert len(made) == run.launches
+        assert len(made) == 1 + run.contrasts
         assert batch.device.type == "meta"
     assert batch.shape == (BATCH, 3, 32, 32)
     assert batch.dtype == torch.float32

@@ -37,18 +37,6 @@ def test_a_mixed_transform_is_a_batch_transform():
     ]
 
 
-def test_the_same_is_mixed_on_the_device_and_without_one():
-    transform = mixed(PIPELINE, CutMix(), MixUp(0.8), num_classes=CLASSES)
-    samples = [Photos()[index] for index in range(6)]
-    image, labels = carried_out(transform, samples)
-    other, others = carried_out(transform, samples, on_device=False)
-    assert torch.equal(labels, others)
-    assert (image - other).abs().max() < 1e-5
-    assert labels.shape == (6, CLASSES)
-    assert torch.allclose(labels.sum(1), torch.ones(6))
-    assert (labels.amax(1) < 1).any()
-
-
 def test_the_pipeline_draws_what_it_would_draw_alone():
     samples = [{"image": image} for image in IMAGES]
     alone = in_worker(as_batch_transform(PIPELINE), samples)

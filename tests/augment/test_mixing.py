@@ -135,29 +135,6 @@ def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
 
 
 @each("step", STEPS)
-def test_the_order_of_a_batch_does_not_matter(step):
-    images = pictures().float()
-    numbers, order = drawn(step, 6)
-    turned = torch.tensor([3, 1, 5, 0, 2, 4])
-    straight = step.mix(Parts(image=images, labels=shares(6)), numbers, order)
-    shuffled = step.mix(
-        Parts(image=images[turned], labels=shares(6)[turned]), numbers[turned], order[turned]
-    )
-    assert torch.equal(shuffled.image, straight.image[turned])
-    assert torch.equal(shuffled.labels, straight.labels[turned])
-
-
-@each("step", STEPS)
-def test_no_step_asks_the_device_for_a_value(step):
-    """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
-    numbers, order = (one.to("meta") for one in drawn(step, 6))
-    parts = Parts(image=pictures().float().to("meta"), labels=shares(6).to("meta"))
-    out = step.mix(parts, numbers, order)
-    assert out.image.shape == parts.image.shape
-    assert out.labels.shape == (6, CLASSES)
-
-
-@each("step", STEPS)
 def test_nothing_is_written_to_what_was_given(step):
     images, labels = pictures().float(), shares(6)
     before = images.clone(), labels.clone()

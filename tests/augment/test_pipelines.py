@@ -9,12 +9,13 @@ import cv2
 import numpy as np
 import pytest
 from augment.batches import in_worker, on_device
+from augment.bounds import bound_of
 from augment.pipelines import RECIPES, Kind, Recipe
 from misses import each
 
 from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, bound_of, may_differ
+from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, may_differ
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import as_batch_transform
 

@@ -144,24 +144,6 @@ def test_images_of_a_known_size_need_no_operation_that_makes_them_so() -> None:
     assert where(A.RandomRotate90(), A.Resize(4, 4), NORM(), size=(8, 8)) == "ddd"
 
 
-def test_the_same_transform_object_twice_runs_in_the_worker() -> None:
-    flip = H()
-    assert where(flip, V(), flip) == "www"
-
-
-def test_a_refusal_sends_everything_to_the_worker_and_says_why() -> None:
-    plan = analyse(A.Compose([H(), V()]), OPS, refusal="because")
-    assert not plan.defers
-    assert {placement.why for placement in plan.placements} == {"because"}
-
-
-def test_every_placement_has_a_reason() -> None:
-    plan = analyse(A.Compose([A.Resize(8, 8), H(), A.CLAHE(), NORM(), TENSOR()]), OPS)
-    assert plan.defers
-    assert all(placement.why for placement in plan.placements)
-    assert [placement.name for placement in plan.placements][2] == "CLAHE"
-
-
 def drawn_for(transform, data):
     """Return the parameters that a transform draws for a sample, from a fixed state."""
     transform.set_random_seed(3)

@@ -10,14 +10,10 @@ import itertools
 
 import albumentations as A
 import numpy as np
-import pytest
 import torch
 from misses import each
 from scipy import stats
-from torch.utils.data import Dataset
 
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
@@ -127,67 +123,6 @@ def test_choices_are_as_likely_as_their_weights_and_orders_as_each_other():
             compose(image=IMAGE)
             counts += [bool(one.params) for one in compose.transforms[0].transforms]
         assert stats.chisquare(counts, np.array(weights) * DRAWS).pvalue > ALPHA
-
-
-@each(
-    ("transform", "parameter", "law"),
-    [
-        (A.Rotate((-90, 90), p=1), lambda p: np.degrees(np.arcsin(p["matrix"][1, 0])), (-90, 180)),
-        (A.RandomGamma((50, 150), p=1), lambda p: p["gamma"], (0.5, 1)),
-        (A.RandomBrightnessContrast(0.2, 0.4, p=1), lambda p: p["alpha"], (0.6, 0.8)),
-        (A.CoarseDropout((1, 1), (0.5, 0.5), (0.5, 0.5), p=1), lambda p: p["holes"][0, 0], None),
-    ],
-)
-def test_parameters_of_real_transforms_have_their_law(transform, parameter, law):
-    values = []
-    image = np.zeros((64, 64, 3), np.uint8)
-    compose = A.Compose([A.HorizontalFlip(), transform])
-    for index in range(DRAWS):
-        reseed((compose,), SampleKey(5, 0, index))
-        compose(image=image)
-        values.append(float(parameter(compose.transforms[1].params)))
-    if law is None:
-        counts = np.bincount(np.array(values, int), minlength=33)
-        assert stats.chisquare(counts).pvalue > ALPHA
-    else:
-        assert stats.kstest(values, "uniform", law).pvalue > ALPHA
-
-
-class Numbers(Dataset):
-    """Returns the numbers that its pipeline draws for each sample."""
-
-    def __init__(self, length=96) -> None:
-        self.compose = A.Compose([Probe(p=1), Probe(p=1)])
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index):
-        self.compose(image=IMAGE)
-        numbers = [list(one.params.values())[:2] for one in self.compose.transforms]
-        return torch.tensor([index, *np.ravel(numbers)], dtype=torch.float64)
-
-
-def rows_of(loader) -> np.ndarray:
-    rows = torch.cat([batch.clone() for batch in loader]).numpy()
-    return rows[rows[:, 0].argsort()]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@each(("workers", "context"), [(2, "fork"), (2, "spawn"), (4, "fork")])
-def test_no_two_workers_draw_the_same_numbers(workers, context):
-    loader = FastDataLoader(
-        Numbers(), batch_size=8, num_workers=workers, multiprocessing_context=context, seed=3
-    )
-    rows = rows_of(loader)
-    assert len(np.unique(rows[:, 1:])) == rows[:, 1:].size
-    # And they are those of one process.
-    dataset = Numbers()
-    for row in rows[::16]:
-        reseed(find_composes(dataset), SampleKey(3, 0, int(row[0])))
-        assert dataset[int(row[0])].tolist() == row.tolist()
 
 
 def test_a_bare_seeded_pipeline_applies_its_transforms_in_lockstep():

@@ -11,7 +11,6 @@ from misses import each
 from torch.utils.data import default_collate
 
 from lightning_fastdata.augment.pipeline.fields import Fields
-from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.types import SampleKey
@@ -185,14 +184,6 @@ def test_a_callable_gets_the_batch_or_the_named_field() -> None:
 def test_what_cannot_transform_a_batch_is_an_error(wrong) -> None:
     with pytest.raises(TransformError, match="cannot transform a batch"):
         as_batch_transform(wrong)
-
-
-@each("make", [lambda: A.Compose(PIPELINE), A.HorizontalFlip, torch.nn.Identity])
-def test_every_kind_of_transform_keeps_the_contract(make) -> None:
-    transform = as_batch_transform(make())
-    assert isinstance(transform, StageTransform)
-    assert as_batch_transform(transform) is transform
-    assert transform.name
 
 
 def test_explain_is_an_aligned_table_of_where_and_why() -> None:

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import shutil
 import signal
 import textwrap
 from pathlib import Path
@@ -20,12 +19,9 @@ import pytest
 import torch
 import torchvision.transforms as T
 from caches.made import Made
-from hypothesis import given
-from hypothesis import strategies as st
 from misses import each
 from PIL import Image
 from programs import run_program
-from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -389,17 +385,6 @@ def test_impossible_arguments_are_named(tmp_path, folder, arguments, error, name
 def test_a_folder_that_cannot_be_made_is_named(folder):
     with pytest.raises(OptionsError, match=r"/proc/nowhere.*LIGHTNING_FASTDATA_CACHE"):
         ld.CachedDataset(Made(folder), "/proc/nowhere")[0]
-
-
-@max_examples(20)
-@given(order=st.lists(st.integers(0, 11), min_size=1, max_size=40), varies=st.booleans())
-def test_any_order_of_reading_gives_the_same(tmp_path_factory, order, varies):
-    folder = tmp_path_factory.mktemp("c")
-    data = Made(folder, count=12, varies=varies)
-    cached = ld.CachedDataset(data, folder / "cache")
-    for index in order:
-        assert equal(cached[index], data[index])
-    shutil.rmtree(folder)
 
 
 IN_MEMORY = """

@@ -5,7 +5,6 @@ The oracle is torch's DataLoader over the dataset without a cache.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -25,7 +24,6 @@ from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
 from lightning_fastdata.caches import folders
 from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError, FastDataError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.gather.rows import rows_of
 
 COUNT = 40
 PAGE_BYTES = 64
@@ -188,10 +186,6 @@ def test_no_damaged_byte_comes_from_workers(tmp_path, complete, kind, executor, 
         if how == "cut":
             break
     holds(kind, tmp_path / "copy", folder, executor)
-
-
-def test_an_undamaged_cache_of_rows_is_gathered(complete):
-    assert rows_of(CachedDataset(DATASETS["columns"], complete["columns"])) is not None
 
 
 def mixed_pages(old, new, chosen):
@@ -443,11 +437,6 @@ def test_without_a_home_the_variable_is_named(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 54321)  # of no entry in the list of users
     with pytest.raises(OptionsError, match="Set LIGHTNING_FASTDATA_CACHE"):
         CachedDataset(Rows(), "disk")
-
-
-def test_the_manifest_is_text_for_people(complete):
-    (path,) = complete["columns"].glob("*/manifest.json")
-    assert json.loads(path.read_text().splitlines()[0])["samples"] == COUNT
 
 
 def test_a_cache_in_memory_that_a_killed_run_left_is_found_by_the_same_dataset(

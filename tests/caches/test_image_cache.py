@@ -96,15 +96,6 @@ def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
     assert path(shorter_side=48) != small
 
 
-def test_what_finds_no_room_is_made_each_time(root, tmp_path):
-    options = {"shorter_side": 48, "resample": "exact"}
-    kept = cache_images(folder_of(root, **options), tmp_path / "kept", max_bytes=40_000)
-    plain = folder_of(root, **options)
-    for epoch in range(2):
-        assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
-    assert 0 < cache_of(kept).stored < len(plain)
-
-
 def test_impossible_options_are_refused(root):
     with pytest.raises(OptionsError, match="shorter_side is 0; give 1 or more"):
         folder_of(root, shorter_side=0)

@@ -213,16 +213,18 @@ def test_the_callbacks_pipeline_is_the_modules(tmp_path):
 
 @pytest.mark.parametrize("on_cpu", ["albumentations", "torch"])
 def test_the_callback_augments_plain_loaders_with_the_pipelines_own_pixels(tmp_path, on_cpu):
-    def run():
+    def run(epochs=2, saved=None):
         model = Keeps()
         augment = BatchTransform.from_albumentations(EXACT["flips"](), on_cpu=on_cpu)
         callback = DataThroughputCallback(augment=augment, summary=False, report=False)
-        trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=2)
-        trainer.fit(model, DataLoader(Images(8), batch_size=4))
+        trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=epochs)
+        trainer.fit(model, DataLoader(Images(8), batch_size=4), ckpt_path=saved)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
         return model.batches
 
     batches = run()
-    assert equal([x for x, _ in batches], [x for x, _ in run()])
+    resumed = [*run(1), *run(saved=tmp_path / "last.ckpt")]
+    assert equal([x for x, _ in batches], [x for x, _ in resumed])
     assert not equal([x for x, _ in batches[:2]], [x for x, _ in batches[2:]])
     for x, indices in batches:
         for image, i in zip(x, indices, strict=True):

@@ -228,6 +228,7 @@ def test_an_error_of_the_script_is_shown(tmp_path):
     assert "wrong config" in done.stderr
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
 def test_who_ends_it_gets_what_is_known_and_what_another_training_writes_stays(
     tmp_path, how, monkeypatch

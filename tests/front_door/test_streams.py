@@ -155,18 +155,6 @@ def web_dataset(folder: Any, shards: int = 5, **how: Any) -> Any:
     return stream.map(lambda row: {"x": int(row["x"])})
 
 
-def lit_data(folder: Any) -> Any:
-    litdata = pytest.importorskip("litdata")
-    from litdata.streaming import Cache
-
-    cache = Cache(str(folder), chunk_size=3)
-    for number in range(COUNT):
-        cache[number] = {"x": number}
-    cache.done()
-    cache.merge()
-    return litdata.StreamingDataset(str(folder), shuffle=False, drop_last=False)
-
-
 SPLITTING = {
     "get_worker_info": lambda _: Split(),
     "a method that asks": lambda _: BySharedFunction(),
@@ -178,7 +166,6 @@ SPLITTING = {
     "Hugging Face in a wrapper": lambda _: Around(hugging_face(3)),
     "pairs of what splits alike": lambda _: Pairs(Split(), Split()),
     "WebDataset": web_dataset,
-    "LitData": lit_data,
 }
 WHOLE = {
     "nothing asks": lambda _: Whole(),
@@ -201,10 +188,7 @@ def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind,
     workers = loader.num_workers
     assert workers > 1, data.explain()
     given = DataLoader(stream, 4, num_workers=workers)
-    # LitData's workers end with smaller batches, more than torch's `len(loader)` tells, where
-    # Lightning ends an epoch of torch's loader.
-    litdata = kind == "LitData"
-    theirs = [batch["x"].tolist() for batch in given] if litdata else fitted(None, given)
+    theirs = fitted(None, given)
     assert fitted(data) == theirs
     alone = FastDataLoader(stream, 4, num_workers="auto")
     assert alone.num_workers == workers

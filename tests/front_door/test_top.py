@@ -14,7 +14,7 @@ import pytest
 import torch
 from conformance.pieces import make_trainer
 from lightning.pytorch import Callback, LightningModule
-from programs import run_program
+from programs import refused
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import (
@@ -22,6 +22,7 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
+from lightning_fastdata.cli import main
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.live import page_text, read_all
@@ -32,17 +33,6 @@ PATIENCE_S = 150
 LONG_S = 31.0
 """For which a training hangs."""
 SLOW = 61
-
-
-def shown(live, *arguments):
-    """Return what ``fastdata top --once`` prints in a process of its own."""
-    done = run_program(
-        *("-m", "lightning_fastdata", "top", "--once", *arguments),
-        env={**os.environ, "LIGHTNING_FASTDATA_LIVE": str(live)},
-        timeout_s=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def told(live):
@@ -281,12 +271,11 @@ def test_a_place_that_is_not_this_users_is_refused_and_the_training_goes_on(tmp_
         trainer = fitted(tmp_path)
     assert trainer.global_step == 4
     assert not other.is_dir() or list(other.iterdir()) == []
-    done = run_program("-m", "lightning_fastdata", "top", "--once", timeout_s=PATIENCE_S)
-    assert done.returncode == 2
-    assert str(own) in done.stderr
-    assert "Traceback" not in done.stderr
+    with refused(re.escape(str(own))):
+        main(["top", "--once"])
 
 
-def test_without_a_training_it_says_how_to_start_one(own):
-    assert "DataThroughputCallback()" in shown(own)
+def test_without_a_training_it_says_how_to_start_one(own, capsys):
+    main(["top", "--once"])
+    assert "DataThroughputCallback()" in capsys.readouterr().out
     assert not own.exists()

@@ -99,13 +99,6 @@ def test_half_of_the_samples_are_flipped_whatever_their_box():
     assert stats.ks_2samp(areas[flips], areas[~flips]).pvalue > 0.001
 
 
-@each(("probability", "flipped"), [(0.0, False), (1.0, True)])
-def test_a_certain_flip_is_certain(probability, flipped):
-    rule = CropRule(size=8, horizontal_flip=probability)
-    keys = [SampleKey(0, 0, index) for index in range(50)]
-    assert {rule.place(20, 30, keyed_uniform(key)).flip for key in keys} == {flipped}
-
-
 @given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
 @max_examples(50)
 def test_equal_keys_draw_equal_numbers_and_different_keys_do_not(seed, epoch, index):
@@ -150,10 +143,6 @@ def test_the_shorter_side_is_resized_as_torchvision_does(height, width, length):
     image = torch.empty(0, height, width, dtype=torch.uint8)
     resized = v2.functional.resize(image, [length], antialias=True)
     assert shorter_side_to(length, height, width) == tuple(resized.shape[-2:])
-
-
-def test_the_usual_224_of_256_is_the_default():
-    assert CropRule(size=224, crop="center").place(500, 500, float).height == 256
 
 
 @each(

@@ -103,6 +103,19 @@ def test_normalised_samples_are_written_into_the_batch_by_side_processes(folder)
     assert torch.equal(images, torch.stack([dataset[i][0] for i in range(len(dataset))]))
 
 
+class Darker(FastImageFolder):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image // 2, label
+
+
+def test_what_a_subclass_makes_of_a_sample_is_what_side_processes_deliver(folder):
+    dataset = Darker(folder, size=40, seed=3)
+    loader = FastDataLoader(dataset, 4, executor="workers", num_workers=1)
+    images = torch.cat([images for images, _ in loader])
+    assert torch.equal(images, everything(dataset))
+
+
 def test_validation_samples_are_those_of_image_folder_with_torchvisions_transforms(folder):
     transform = v2.Compose(
         [v2.PILToTensor(), v2.Resize(73, antialias=True), v2.CenterCrop(64)],

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from images.torchvision_pixels import psnr_db, torchvision_sample
 from misses import each
 from PIL import Image
-from thoroughness import max_examples
 from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.ext.images.decoders import choose_decoder
 from lightning_fastdata.ext.images.reading import open_image
 from lightning_fastdata.ext.images.resized_crop import (
@@ -24,7 +20,6 @@ from lightning_fastdata.ext.images.resized_crop import (
     keyed_uniform,
     plan_resample,
     render,
-    scaled_box,
     settle_resample,
 )
 from lightning_fastdata.types import SampleKey
@@ -108,35 +103,6 @@ def test_a_small_shrink_is_linear_and_near_torchvision(photos):
     assert min(decibels) > 32
 
 
-@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(8, 512), st.booleans())
-@max_examples(300)
-def test_the_automatic_plan_never_decodes_fewer_pixels_than_the_sample_has(
-    height, width, size, scalable
-):
-    box = Box(0, 0, height, width)
-    plan = plan_resample(Placement(box, size, size, 0, 0, False), "auto", scalable=scalable)
-    down = max(height, width) / size
-    assert (plan.filter == "linear") == (down < 1.5)
-    if not scalable or plan.filter == "linear":
-        assert plan.scale == 1
-    left = min(height, width) / size / plan.scale
-    assert left >= 1 or plan.scale == 1
-    if scalable and plan.scale in (2, 4):
-        assert left < 2
-
-
-@given(st.integers(0, 999), st.integers(0, 999), st.integers(16, 999), st.sampled_from([2, 4, 8]))
-@max_examples(200)
-def test_a_scaled_box_lies_in_the_scaled_picture_within_half_a_pixel(top, left, side, scale):
-    full_height, full_width = top + side, left + side + 3
-    box = scaled_box(Box(top, left, side, side), scale)
-    assert box.top >= 0
-    assert box.top + box.height <= -(-full_height // scale)
-    assert box.left + box.width <= -(-full_width // scale)
-    assert abs(box.top - top / scale) <= 0.5
-    assert abs(box.top + box.height - (top + side) / scale) <= 0.5
-
-
 @each("how", ["linear", "antialias"])
 @each("shape", [(200, 300), (96, 96), (50, 40), (200, 50), (50, 200)])
 def test_a_flip_mirrors_the_sample_and_nothing_else(how, shape, photos):
@@ -145,11 +111,3 @@ def test_a_flip_mirrors_the_sample_and_nothing_else(how, shape, photos):
     plain = rendered(photos["china"], placement, plan)
     mirrored = rendered(photos["china"], placement._replace(flip=True), plan)
     np.testing.assert_array_equal(mirrored, plain[:, ::-1])
-
-
-def test_auto_is_exact_unless_crops_are_random():
-    assert settle_resample("auto", "random_resized") == "auto"
-    assert settle_resample("auto", "center") == settle_resample("auto", "stretch") == "exact"
-    assert settle_resample("exact", "random_resized") == "exact"
-    with pytest.raises(OptionsError, match=r"'bicubic'.*exact"):
-        settle_resample("bicubic", "center")

@@ -74,21 +74,6 @@ def test_a_position_skips_so_many_batches(position, drop_last, **how) -> None:
     assert [b.tolist() for b in rest.batches()] == expected
 
 
-@max_examples(40)
-@given(seed=st.integers(0, 2**40), ranks=st.sampled_from([1, 2, 4]))
-def test_a_kept_global_batch_holds_the_same_samples_for_any_world_size(seed, ranks) -> None:
-    def step(world_size: int, number: int) -> set[int]:
-        orders = [
-            EpochOrder(
-                length=64, batch_size=8 // world_size, seed=seed, rank=r, world_size=world_size
-            )
-            for r in range(world_size)
-        ]
-        return {int(i) for order in orders for i in list(order.batches())[number]}
-
-    assert step(ranks, 3) == step(1, 3)
-
-
 def test_order_is_that_of_the_shuffle_sampler_and_changes_with_the_epoch() -> None:
     sampler = ShuffleSampler(range(50), seed=3)
     sampler.set_epoch(2)

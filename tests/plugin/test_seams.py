@@ -219,8 +219,10 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch
 
-    callback = DataThroughputCallback(augment=add_one, summary=False, report=False)
-    trainer = make_trainer(tmp_path, limit_val_batches=0, callbacks=[callback])
+    callbacks = [
+        DataThroughputCallback(augment=add_one, summary=False, report=False) for _ in range(2)
+    ]
+    trainer = make_trainer(tmp_path, limit_val_batches=0, callbacks=callbacks)
     model, module = Stops(), data()
     parts = Parts(trainer, model, module)
     for number in range(2):
@@ -228,7 +230,7 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
             trainer.fit_loop.max_epochs = number + 1
             trainer.fit(model, datamodule=module)
             x, i = model.seen["train"][-1]
-            assert torch.equal(x[:, 0], i + 1.0)  # and not augmented twice
+            assert torch.equal(x[:, 0], i + 2.0)  # by each callback once
         else:
             with pytest.raises(ZeroDivisionError):
                 trainer.fit(model, datamodule=module)

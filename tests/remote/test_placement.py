@@ -44,8 +44,6 @@ def placed_on(nodes, missing, training=ALONE, needs=CPU, **how):
         ([node(4, own=True), node(2)], 9, {"elsewhere": 2 + 4, "here": 3}),  # four wait
         ([node(4, own=True), node(2, free=0)], 2, {"here": 2}),
         ([node(4, free=1, own=True), node(2, free=1)], 2, {"elsewhere": 2}),  # one waits
-        ([node(4, own=True)], 2, {"here": 2}),
-        ([node(2, own=True)], 1, {"here": 1}),
         ([node(1, own=True)], 1, {"here": 1}),
         ([node(1, own=True), node(1)], 2, {"elsewhere": 2}),
         ([node(0, own=True), node(2)], 2, {"elsewhere": 2}),
@@ -60,13 +58,6 @@ def test_a_training_that_holds_cpus_in_ray_keeps_those_and_no_more():
     assert placed_on([node(6, free=4, own=True)], 6, held) == {"here": 4, "elsewhere": 2}
     two = Training(ranks=2, ranks_here=2, held_cpus=1)
     assert placed_on([node(6, free=4, own=True)], 6, two) == {"here": 2}
-
-
-def test_actors_of_several_cpus_are_counted_by_what_a_node_holds_of_them():
-    nodes = [node(8, own=True), node(3), node(3)]
-    assert placed_on(nodes, 6, needs={"CPU": 2.0}) == {"elsewhere": 2 + 1, "here": 3}
-    assert placed_on(nodes, 3, needs={"CPU": 0.5}) == {"elsewhere": 3}
-    assert placed_on(nodes, 3, needs={"CPU": 0.0}) == {"elsewhere": 3}
 
 
 def test_where_the_user_says_where_only_the_share_of_a_rank_bounds_it():

@@ -590,7 +590,7 @@ def _forget() -> None:
 def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
     from lightning_fastdata.augment.replay import torch as replay
-    from lightning_fastdata.augment.replay import triton
+    from lightning_fastdata.augment.replay import warm_up
 
     generators = machine.generators
 
@@ -663,5 +663,5 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
             "is_pinned": lambda tensor, device=None: machine.kind_of(tensor) != "ordinary",
         },
     )
-    for module in (triton, replay):
+    for module in (warm_up, replay):
         yield module, {"has_kernels": lambda device: False}

@@ -119,11 +119,16 @@ def places_of(batch: Batch, fields: Fields, compose: BaseCompose) -> dict[str, L
     places |= _tensors(batch, named_places(batch, names))
     mover, image = mover_of(compose), get_field(batch, found.image)
     if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:
-        first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
-        height, width = image.shape[2:] if first else image.shape[1:3]
         known = {*places.values(), *fields.stays}
-        check_beside(batch, known, (height, width), mover, samples=len(image))
+        check_beside(batch, known, size_of(image), mover, samples=len(image))
     return places
+
+
+def size_of(images: torch.Tensor) -> tuple[int, int]:
+    """Return height and width of images ``[n, C, H, W]``, ``[n, H, W, C]`` or ``[n, H, W]``."""
+    first = images.ndim == 4 and channels_first(tuple(images.shape[1:]))
+    height, width = images.shape[2:] if first else images.shape[1:3]
+    return int(height), int(width)
 
 
 def _tensors(batch: Batch, places: Mapping[str, Location]) -> dict[str, Location]:

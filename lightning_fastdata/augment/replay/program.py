@@ -197,14 +197,3 @@ def _form(encoded: Encoded) -> object:
         return encoded.static
     shapes = [(name, one.shape, one.dtype.char) for name, one in encoded.arrays.items()]
     return encoded.static, tuple(shapes)
-
-
-def launches(program: Program) -> int:
-    """Return how many times a batch is handed to the device, if kernels carry out the runs.
-
-    A run counts its kernels; a step that no run takes counts one for each of its parts, for which
-    torch launches several. Images other than uint8 RGB, and masks, take no runs.
-    """
-    fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
-    rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)
-    return sum(run.launches for run in program.runs) + sum(rest)

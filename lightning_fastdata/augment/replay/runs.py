@@ -103,11 +103,6 @@ class FusedRun:
     square: bool = False
     """Some sample is turned on its side, so the result has to be square."""
 
-    @property
-    def launches(self) -> int:
-        """Kernels to launch."""
-        return 0 if self.idle else 1 + self.contrasts
-
 
 class StepGroup(NamedTuple):
     """Samples that take one step with the same settings and array shapes."""

@@ -16,7 +16,8 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
     target_places,
 )
-from lightning_fastdata.augment.replay.triton import has_kernels, run_fused, takes
+from lightning_fastdata.augment.replay.triton import run_fused, takes
+from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import BatchError, TransformError
 
 if TYPE_CHECKING:

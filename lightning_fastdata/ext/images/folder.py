@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.caches.folders import CacheFolder
-    from lightning_fastdata.ext.images.resized_crop import Crop, Picture, Resample
+    from lightning_fastdata.ext.images.kept import ImageCache
+    from lightning_fastdata.ext.images.resized_crop import Crop, Resample
+    from lightning_fastdata.ext.images.stored import Picture
 
 
 class FolderError(DatasetError, FileNotFoundError):
@@ -41,23 +43,6 @@ class FolderError(DatasetError, FileNotFoundError):
 
     Also a ``FileNotFoundError``, which is what torchvision's ``ImageFolder`` raises.
     """
-
-
-class PictureStore(Protocol):
-    """Where the pictures of a dataset are kept."""
-
-    def open(self, index: int) -> Picture:
-        """Return the picture of a sample."""
-
-    def fill(self, num_workers: int = 0) -> None:
-        """Keep all pictures that are not kept yet, before a training.
-
-        Args:
-            num_workers: Processes that do it; 0: this one does.
-        """
-
-    def explain(self) -> str:
-        """Return what is kept and where, as text."""
 
 
 class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
@@ -162,7 +147,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self._samples: list[tuple[str, int]] | None = None
         # Which files were decoded whole, so that none of these is damaged anywhere.
         self._whole = SharedFlags(len(samples)) if check_files else None
-        self.pictures: PictureStore | None = None
+        self.pictures: ImageCache | None = None
         """Where pictures are kept; None: they are read from their files."""
 
     @property
@@ -269,7 +254,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
                 cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])
 
-    def reading_from(self, store: PictureStore) -> FastImageFolder:
+    def reading_from(self, store: ImageCache) -> FastImageFolder:
         """Return this dataset with its pictures, as ``shorter_side`` makes them, from a store."""
         twin = copy.copy(self)
         twin.pictures, twin._whole = store, None

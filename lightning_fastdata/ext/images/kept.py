@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.ext.images.reading import ImageFiles
-    from lightning_fastdata.ext.images.resized_crop import Picture
+    from lightning_fastdata.ext.images.stored import Picture
 
 
 def cache_images(

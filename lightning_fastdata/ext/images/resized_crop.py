@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -18,33 +18,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.ext.images import Pixels, Scale
+    from lightning_fastdata.ext.images.stored import Picture
     from lightning_fastdata.types import SampleKey
 
 Crop: TypeAlias = Literal["random_resized", "center", "stretch"]
 
 _MASK = (1 << 64) - 1
-
-
-class Picture(Protocol):
-    """A picture whose size is known, and that can be decoded."""
-
-    @property
-    def height(self) -> int:
-        """In pixels."""
-
-    @property
-    def width(self) -> int:
-        """In pixels."""
-
-    @property
-    def scalable(self) -> bool:
-        """Whether decoding at a scale above 1 is cheaper than decoding fully."""
-
-    def decode(self, *, scale: Scale = 1) -> Pixels:
-        """Return ``[ceil(height/scale), ceil(width/scale), 3]`` uint8 RGB."""
-
-    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:
-        """Return ``decode(scale=scale)`` within ``box``."""
 
 
 class Placement(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.ext.images import Pixels, Scale
-    from lightning_fastdata.ext.images.resized_crop import Picture
+    from lightning_fastdata.ext.images.reading import EncodedImage
 
+Picture: TypeAlias = "EncodedImage | StoredPicture"
+"""A picture whose size is known, and that can be decoded."""
 _HEAD_BYTES: Final = 8
 """Height and width, in 4 bytes each."""
 

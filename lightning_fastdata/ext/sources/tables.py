@@ -1,4 +1,4 @@
-"""Records in databases and tables: LMDB, Parquet and Arrow."""
+"""Records in databases and tables: LMDB and Parquet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     import lmdb
     import pyarrow
 
-_File = TypeVar("_File")
-"""What groups of a file are read from."""
 _GROUPS_KEPT: Final = 8
-_ARROW_FILE: Final = b"ARROW1"
-"""With which a file begins that is no stream."""
 _environments: dict[str, tuple[int, lmdb.Environment | None]] = {}
 """Of LMDB, by path, with the process that opened it."""
 
@@ -107,10 +103,14 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
 
 
-class _GroupedRows(
-    OpenedInEachProcess["tuple[list[_File], OrderedDict[int, pyarrow.Table]]"], Generic[_File]
+class ParquetSource(
+    OpenedInEachProcess["tuple[list[pyarrow.parquet.ParquetFile], OrderedDict[int, pyarrow.Table]]"]
 ):
-    """Rows of files that store them in groups, each of which is read whole.
+    """The rows of Parquet files, by pyarrow: dicts of values by column.
+
+    Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
+    nearly every row. The last eight groups are kept in each process. Use ``shuffle="blocks"``, or
+    write files with small groups (``row_group_size``), or cache the samples.
 
     Args:
         paths: Of the files.
@@ -129,10 +129,10 @@ class _GroupedRows(
         groups = []
         for number, path in enumerate(self.paths):
             try:
-                rows = self._counts(path)
+                about = _parquet().read_metadata(path)
             except (OSError, ValueError) as error:
-                what = type(self).__name__.removesuffix("Source")
-                raise DatasetError(f"{path} cannot be read as {what}: {error}.") from error
+                raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
+            rows = (about.row_group(group).num_rows for group in range(about.num_row_groups))
             groups += [(number, group, count) for group, count in enumerate(rows)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._ends = np.cumsum(self._groups[:, 2])
@@ -146,18 +146,17 @@ class _GroupedRows(
         starts: list[int] = (self._ends - counts)[counts > 0].tolist()
         return starts
 
-    def open(self) -> tuple[list[_File], OrderedDict[int, pyarrow.Table]]:
+    def open(self) -> tuple[list[pyarrow.parquet.ParquetFile], OrderedDict[int, pyarrow.Table]]:
         """Return the files of this process, and the groups that were read last."""
-        return [self._file(path) for path in self.paths], OrderedDict()
+        return [_parquet().ParquetFile(path) for path in self.paths], OrderedDict()
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows."""
         group_of = np.searchsorted(self._ends, np.asarray(indices), side="right")
         rows: list[Raw] = []
         for index, group in zip(indices, group_of.tolist(), strict=True):
-            start = int(self._ends[group] - self._groups[group, 2])
             table = self._group(group)
-            at = index - start
+            at = index - int(self._ends[group] - self._groups[group, 2])
             rows.append({name: table.column(name)[at].as_py() for name in table.schema.names})
         return rows
 
@@ -170,96 +169,15 @@ class _GroupedRows(
 
     def _group(self, group: int) -> pyarrow.Table:
         files, kept = self.opened()
-        if group not in kept:
+        if group in kept:
+            kept.move_to_end(group)
+        else:
             file, number, _ = self._groups[group].tolist()
-            kept[group] = self._read(files[file], number)
+            kept[group] = files[file].read_row_group(number, columns=self.columns)
             while len(kept) > _GROUPS_KEPT:
                 kept.popitem(last=False)
-        else:
-            kept.move_to_end(group)
         return kept[group]
 
-    def _counts(self, path: str) -> list[int]:
-        """Return the rows of each group of a file."""
-        raise NotImplementedError
 
-    def _file(self, path: str) -> _File:
-        """Return what groups of a file are read from."""
-        raise NotImplementedError
-
-    def _read(self, file: _File, group: int) -> pyarrow.Table:
-        """Return a group, with the columns that are wanted."""
-        raise NotImplementedError
-
-
-class ParquetSource(_GroupedRows["pyarrow.parquet.ParquetFile"]):
-    """The rows of Parquet files, by pyarrow: dicts of values by column.
-
-    Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
-    nearly every row. The last eight groups are kept in each process. Use ``shuffle="blocks"``, or
-    write files with small groups (``row_group_size``), or cache the samples.
-
-    Args:
-        paths: Of the files.
-        columns: To read; None: all.
-
-    Raises:
-        OptionsError: pyarrow is not installed.
-        DatasetError: A file cannot be read.
-    """
-
-    def _counts(self, path: str) -> list[int]:
-        about = imported("pyarrow.parquet", "ParquetSource").read_metadata(path)
-        return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
-
-    def _file(self, path: str) -> pyarrow.parquet.ParquetFile:
-        return imported("pyarrow.parquet", "ParquetSource").ParquetFile(path)
-
-    def _read(self, file: pyarrow.parquet.ParquetFile, group: int) -> pyarrow.Table:
-        return file.read_row_group(group, columns=self.columns)
-
-
-class ArrowSource(_GroupedRows["Sequence[pyarrow.RecordBatch]"]):
-    """The rows of Arrow files (Feather), by pyarrow: dicts of values by column.
-
-    Files are mapped, so that a row is read without its record batch, unless they are compressed:
-    then as for :class:`ParquetSource`. Files in the streaming format, as Hugging Face datasets
-    write them, are read, too; of these the list of record batches is held.
-
-    Args:
-        paths: Of the files.
-        columns: To read; None: all.
-
-    Raises:
-        OptionsError: pyarrow is not installed.
-        DatasetError: A file cannot be read.
-    """
-
-    def _counts(self, path: str) -> list[int]:
-        return [batch.num_rows for batch in self._file(path)]
-
-    def _file(self, path: str) -> Sequence[pyarrow.RecordBatch]:
-        arrow = imported("pyarrow", "ArrowSource")
-        with Path(path).open("rb") as file:
-            streamed = file.read(len(_ARROW_FILE)) != _ARROW_FILE
-        ipc = imported("pyarrow.ipc", "ArrowSource")
-        opened = (ipc.open_stream if streamed else ipc.open_file)(arrow.memory_map(path))
-        return list(opened) if streamed else _RecordBatches(opened)
-
-    def _read(self, file: Sequence[pyarrow.RecordBatch], group: int) -> pyarrow.RecordBatch:
-        return file[group] if self.columns is None else file[group].select(self.columns)
-
-
-class _RecordBatches(Sequence[Any]):
-    """The record batches of a file, read as they are asked for."""
-
-    def __init__(self, file: pyarrow.ipc.RecordBatchFileReader) -> None:
-        self._file = file
-
-    def __len__(self) -> int:
-        return int(self._file.num_record_batches)
-
-    def __getitem__(self, number: Any) -> pyarrow.RecordBatch:
-        if number >= len(self):
-            raise IndexError(number)
-        return self._file.get_batch(number)
+def _parquet() -> Any:
+    return imported("pyarrow.parquet", "ParquetSource")

@@ -1,4 +1,5 @@
 """The callback through which a FastDataModule checks its batch size before training."""
+# ruff: noqa: ARG002  # hooks are called with all that Lightning has
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class GuardHooks:
             return
         reader = self.reader or memory_reader(device)
         if reader is not None:
-            self._undo = _sizes_as_now(trainer, datamodule)
+            sizes = datamodule.batch_size, trainer.accumulate_grad_batches
+            self._undo = partial(_set_sizes, trainer, datamodule, *sizes)
             self.decision = self._decided(trainer, pl_module, datamodule, reader)
             datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
             reader.reset_peak()
@@ -153,37 +155,30 @@ class GuardHooks:
         except DatasetError as error:  # the training may read by other keys, and tells else
             why = f"no batch could be made of the first samples: {error}"
             return skipped(asked, accumulate, why)
-        return _with_notes(decision, datamodule)
+        if decision.action == "skipped" or not collates(datamodule):
+            return decision
+        return replace(decision, reason=f"{decision.reason} {_PADDED.format(_MORE_ROWS)}")
 
     def on_before_backward(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        loss: object,  # noqa: ARG002
+        self, trainer: Trainer, pl_module: LightningModule, loss: object
     ) -> None:
         """Note that the training step has come to its end."""
         if self.parts is not None:
             self.parts.has_logged = True
 
     def on_before_optimizer_step(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        optimizer: object,  # noqa: ARG002
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: object
     ) -> None:
         """Note that from now on the parameters change."""
         if self.parts is not None:
             self.parts.is_stepping = True
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the data module and the trainer back the sizes that the user asked for."""
         self._restore_sizes()
 
     def on_exception(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        exception: BaseException,
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Do the same after an exception, when Lightning calls no teardown."""
         if is_out_of_memory(exception):
@@ -196,20 +191,8 @@ class GuardHooks:
             undo()
 
 
-def _sizes_as_now(trainer: Trainer, datamodule: DataModule) -> Callable[[], None]:
-    batch_size, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
-
-    def restore() -> None:
-        datamodule.batch_size, trainer.accumulate_grad_batches = batch_size, accumulate
-
-    return restore
-
-
-def _with_notes(decision: GuardDecision, datamodule: DataModule) -> GuardDecision:
-    """Return a decision that says what it cannot know of batches that are padded."""
-    if decision.action == "skipped" or not collates(datamodule):
-        return decision
-    return replace(decision, reason=f"{decision.reason} {_PADDED.format(_MORE_ROWS)}")
+def _set_sizes(trainer: Trainer, datamodule: DataModule, batch_size: int, accumulate: int) -> None:
+    datamodule.batch_size, trainer.accumulate_grad_batches = batch_size, accumulate
 
 
 def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) -> GuardDecision:

@@ -316,8 +316,7 @@ def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None
         f"{trainer.world_size} processes train together": trainer.world_size > 1,
         f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
     }
-    why = next((why for why, holds in reasons.items() if holds), None)
-    return why or _why_not_stepped(trainer, pl_module)
+    return first_that_holds(reasons) or _why_not_stepped(trainer, pl_module)
 
 
 def why_not_tried(trainer: Trainer, pl_module: LightningModule) -> str | None:
@@ -329,8 +328,7 @@ def why_not_tried(trainer: Trainer, pl_module: LightningModule) -> str | None:
         f"{strategies[0]} shares the model out among devices": not known,
         "SyncBatchNorm waits for all ranks": together and trainer.world_size > 1,
     }
-    why = next((why for why, holds in reasons.items() if holds), None)
-    return why or _why_not_stepped(trainer, pl_module)
+    return first_that_holds(reasons) or _why_not_stepped(trainer, pl_module)
 
 
 def _strategies(trainer: Trainer) -> list[str]:
@@ -348,6 +346,11 @@ def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None
             isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers
         ),
     }
+    return first_that_holds(reasons)
+
+
+def first_that_holds(reasons: Mapping[str, bool]) -> str | None:
+    """Return the first of some reasons that is one; None: none is."""
     return next((why for why, holds in reasons.items() if holds), None)
 
 

@@ -42,7 +42,13 @@ from lightning_fastdata.plugin.guard.prediction import (
     probe_sizes,
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import NORMALISED, rows_of, samples_of, why_not_tried
+from lightning_fastdata.plugin.guard.replay import (
+    NORMALISED,
+    first_that_holds,
+    rows_of,
+    samples_of,
+    why_not_tried,
+)
 from lightning_fastdata.plugin.guard.snapshots import (
     NoRoomError,
     Snapshot,
@@ -274,8 +280,7 @@ def _why_not(
         "lazy layers get their shape from the first batch": any(map(nn.parameter.is_lazy, tensors)),
         "GradientAccumulationScheduler sets the accumulation itself": scheduled,
     }
-    why = next((why for why, holds in reasons.items() if holds), None)
-    return why or why_not_tried(trainer, pl_module)
+    return first_that_holds(reasons) or why_not_tried(trainer, pl_module)
 
 
 class NoLossError(Exception):

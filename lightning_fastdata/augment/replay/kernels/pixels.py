@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 _EVEN = tl.constexpr(12582912.0)
-REFLECT_101 = tl.constexpr(4)
 
 
 @triton.jit
