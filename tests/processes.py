@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -32,8 +31,3 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def kill(pid: int) -> None:
-    """Kill a process as the kernel does that is out of memory."""
-    os.kill(pid, signal.SIGKILL)

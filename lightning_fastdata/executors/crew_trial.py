@@ -8,7 +8,7 @@ in a run, while batches are waited for anyway, only half of them are given tasks
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from lightning_fastdata.host import clock
@@ -30,11 +30,10 @@ _BLOCKED: Final = 0.3
 class CrewTrial:
     """Says how many tasks may be under way, and compares what is read with all and with half."""
 
-    def __init__(self, workers: int, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
+    def __init__(self, workers: int) -> None:
         self.workers = workers
         self.limit: int | None = None
         """Tasks that may be under way; None: as many as there are."""
-        self._clock_ns = clock_ns
         self._began_ns: int | None = None
         self._late: deque[bool] = deque(maxlen=_REQUESTS)
         self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * workers)
@@ -44,7 +43,7 @@ class CrewTrial:
 
     def with_workers(self, workers: int) -> CrewTrial:
         """Return the trial of as many workers; none if it was made already."""
-        other = CrewTrial(workers, self._clock_ns)
+        other = CrewTrial(workers)
         other._over = other._over or (self._over and self.workers > 1)
         return other
 
@@ -53,7 +52,7 @@ class CrewTrial:
         if self._over or self.limit is not None:
             return
         if self._began_ns is None:
-            self._began_ns = self._clock_ns()
+            self._began_ns = clock.monotonic_ns()
         self._late.append(late)
         if sum(self._late) >= _LATE and self._is_worth_it(self._began_ns):
             self.limit = self.workers // 2
@@ -67,7 +66,7 @@ class CrewTrial:
             return None
         if self._since_ns is None:
             if under_way < self.limit:  # those given before the trial have ended
-                self._since_ns = self._clock_ns()
+                self._since_ns = clock.monotonic_ns()
             return None
         if task.began_ns >= self._since_ns:
             self._with_half.append(task)
@@ -100,7 +99,7 @@ class CrewTrial:
             return False
         each_ns = _length_ns(self._with_all) / len(self._with_all)
         lost_ns = (_ROUNDS + 0.5) * each_ns * (1 - (self.workers // 2) / self.workers)
-        return lost_ns <= _MOST_OF_RUN * (self._clock_ns() - began_ns)
+        return lost_ns <= _MOST_OF_RUN * (clock.monotonic_ns() - began_ns)
 
 
 def _length_ns(tasks: Iterable[TaskStamps]) -> int:

@@ -179,17 +179,13 @@ class Fetcher:
         It calls :meth:`sample` and :meth:`collate`, and is called again if it is the first one to
         draw from a generator.
         """
-        if self._own is not None and self._own_draws and self.guest:
-            with self._own.kept():
-                return self._attempt(fetch)
-        return self._attempt(fetch)
-
-    def _attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         watch = self._watch
         if watch is None:
             return fetch()
         with ExitStack() as kept:
             if self.guest:
+                if self._own is not None and self._own_draws:
+                    kept.enter_context(self._own.kept())
                 watch.begin()
                 if self.drawn:
                     kept.enter_context(kept_random_state(self.drawn))

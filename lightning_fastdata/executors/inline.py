@@ -14,7 +14,6 @@ from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
 from lightning_fastdata.executors.stream_position import (
-    NO_NOTE,
     LanePosition,
     StreamHistory,
     StreamNote,
@@ -74,7 +73,7 @@ class StreamFetcher:
         self._seen: ReadSamples | None = None
         self._wanted: int | None = None
         self._states = StateTaker(plan.dataset, worker=not guest)
-        self._note = NO_NOTE
+        self._note = StreamNote()
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does; a stream seeds itself, and is read once."""
@@ -103,7 +102,7 @@ class StreamFetcher:
         self._generation = generation
         self._ended, self._read, self.position = False, 0, 0
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
-        self._skip, self._note = 0, NO_NOTE
+        self._skip, self._note = 0, StreamNote()
         self._again = self._has_ended_state
         before = None if resume is not None else self._states.before_pass()
         if before is not None:
@@ -205,10 +204,10 @@ class StreamFetcher:
             others=self._seen is not None and self._wanted not in (None, self._seen.digest),
         )
 
-    def told(self) -> StreamNote | None:
-        """Return what belongs to the batch that was fetched last, once; None: nothing."""
-        note, self._note = self._note, NO_NOTE
-        return None if note is NO_NOTE else note
+    def told(self) -> StreamNote:
+        """Return what belongs to the batch that was fetched last, once."""
+        note, self._note = self._note, StreamNote()
+        return note
 
     def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
         """Return what was being done, for the text of an error."""

@@ -26,7 +26,7 @@ from lightning_fastdata.executors.pool.faults import (
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
-from lightning_fastdata.executors.stream_position import StreamHistory, StreamPosition
+from lightning_fastdata.executors.stream_position import StreamHistory, StreamNote, StreamPosition
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
@@ -330,10 +330,10 @@ class StreamExecutor:
     def _answer(self, lane: _Lane, answer: Answer) -> None:
         batch, ended = answer.task.batch, answer.ended
         batch.open_tasks = 0
-        current, result, note = batch.generation == self._generation, ended.result, None
+        current, result, note = batch.generation == self._generation, ended.result, StreamNote()
         if isinstance(result, protocol.Collated | protocol.StreamEnd):
-            note = result.note
-        resumed = note is not None and note.skipped is not None
+            note = result.note or note
+        resumed = note.skipped is not None
         # What was read again is no measure of how long a batch takes.
         self._stall.note_task(0 if resumed else ended.spent_ns)
         if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):

@@ -178,10 +178,6 @@ class StreamNote(NamedTuple):
     """Those that it has read again are not those that were delivered before."""
 
 
-NO_NOTE: Final = StreamNote()
-"""What is told where there is nothing to tell."""
-
-
 class _Lane:
     def __init__(self, start: LanePosition) -> None:
         self.batches = self.made = start.batches
@@ -246,24 +242,22 @@ class StreamHistory:
         self.drew = False
         """The stream was seen to draw from global generators."""
 
-    def made(self, lane: int, note: StreamNote | None) -> None:
+    def made(self, lane: int, note: StreamNote) -> None:
         """Note that a lane has made its next batch, and what its reader tells with it."""
         one = self._lanes[lane]
         one.made += 1
         self._note(lane, note)
-        if note is not None and note.after is not None:
+        if note.after is not None:
             one.snapshots.append(Snapshot(one.made, note.after))
-        if note is not None and note.digest is not None:
+        if note.digest is not None:
             one.digests.append((one.made, note.digest))
 
-    def ended(self, lane: int, note: StreamNote | None) -> None:
+    def ended(self, lane: int, note: StreamNote) -> None:
         """Note that a lane makes no more batches."""
         self._note(lane, note)
-        self._lanes[lane].at_end = NOTHING if note is None or note.after is None else note.after
+        self._lanes[lane].at_end = note.after or NOTHING
 
-    def _note(self, lane: int, note: StreamNote | None) -> None:
-        if note is None:
-            return
+    def _note(self, lane: int, note: StreamNote) -> None:
         if note.at_start is not None:
             self._lanes[lane].snapshots[0] = Snapshot(0, note.at_start)
         self._refused = self._refused or note.refused

@@ -8,7 +8,7 @@ import pickle
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
@@ -187,12 +187,9 @@ class StateTaker:
     Args:
         dataset: The stream, as it is read.
         worker: It is read in a side process, whose global generators are its own.
-        clock_s: Tells the time in seconds.
     """
 
-    def __init__(
-        self, dataset: Any, *, worker: bool, clock_s: Callable[[], float] = clock.monotonic
-    ) -> None:
+    def __init__(self, dataset: Any, *, worker: bool) -> None:
         self._dataset = dataset
         self._stream = own_stream(dataset)
         self._takes = tells_state(self._stream)
@@ -205,7 +202,6 @@ class StateTaker:
         self._draws_seen, self._watched = DrawWatch(), 0
         self.drew = False
         """The stream was seen to draw from a global generator."""
-        self._clock = clock_s
         self._next_s = 0.0
         self._loaded = False
         self._loaded_state: dict[str, Any] | None = None
@@ -325,7 +321,7 @@ class StateTaker:
 
         It is the one that belongs to the samples that were read until now.
         """
-        began_s = self._clock()
+        began_s = clock.monotonic()
         takes = self._takes or tells_state(self._iterator)
         if not takes or self.refused or began_s < self._next_s:
             return None
@@ -339,7 +335,7 @@ class StateTaker:
         except Exception as error:  # whatever the user's code raises, or one that holds itself
             self.refused = f"raised {type(error).__name__} ({error!s:.200})"
             return None
-        ended_s = self._clock()
+        ended_s = clock.monotonic()
         self._next_s = ended_s + (ended_s - began_s) / _SHARE
         if len(pickled) > _LARGE_BYTES:
             self._next_s = max(self._next_s, ended_s + _LARGE_EACH_S)

@@ -222,7 +222,26 @@ class Pass:
         return ahead + max(reached, len(before)), sorted(numbers)
 
 
-class CountedBatches:
+class _Around(Iterator[Batch]):
+    """The batches of another iterator, whose attributes it has."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._batches))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
+
+
+class CountedBatches(_Around):
     """The batches of a pass, counted as they are handed out.
 
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
@@ -243,10 +262,7 @@ class CountedBatches:
         self._watch = watch
         self._size = size
         self._pass: Pass | None = None
-        self._batches: Iterator[Batch] = iter(())
-
-    def __iter__(self) -> CountedBatches:
-        return self
+        super().__init__(iter(()))
 
     def __next__(self) -> Batch:
         if self._ask is not None:
@@ -272,15 +288,6 @@ class CountedBatches:
 
     def __len__(self) -> int:
         return len(self._loader)  # as torch's iterators, which have a length
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_ask", "_batches", "_loader", "_pass", "_size", "_watch"):
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return iter, ((),)
 
 
 class Position:
@@ -760,11 +767,11 @@ def read_again(batches: DigestedBatches, state: LoaderState, stream: object) -> 
     yield from batches
 
 
-class WatchedBatches(Iterator[Batch]):
+class WatchedBatches(_Around):
     """The batches of a pass that may not come in order; which were fetched is noted."""
 
     def __init__(self, batches: Iterator[Batch], begun: Pass, source: object) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._begun = begun
         self._source = source
 
@@ -776,18 +783,6 @@ class WatchedBatches(Iterator[Batch]):
         if now is not None:
             self._begun.note(now)
         return batch
-
-    def __len__(self) -> int:
-        return len(cast("Sized", self._batches))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return iter, ((),)
 
 
 class DigestedBatches(WatchedBatches):

@@ -19,9 +19,7 @@ from typing import (
     Final,
     Literal,
     NamedTuple,
-    Protocol,
     TypeAlias,
-    runtime_checkable,
 )
 
 import torch
@@ -125,15 +123,6 @@ class _State(NamedTuple):
     def own(self) -> tuple[bytes, bytes]:
         """All but what other processes see change."""
         return self.read.own, self.pipeline.own
-
-
-@runtime_checkable
-class _TellsState(Executor, Protocol):
-    """An executor whose side processes tell what they read."""
-
-    def ask_states(self, within_s: float) -> None: ...
-
-    def read_the_same(self, digest: bytes, within_s: float) -> bool: ...
 
 
 class SourceSettings(NamedTuple):
@@ -324,19 +313,18 @@ class KeptExecutor:
 
     def _ask_workers(self) -> None:
         """Ask workers that may be kept what they read, now that an epoch is over."""
-        executor = self._iterator
-        if isinstance(executor, _TellsState) and self._state is not None and not self.persistent:
-            executor.ask_states(self._budget_s())
+        ask = getattr(self._iterator, "ask_states", None)
+        if ask is not None and self._state is not None and not self.persistent:
+            ask(self._budget_s())
 
     def _workers_read(self, seen: _State) -> bool:
         """Return whether the workers would read the next epoch as new ones would.
 
         What they have read may have changed their own copies: a counter, a cache, an open file.
+        Executors whose workers have no copies tell nothing.
         """
-        executor = self._iterator
-        if not isinstance(executor, _TellsState):
-            return True
-        return executor.read_the_same(seen.read.own, self._budget_s())
+        the_same = getattr(self._iterator, "read_the_same", None)
+        return the_same is None or bool(the_same(seen.read.own, self._budget_s()))
 
     def _seed_of_processes(self, base_seed: int) -> int:
         if self.plan.seed is None:

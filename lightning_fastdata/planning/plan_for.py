@@ -302,11 +302,17 @@ def _start_method(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> st
 
 
 def _starting_ms(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> float:
-    """Return the milliseconds of each epoch that go into starting one worker."""
+    """Return the milliseconds of each epoch that go into starting one worker.
+
+    One that is kept is started once in a training. It computes, so that it takes as many times as
+    long as others let it wait for a CPU.
+    """
+    cost, forked = facts.cost, _start_method(spec, facts, machine) == "fork"
+    once_ms = (_FORK_MS if forked else _FRESH_MS) * (cost.pace * cost.crowded if cost else 1.0)
     kept = spec.keeps and spec.stage in ("train", "val")
     if spec.options.persistent_workers != "auto":
         kept = spec.options.persistent_workers
-    return starting_ms(facts.cost, forked=_start_method(spec, facts, machine) == "fork", kept=kept)
+    return once_ms / _EPOCHS if kept else once_ms
 
 
 def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> ExecutorChoice:
@@ -636,18 +642,6 @@ def by_workers_ms(
     if workers is None:
         workers = MOST_WAITING if waits(cost) else cpus
     return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
-
-
-def starting_ms(cost: SampleCost | None, *, forked: bool, kept: bool) -> float:
-    """Return the milliseconds of each epoch that go into starting one worker.
-
-    One that is ``kept`` is started once in a training. It computes, so that it takes as many times
-    as long as others let it wait for a CPU.
-    """
-    once_ms = (_FORK_MS if forked else _FRESH_MS) * (
-        1.0 if cost is None else cost.pace * cost.crowded
-    )
-    return once_ms / _EPOCHS if kept else once_ms
 
 
 def soonest_workers(

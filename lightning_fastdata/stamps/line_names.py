@@ -19,6 +19,8 @@ _READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
 _WRITERS: Final = ("batches/collate.py", "batches/layout.py", "batches/packed.py")
 """Modules that work on what was read already."""
+_DATASETS: Final = "ext/images/"
+"""Modules with datasets, which are named as those of libraries are."""
 _STANDARD: Final = str(Path(os.__file__).parent) + os.sep
 _INSTALLED: Final = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _CELL: Final = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
@@ -159,7 +161,7 @@ def _kind_of(filename: str, typed_in: bool) -> int:
         return _WRITES
     if path.parts[0] == "executors" or path.name == "stamped.py":
         return _READS
-    return _LIBRARY if path.parts[0] == "images" else _OWN  # those are datasets
+    return _LIBRARY if path.as_posix().startswith(_DATASETS) else _OWN
 
 
 def _in_library(filename: str) -> str | None:

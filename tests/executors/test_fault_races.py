@@ -130,6 +130,18 @@ def test_workers_that_never_start_are_given_up_each_time() -> None:
     executor.close()
 
 
+def no_licence(number: int) -> None:
+    raise ValueError(f"no licence for {number}")
+
+
+def test_an_error_at_the_start_of_a_worker_is_raised() -> None:
+    executor = pool(Quick(), worker_init_fn=no_licence)
+    executor.start_epoch([[1]], 0)
+    with pytest.raises(ValueError, match="no licence for"):
+        next(executor)
+    executor.close()
+
+
 class Ragged(Dataset):
     def __getitem__(self, index: int) -> Any:
         if index == 33:

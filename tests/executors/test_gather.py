@@ -32,8 +32,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.gather.columns import (
     ColumnDataset,
     TokenWindows,
-    UnsuitedError,
-    arrays_of,
 )
 from lightning_fastdata.executors.gather.executor import GatherExecutor, GatherJob
 from lightning_fastdata.executors.gather.rows import gatherable, rows_of
@@ -214,17 +212,6 @@ def test_other_tables_of_hugging_face_are_not_gathered() -> None:
         *(table.with_format("torch") for table in (ragged, missing, words, dataset.select([]))),
     ):
         assert not gatherable(other)
-
-
-def test_a_table_in_pieces_is_joined_only_while_memory_is_plenty() -> None:
-    whole = hugging_face().with_format("torch", columns=["label", "ids"])
-    pieces = pytest.importorskip("datasets").concatenate_datasets([whole, whole])
-    arrays_of(whole, free_bytes=lambda: 0)
-    with pytest.raises(UnsuitedError):
-        arrays_of(pieces, free_bytes=lambda: 0)
-    columns, select = arrays_of(pieces)
-    assert columns["label"][0].tolist() == [*range(30), *range(30)]
-    assert select is None
 
 
 def test_a_format_that_is_set_later_counts() -> None:

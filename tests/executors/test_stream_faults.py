@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import hang, until
+from processes import until
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.stream import StreamExecutor
-from lightning_fastdata.loading.loader import FastDataLoader
 
 
 class Lengths(IterableDataset):
@@ -32,23 +31,9 @@ class Lengths(IterableDataset):
             yield {"x": torch.full((3, 50), worker * 1000 + at)}
 
 
-class Stuck(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        yield 0
-        hang()
-
-
 def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
     plan = FetchPlan(dataset=dataset, collate_fn=default_collate, look_ahead=4, **how)
     return StreamExecutor(plan, processes=processes)
-
-
-@pytest.mark.slow
-def test_a_timeout_shows_where_the_stream_is_stuck() -> None:
-    loader = FastDataLoader(Stuck(), num_workers=2, timeout=4, executor="workers")
-    late = pytest.raises(WorkerError, match=r"(?s)for 4 s while.*process 0 .*in __iter__")
-    with late, pytest.warns(FastDataWarning, match="for 2 s"):
-        list(loader)
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -91,7 +91,7 @@ def test_a_condition_says_what_it_reads_as(files, text, found, holds):
         ("step_ms > +10% or stall_ms > 3", "cannot be read"),
         ("step_ms > nan", "cannot be read"),
         ("step_ms > 10%", r"'step_ms > \+10%'"),
-        ("step > +10%", "Did you mean .*step_ms"),
+        ("step > +10%", "Known are: .*step_ms"),
         ("throughput > 3", "samples_per_s"),
     ],
 )
@@ -135,13 +135,6 @@ def test_what_either_run_did_not_measure_is_never_passed(files):
     files[0].write_text(json.dumps(first))
     with pytest.raises(OptionsError, match=r"val\.step_ms was not measured in .*a\.json\."):
         compare_files(*files, ["val.step_ms > +5%"])
-
-
-def test_every_metric_that_a_report_holds_can_be_asked_for(files):
-    comparison = compare_files(*files)
-    for name, row in comparison.rows.items():
-        assert compare_files(*files, [f"{name} > 1e9"]).outcomes[0].found == row.b
-    assert comparison.rows.keys() >= {"step_ms", "val.stall_p95_ms", "steps"}
 
 
 @pytest.mark.parametrize(

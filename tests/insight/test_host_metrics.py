@@ -14,12 +14,11 @@ from lightning_fastdata.host.usage import HostUsage
 from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import (
     HostMeter,
+    MachineSeen,
     device_scalars,
     full_in_s,
-    host_evidence,
     host_scalars,
 )
-from lightning_fastdata.insight.model.evidence import Evidence
 
 
 def usage(at_s, *, periods=None, throttled=0, held_us=0):
@@ -44,15 +43,14 @@ def test_all_that_is_told_has_a_number_in_the_unit_of_its_name():
         "data_workers/active": 2,
         "data_host/cpu_throttled_percent": 25,
     }
-    assert host_evidence(before, after) == {
-        "throttled_share": 0.25,
-        "throttled_cpus": 1.5,
-    }
+    assert MachineSeen.between(before, after) == MachineSeen(
+        throttled_share=0.25, throttled_cpus=1.5
+    )
 
 
 def test_what_nobody_tells_has_no_key():
     assert host_scalars(usage(0), usage(1)) == {"data_workers/active": 2}
-    assert host_evidence(usage(0), usage(1)) == {}
+    assert MachineSeen.between(usage(0), usage(1)) == MachineSeen()
     assert device_scalars(None, None) == {}
 
 
@@ -71,8 +69,8 @@ def test_what_the_device_tells_is_since_the_begin():
         "data_device/headroom_percent": 25,
         "data_device/alloc_retries": 3,
     }
-    found = host_evidence(usage(0), usage(1), device(retries=2), device(retries=5))
-    assert found == {"alloc_retries": 3, "device_headroom_share": 0.25}
+    found = MachineSeen.between(usage(0), usage(1), device(retries=2), device(retries=5))
+    assert found == MachineSeen(alloc_retries=3, device_headroom_share=0.25)
 
 
 MIB = 2**20
@@ -121,6 +119,6 @@ def test_a_meter_of_a_device_that_fills_up_says_so_and_keeps_few_readings(monkey
     meter = HostMeter(torch.device("cpu"), clock_s=lambda: float(next(now)), workers=list)
     for _ in range(1000):
         meter.metrics(memory=False)
-    found = Evidence(**meter.evidence()).device_full_in_s
+    found = meter.seen().device_full_in_s
     assert found == pytest.approx(100 * (next(now) / 1001), rel=0.1)
     assert len(meter._held) <= 300

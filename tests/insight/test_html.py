@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -150,17 +149,6 @@ def test_the_chart_has_a_column_with_its_figures_for_each_step():
     assert titles[10][0] == "step 10, first of its epoch"
     epochs = [line.get("x1") for line in chart.iter("line") if line.get("class") == "epoch"]
     assert epochs == ["10"]
-
-
-def test_areas_lie_on_each_other_and_are_as_high_as_their_times():
-    chart = ElementTree.fromstring(timeline_chart(history(stalls=[30.0] * 8).newest()))
-    areas = {path.get("class"): path.get("d") for path in chart.iter("path")}
-    assert list(areas) == ["fill-compute", "fill-transfer", "fill-wait"]
-    top = max(float(s.text) for s in chart.iter("span") if "bottom" in (s.get("style") or ""))
-    spans = [re.match(r"M0 (\d+)V(\d+)", outline).groups() for outline in areas.values()]
-    heights = [(int(low) - int(high)) / 1000 * top for low, high in spans]
-    assert heights == pytest.approx([40.0, 1.1, 30.0], abs=top / 1000)
-    assert [spans[i][1] for i in (0, 1)] == [spans[i + 1][0] for i in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -224,28 +224,22 @@ def given(dataset, workers=1, **options):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "policy"), [(Rows(), "raise"), (BadRow(), "raise"), (BadRow(), "skip")]
+    ("dataset", "options"),
+    [
+        (Rows(), {}),
+        (BadRow(), {}),
+        (BadRow(), {"on_bad_sample": "skip"}),
+        (Stream(), {}),
+        (columns()[:-1], {"executor": "gather"}),
+        (columns()[:-1], {"executor": "gather", "workers": 0, "drop_last": True}),
+    ],
+    ids=["rows", "bad row", "skipped row", "stream", "columns", "columns in this thread"],
 )
 @pytest.mark.filterwarnings("ignore:.*sample:lightning_fastdata.errors.FastDataWarning")
-def test_batches_errors_and_the_end_come_as_without_it(dataset, policy):
-    plain = given(dataset, on_bad_sample=policy)
+def test_batches_errors_and_the_end_come_as_without_it(dataset, options):
+    plain = given(dataset, **options)
     with watched_pins():
-        assert given(dataset, on_bad_sample=policy, pin_memory=True) == plain
-
-
-def test_streams_come_as_without_it():
-    plain = given(Stream())
-    with watched_pins():
-        assert given(Stream(), pin_memory=True) == plain
-
-
-@pytest.mark.parametrize("threads", [0, 1])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_rows_that_are_gathered_come_as_without_it(threads, drop_last):
-    options = {"workers": threads, "executor": "gather", "drop_last": drop_last}
-    plain = given(columns()[:-1], **options)
-    with watched_pins():
-        assert given(columns()[:-1], pin_memory=True, **options) == plain
+        assert given(dataset, pin_memory=True, **options) == plain
 
 
 @MADE_ASIDE

@@ -12,7 +12,7 @@ import simplejpeg
 import torch
 from PIL import Image
 from programs import run_program
-from resilience.damaged_images import damaged_images, png_chunk
+from resilience.damaged_images import damaged_images, png_chunk, sound_images
 from thoroughness import some
 from torch.utils.data import Dataset
 
@@ -199,3 +199,11 @@ def test_no_program_is_run_for_an_eps_file(tmp_path, monkeypatch, damaged):
         with pytest.raises(ValueError, match="EPS"):
             choose_decoder(name).decode(data)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_has_the_limit_that_it_is_given(files, tmp_path):
+    (tmp_path / "root/class").mkdir(parents=True)
+    (tmp_path / "root/class/a.jpg").write_bytes(sound_images()["jpeg-420.jpg"])
+    assert FastImageFolder(tmp_path / "root", size=8, max_pixels=136 * 104)[0][1] == 0
+    with pytest.raises(DatasetError, match=r"a\.jpg.*14,144.*max_pixels is 14,143"):
+        FastImageFolder(tmp_path / "root", size=8, max_pixels=136 * 104 - 1)[0]

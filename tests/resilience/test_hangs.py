@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 from processes import hang, until
 from torch.utils.data import Dataset
-from virtual_time import HurriedClock
+from virtual_time import HurriedClock, VirtualClock, virtual_time
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
@@ -88,6 +89,22 @@ def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(
         batches_of(loader_of(Stuck(wait_for_a_lock, None), "workers"))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
+def test_what_hangs_twice_goes_the_way_of_bad_samples():
+    loader = loader_of(Stuck(hang, None), "workers", on_bad_sample="replace")
+    got = [row[0] for batch in batches_of(loader) for row in batch]
+    assert [at for at in range(SAMPLES) if got[at] != at] == [BAD]
+
+
+@pytest.mark.slow
+def test_while_others_go_on_it_is_found_too():
+    """Order does not matter, so that the training gets batches all the time."""
+    loader = loader_of(Stuck(hang, None), "workers", in_order=False, num_workers=3)
+    with pytest.warns(FastDataWarning), pytest.raises(WorkerError, match=f"Sample {BAD} "):
+        batches_of(loader)
+
+
 def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
     go_on = tmp_path / "go on"
     loader = loader_of(Stuck(partial(until, go_on.exists), None), "workers", timeout=0)
@@ -105,11 +122,19 @@ def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
 # What counts as time
 
 
-class Clock:
-    now_s = 1000.0
+class Times(VirtualClock):
+    """One process, if any, computes all the time."""
 
-    def __call__(self) -> float:
-        return self.now_s
+    computing: int | None = None
+
+    def cpu_s_of(self, pid: int, *, with_children: bool) -> float:
+        return self.monotonic_ns() / 1e9 if pid == self.computing else 0.0
+
+
+@pytest.fixture
+def times() -> Iterator[Times]:
+    with virtual_time(Times) as virtual:
+        yield virtual
 
 
 class Child:
@@ -123,23 +148,19 @@ class Child:
         self.progress.state = 0
 
 
-def watch_of(limit_s: float | None, clock: Clock, cpu_s: Any = lambda _pid, _all: 0.0) -> Any:
-    return StallWatch(limit_s, clock, cpu_s)
-
-
-def passes(watch: StallWatch, clock: Clock, seconds: float, children: Any, step_s: float = 0.5):
+def passes(watch: StallWatch, seconds: float, children: Any) -> float | None:
     """Look for so long; return after how much of it a process was found stuck, or None."""
-    began_s = clock.now_s
-    while clock.now_s < began_s + seconds:
-        clock.now_s += step_s
+    began_s = clock.monotonic()
+    while clock.monotonic() < began_s + seconds:
+        clock.sleep(0.5)
         if watch.look(children, list, children):
-            return clock.now_s - began_s
+            return clock.monotonic() - began_s
     return None
 
 
+@pytest.mark.usefixtures("times")
 def test_by_default_a_minute_is_a_hang_or_twenty_times_the_99th_percentile():
-    clock = Clock()
-    watch = watch_of(None, clock)
+    watch = StallWatch(None)
     assert watch.limit_s == 60
     for _ in range(99):
         watch.note_task(10**9)
@@ -149,27 +170,24 @@ def test_by_default_a_minute_is_a_hang_or_twenty_times_the_99th_percentile():
     assert 200 <= watch.limit_s <= 250
     stuck = Child(0)
     stuck.progress.read(1, 5)
-    assert 60 <= passes(watch_of(None, clock), clock, 100, [stuck]) <= 61.5
+    assert 60 <= passes(StallWatch(None), 100, [stuck]) <= 61.5
 
 
+@pytest.mark.usefixtures("times")
 def test_time_in_which_the_whole_program_was_stopped_is_none():
-    clock = Clock()
-    watch, stuck = watch_of(60, clock), Child(0)
+    watch, stuck = StallWatch(60), Child(0)
     stuck.progress.read(1, 5)
-    assert passes(watch, clock, 30, [stuck]) is None
-    clock.now_s += 3600
-    assert passes(watch, clock, 20, [stuck]) is None
-    assert passes(watch, clock, 20, [stuck]) is not None
+    assert passes(watch, 30, [stuck]) is None
+    clock.sleep(3600)
+    assert passes(watch, 20, [stuck]) is None
+    assert passes(watch, 20, [stuck]) is not None
 
 
-def test_who_computes_may_go_on_for_ten_times_as_long_and_so_may_those_who_wait_for_it():
-    clock = Clock()
+def test_who_computes_may_go_on_for_ten_times_as_long_and_so_may_those_who_wait_for_it(times):
     computes, waits = Child(0), Child(1)
     for each in (computes, waits):
         each.progress.read(1, 5)
 
-    def cpu_s(pid: int, _all: bool) -> float:
-        return clock.now_s if pid == computes.pid else 0.0
-
-    assert 80 <= passes(watch_of(10, clock, cpu_s), clock, 200, [computes, waits]) <= 105
-    assert passes(watch_of(10, clock, cpu_s), clock, 20, [waits]) <= 11.5
+    times.computing = computes.pid
+    assert 80 <= passes(StallWatch(10), 200, [computes, waits]) <= 105
+    assert passes(StallWatch(10), 20, [waits]) <= 11.5

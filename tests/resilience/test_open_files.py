@@ -165,6 +165,14 @@ def test_a_worker_in_the_place_of_a_dead_one_has_positions_of_its_own(tmp_path):
     loader.close()
 
 
+def test_a_file_that_was_deleted_since_is_read_as_well(tmp_path):
+    dataset = Rows(tmp_path / "rows", "unbuffered", at_once=True)
+    dataset.path.unlink()
+    loader = FastDataLoader(dataset, 8, num_workers=3, executor="workers")
+    assert read(loader) == WANTED
+    loader.close()
+
+
 def test_positions_and_flags_stay_and_what_is_written_to_is_left_alone(tmp_path):
     path = tmp_path / "rows"
     path.write_bytes(bytes(100))

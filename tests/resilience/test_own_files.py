@@ -72,6 +72,21 @@ def test_reports_made_to_break_the_reader_are_refused(content, tmp_path):
         compare_files(path, path)
 
 
+def test_a_huge_report_is_not_read_whole(tmp_path):
+    path = tmp_path / "report.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(OptionsError, match="64 MiB"):
+        compare_files(path, path)
+
+
+def test_names_in_a_report_give_no_orders_to_a_terminal(tmp_path):
+    path = tmp_path / "report.json"
+    stage = {"\x1b[2J": REPORT["stages"]["train"], "train": {}}
+    path.write_text(json.dumps({**REPORT, "stages": stage}))
+    assert "\x1b" not in compare_files(path, path).text()
+
+
 @pytest.mark.parametrize("mask", [0o077, 0o022])
 def test_a_report_replaces_a_link_and_follows_the_umask(mask, tmp_path):
     other = tmp_path / "other"

@@ -24,6 +24,7 @@ from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.executors.stream_state import StateTaker
+from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.seeds import EpochCell
 
 LENGTHS = (5, 3, 6)
@@ -151,17 +152,20 @@ def run_of(
             batches.append(frozen(batch))
 
 
-@pytest.mark.cases(3)
+READERS = [(Drawing, n) for n in (1, 2, 3)] + [(DrawingWithState, n) for n in (1, 2, 3)]
+READERS += [(Numbers, 0), (WithState, 0)]
+
+
+@pytest.mark.cases(5)
 @SILENT
-@pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(("stream", "workers"), READERS)
 @pytest.mark.parametrize(
     ("size", "drop_last", "ahead"), [(2, False, 2), (3, True, 1), (None, False, 1), (4, False, 1)]
 )
 def test_what_comes_after_any_batch_is_the_rest_of_the_undisturbed_epoch(
     stream: type, workers: int, size: int | None, drop_last: bool, ahead: int
 ) -> None:
-    how: dict[str, Any] = {"drop_last": drop_last, "look_ahead": ahead * workers}
+    how: dict[str, Any] = {"drop_last": drop_last, "look_ahead": max(1, ahead * workers)}
     if size is None:
         how |= {"batched": False, "collate_fn": dict, "default_collation": False}
     executor = opened(plan_of(stream(*LENGTHS), **how), workers)
@@ -174,41 +178,6 @@ def test_what_comes_after_any_batch_is_the_rest_of_the_undisturbed_epoch(
         different = list({repr(one): one for one in found}.values())
         for position in different if LONG else [different[stop % len(different)]]:
             assert rest_after(position, other, workers, size) == whole[stop:]
-
-
-@SILENT
-@pytest.mark.parametrize("stream", [Numbers, WithState])
-@pytest.mark.parametrize(
-    ("size", "drop_last", "length"), [(2, False, 7), (2, True, 7), (2, False, 8), (None, False, 5)]
-)
-def test_the_training_process_goes_on_likewise(
-    stream: type, size: int | None, drop_last: bool, length: int
-) -> None:
-    how: dict[str, Any] = {"drop_last": drop_last}
-    if size is None:
-        how |= {"batched": False, "collate_fn": dict, "default_collation": False}
-    executor = opened(plan_of(stream(length), **how), 0)
-    whole, positions = run_of(executor, size)
-    for stop, found in positions.items():
-        for position in found:
-            assert rest_after(position, plan_of(stream(length), **how), 0, size) == whole[stop:]
-            # the same dataset and executor, which have been at another place
-            executor.start_epoch([size], 0, resume=position)
-            assert [frozen(batch) for batch in executor] == whole[stop:]
-    assert run_of(executor, size)[0] == whole  # an epoch after one that was resumed is whole
-
-
-@SILENT
-@pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
-def test_a_resumed_epoch_is_resumed_again(stream: type) -> None:
-    whole, positions = run_of(first := opened(plan_of(stream(*LENGTHS)), 2), 1)
-    first.close()
-    second = opened(plan_of(stream(*LENGTHS)), 2)
-    _, later = run_of(second, 1, resume=positions[3][-1])
-    second.close()
-    assert list(later) == list(range(3, len(whole) + 1))
-    for stop, found in some(later.items(), 5):
-        assert rest_after(found[-1], plan_of(stream(*LENGTHS)), 2, 1) == whole[stop:]
 
 
 @SILENT
@@ -324,11 +293,11 @@ class Timed(WithState):
 
     def __init__(self, cost_s: float, size: int) -> None:
         super().__init__(1)
-        self.cost_s, self.size, self.now, self.calls = cost_s, size, 0.0, 0
+        self.cost_s, self.size, self.calls = cost_s, size, 0
 
     def state_dict(self) -> dict[str, Any]:
         self.calls += 1
-        self.now += self.cost_s
+        clock.sleep(self.cost_s)
         return {"text": "x" * self.size}
 
 
@@ -339,10 +308,11 @@ def test_states_take_one_hundredth_of_the_time_and_large_ones_are_rare(
     cost_s: float, size: int, calls: int
 ) -> None:
     stream = Timed(cost_s, size)
-    taker = StateTaker(stream, worker=False, clock_s=lambda: stream.now)
-    for _ in range(1000):
-        taker.take()
-        stream.now += 0.001  # a batch
+    with virtual_time():
+        taker = StateTaker(stream, worker=False)
+        for _ in range(1000):
+            taker.take()
+            clock.sleep(0.001)  # a batch
     assert abs(stream.calls - calls) <= 1
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
+from virtual_time import HurriedClock, virtual_time
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import crew
 from lightning_fastdata.executors.pool.faults import Deaths, Growth
+from lightning_fastdata.host import clock
 
 MIB = 2**20
 
@@ -52,19 +55,26 @@ def test_a_training_whose_workers_keep_dying_ends_and_says_what_the_kernel_says(
     assert "Memory of those that live: " in text
 
 
+@pytest.fixture
+def virtual() -> Iterator[None]:
+    with virtual_time():
+        yield
+
+
+@pytest.mark.usefixtures("virtual")
 def test_deaths_count_where_little_is_done_between_them():
-    now_s, kills = [0.0], [3]
+    kills = [3]
 
     def deaths() -> Deaths:
-        return Deaths(lambda: now_s[0], lambda: kills[0])
+        return Deaths(lambda: kills[0])
 
     slow = deaths()
     for _ in range(200):  # one in three seconds
-        now_s[0] += 3
+        clock.sleep(3)
         slow.note(-9, 0, {})
     useful = deaths()
     for at in range(200):
-        now_s[0] += 0.1
+        clock.sleep(0.1)
         useful.note(-9, 5 * at, {})
     useless = deaths()
     kills[0] = 10
@@ -74,20 +84,6 @@ def test_deaths_count_where_little_is_done_between_them():
         useless.note(-9, 0, {})
     with pytest.raises(WorkerError, match=r"(?s)SIGKILL.*\(31 times\).*has killed 7 processes"):
         useless.note(-9, 0, {})
-
-
-def test_a_process_that_the_kernel_killed_for_memory_is_told_of_with_the_figures():
-    kills = [3]
-    deaths = Deaths(lambda: 0.0, lambda: kills[0], lambda: 700 * MIB)
-    deaths.note(-9, 10, {})  # by somebody else
-    kills[0] = 4
-    with pytest.warns(FastDataWarning, match=r"(?s)killed a side process as memory.*700 MiB are"):
-        deaths.note(-9, 20, {0: os.getpid()})
-    deaths.note(-9, 30, {})  # the same kill is told of once
-    kills[0] = 5
-    deaths.note(-11, 40, {})  # it was another process
-    with pytest.warns(FastDataWarning, match=r"700 MiB are left. The rest of its stream is miss"):
-        deaths.tell(-9, {}, "The rest of its stream is missing.")
 
 
 def test_a_reader_of_a_stream_that_the_kernel_killed_for_memory_is_told_of(monkeypatch):
@@ -108,24 +104,24 @@ class Child:
 
 
 def looks(sizes: dict[int, int], left: list[int]) -> Any:
-    """Return what looks at workers of these sizes, 6 s later each time."""
-    now_s = [0.0]
-    growth = Growth(lambda: now_s[0], sizes.get, lambda: left[0])
+    """Return what looks at workers of these sizes, 6 s later each time, in virtual time."""
+    growth = Growth(sizes.get, lambda: left[0])
     children = {number: Child(number) for number in sizes}
 
     def look() -> Any:
-        now_s[0] += 6
+        clock.sleep(6)
         return growth.look(children)
 
     return look
 
 
+@pytest.mark.usefixtures("virtual")
 def test_growth_is_told_of_before_memory_runs_out_and_then_ended():
     sizes, left = {0: 100 * MIB, 1: 100 * MIB}, [8000 * MIB]
-    look = looks(sizes, left)
-    found = look()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        look = looks(sizes, left)
+        found = look()
         while found is None and left[0] > 0:
             sizes[1] += 100 * MIB
             left[0] -= 100 * MIB
@@ -154,17 +150,15 @@ class Hoards(Dataset):
 
 
 def test_a_worker_that_hoards_is_replaced_and_no_sample_is_lost_or_doubled():
-    how = {"num_workers": 2, "persistent_workers": True}
+    how = {"num_workers": 2, "persistent_workers": True, "timeout": 0}
     loader = FastDataLoader(Hoards(), 4, executor="workers", **how)
     batches = iter(loader)
     got = next(batches).tolist()
     crew = loader._iterator._crew
-    clock_s = [0.0]
-    crew._growth = Growth(lambda: clock_s[0], left_bytes=lambda: 100 * MIB)
-    with warnings.catch_warnings(record=True) as told:
+    crew._growth = Growth(left_bytes=lambda: 100 * MIB)
+    with clock.installed(HurriedClock()), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for batch in batches:
-            clock_s[0] += 5
             got += batch.tolist()
     loader.close()
     assert any("It is replaced between two tasks" in str(each.message) for each in told)

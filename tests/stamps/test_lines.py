@@ -29,7 +29,7 @@ from lightning_fastdata.stamps.lines import LineWatch
 
 def test_modules_that_read_and_write_are_where_stacks_are_compared_with() -> None:
     package = Path(line_names._PACKAGE)
-    for name in (*line_names._WRITERS, "executors", "stamps/stamped.py", "images"):
+    for name in (*line_names._WRITERS, line_names._DATASETS, "executors", "stamps/stamped.py"):
         assert (package / name).exists()
 
 

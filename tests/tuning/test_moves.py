@@ -94,6 +94,18 @@ def test_workers_that_compute_are_no_more_than_the_cpus():
     assert proposed(costs, 2).workers in (3, 4)
 
 
+@each("scheduling", ["queue", "actors"])
+def test_actors_elsewhere_may_be_more_than_this_machine_has_cpus(scheduling):
+    def setup_with(number):
+        return replace(with_workers(number), scheduling=scheduling, cpus=2.0, step_cpus=0.1)
+
+    costs = [cost(cpu_ms=100.0)] * 24
+    steps = simulate(costs, setup_with(2))
+    seen = Window(24, steps.step_ms, steps.wait_ms)
+    found = propose(seen, costs, setup_with, 2, [1, 3, 4, 6, 8])
+    assert (found is not None and found.workers == 8) is (scheduling == "actors")
+
+
 def test_where_the_model_is_wrong_one_step_further_is_tried():
     costs = [cost(blocked_ms=8.0)] * 8
     seen = window(costs, 2)

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.travel import Way
 from lightning_fastdata.tuning.simulate import (
     BatchCost,
     LoaderSetup,
@@ -292,3 +294,36 @@ def test_the_costs_of_the_last_batch_are_not_known_and_none_is_an_error():
     assert batch_costs([batch(0, 20, task(0, 20, cpu=8))]) == []
     with pytest.raises(ValueError, match="no batch was recorded"):
         simulate([], setup(1))
+
+
+# Actors: whole batches, made side by side by CPUs that the training has not
+
+
+@each("actors", [1, 2, 4, 8])
+def test_actors_make_a_batch_each_side_by_side(actors):
+    how = setup(actors, ahead=max(8, 2 * actors), scheduling="actors")
+    found = simulate([cost(blocked=100.0, step=0.0)], how)
+    assert found.step_ms == pytest.approx(100 / actors, rel=0.03)
+
+
+def test_actors_elsewhere_take_no_cpu_of_the_training():
+    costs = [cost(cpu=40.0, step=10.0, handover=1.0, taking=1.0)]
+    kept = {"ahead": 8, "cpus": 2.0, "step_cpus": 0.1}
+    far, near = (
+        simulate(costs, setup(4, scheduling=each, **kept)).step_ms for each in ("actors", "queue")
+    )
+    assert far == pytest.approx(11.0, rel=0.05)
+    assert near > 20.0
+
+
+def test_recorded_batches_of_actors_tell_what_taking_them_costs_and_their_way():
+    stamps = []
+    for number in range(24):  # of one actor that takes 30 ms for each, all waited for
+        made = task(30 * number, 30 * number + 30, cpu=6)
+        landed = round((30 * number + 50) * MS)
+        way = Way("far/1", True, True, 4 * 10**6, round(2 * MS), landed)
+        requested = 30 * number + 20 if number else 0
+        stamps.append(batch(requested, 30 * number + 50, made._replace(way=way)))
+    costs = batch_costs(stamps)
+    assert {each.taking_ns for each in costs} == {2 * MS}
+    assert {each.handover_ns for each in costs} == {20 * MS}

@@ -9,7 +9,6 @@ import gc
 import json
 import re
 import sys
-import warnings
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,13 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
-from misses import Misses
 from rig.virtual_crew import on_machine
-from thoroughness import LONG
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight.measure.host_metrics import MachineSeen
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import (
@@ -52,7 +50,6 @@ from verdicts.workloads import Samples
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from auto_workloads import WORKLOADS
 from trainings.followed import unlawful
 
 OPTIONS = ("num_workers", "prefetch_factor", "in_order", "executor", "persistent_workers", "cache",
@@ -123,27 +120,6 @@ def test_what_the_report_tells_is_lawful_and_what_was_left_out_is_in_it(code):
     for found in written["verdict"]["findings"]:
         assert "advice" not in found
         assert all(each["text"] and each["why"] for each in found["left_out"])
-
-
-def test_advice_on_the_workloads_of_automatic_loaders_is_lawful(tmp_path):
-    """Whatever is measured of them: no option is told that the plan has decided."""
-    with Misses() as misses, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for work in WORKLOADS if LONG else WORKLOADS[::14]:
-            module = FastDataModule.from_datasets(
-                work.make(tmp_path, 8 * work.batch_size), batch_size=work.batch_size,
-                collate_fn=work.collate_fn,
-            )  # fmt: skip
-            with misses.case(work.name):
-                loader = module.train_dataloader()
-                closed = closed_options(loader)
-                loader.close()
-                assert {"num_workers", "executor"} <= set(closed)
-                for code in CODES:
-                    seen = replace(TABLE[code][0], closed=closed)
-                    told = judge(stage(), LoaderFacts(num_workers=loader.num_workers), seen)
-                    report = RunReport(stages=(stage(),), verdict=told).as_dict()
-                    assert unlawful(report["verdict"], closed) == []
 
 
 # What is closed
@@ -350,18 +326,18 @@ def trained(dataset):
 
 
 def beside_others(**more):
-    return {"other_cpus": 1.8, "machine_cpus": 2.0, "queued_share": 0.7, **more}
+    return MachineSeen(**{"other_cpus": 1.8, "machine_cpus": 2.0, "queued_share": 0.7, **more})
 
 
 def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
-    plain = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, **beside_others())
+    plain = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, machine=beside_others())
     facts = LoaderFacts(num_workers=1, usable_cpus=2)
-    ours = replace(TABLE["FD315"][0], machine_cpus=2.0, other_cpus=1.8)
+    ours = replace(TABLE["FD315"][0], machine=MachineSeen(machine_cpus=2.0, other_cpus=1.8))
     for evidence in (plain, ours):
         told = judge(stage(24.0), facts, evidence)
         assert (told.kind, told.code) == ("held up by other programs", "FD315")
         assert told.findings[0].gain.factor > 1.03
-    alone = replace(plain, other_cpus=0.1, queued_share=0.05)
+    alone = replace(plain, machine=beside_others(other_cpus=0.1, queued_share=0.05))
     assert judge(stage(24.0), facts, alone).code == "FD102"
 
 
@@ -370,7 +346,7 @@ def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
     [(1, {"queued_share": 0.05}), (1, {"other_cpus": 0.3}), (0, {"queued_share": 0.4})],
 )
 def test_other_programs_are_blamed_only_for_what_would_go_without_them(workers, known):
-    seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, **beside_others(**known))
+    seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, machine=beside_others(**known))
     told = judge(stage(24.0), LoaderFacts(num_workers=workers, usable_cpus=4), seen)
     assert told.kind == "data-bound"
 
@@ -388,7 +364,7 @@ def test_a_number_of_workers_that_the_package_chose_is_not_called_too_few(worker
 
 def test_workers_are_not_told_to_take_the_cpus_of_others():
     facts, seen = LoaderFacts(num_workers=0, usable_cpus=8), {"step_ms": 40.0, "stall_ms": 24.0}
-    busy = Evidence(**seen, other_cpus=5.0, machine_cpus=8.0)
+    busy = Evidence(**seen, machine=MachineSeen(other_cpus=5.0, machine_cpus=8.0))
     alone, beside = (
         judge(stage(24.0), facts, each).findings[0] for each in (Evidence(**seen), busy)
     )

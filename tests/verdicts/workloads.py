@@ -146,26 +146,22 @@ class Stage:
             totals.add(batch)
         return replace(found, causes=totals.summary())
 
-    def evidence(self, **measured: Any) -> Evidence:
-        """Return what is known of the stage."""
+    def evidence(self, *, val: Any = None, **measured: Any) -> Evidence:
+        """Return what is known of the stage; further facts may be given."""
         setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=self.training.step_cpus)
         rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
-        return stage_evidence(
-            self.summary(),
-            list(self.records),
-            setup,
-            read_loader(self.loader),
-            read_rates=rates[-1] if rates else None,
-            **measured,
+        found = stage_evidence(
+            self.summary(), list(self.records), setup, read_loader(self.loader), val=val
         )
+        return replace(found, read_rates=rates[-1] if rates else None, **measured)
 
 
-def train(training: Training, **measured: Any) -> Evidence:
-    """Train for all epochs and return what is known; further facts may be given."""
+def train(training: Training) -> Evidence:
+    """Train for all epochs and return what is known."""
     stage = Stage.start(training)
     try:
         for _ in range(training.epochs):
             stage.epoch()
-        return stage.evidence(**measured)
+        return stage.evidence()
     finally:
         stage.loader.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -188,8 +188,8 @@ def _rows(column: Numbers, index: NDArray[Any]) -> tuple[torch.Tensor, ...]:
     return torch.from_numpy(np.asarray(column[index])).unbind()
 
 
-class UnsuitedError(Exception):
-    """The dataset has columns of something else than equally many numbers."""
+class NotRowsError(Exception):
+    """Batches of the dataset have to be made sample by sample."""
 
 
 def is_hugging_face(dataset: object) -> bool:
@@ -198,27 +198,23 @@ def is_hugging_face(dataset: object) -> bool:
     return library is not None and type(dataset) is vars(library).get("Dataset")
 
 
-def arrays_of(
-    dataset: Any, *, free_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes
-) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
+def arrays_of(dataset: Any) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
     """Return the columns as stored, with what their batches are made of, and which rows count.
 
     Args:
         dataset: A ``datasets.Dataset`` in the torch or numpy format.
-        free_bytes: Asked before pieces of a table are joined, which copies them; they may take an
-            eighth of it.
 
     Raises:
-        UnsuitedError: A column holds missing values, lists of different lengths, or no numbers; or
+        NotRowsError: A column holds missing values, lists of different lengths, or no numbers; or
             the format computes something.
     """
     about = dataset.format
     if about["type"] not in _FORMATS or about["format_kwargs"] or about["output_all_columns"]:
-        raise UnsuitedError
+        raise NotRowsError
     # No public attribute tells of shuffle(), select() and sort().
     mapping: Any = getattr(dataset, "_indices", False)
     if mapping is False or not len(dataset):
-        raise UnsuitedError
+        raise NotRowsError
     select = None if mapping is None else mapping.column(0).to_numpy().astype(np.int64)
     kept = _seen.get(dataset)
     if kept is not None and kept[0] == about:
@@ -227,10 +223,10 @@ def arrays_of(
     sample = dataset.__getitems__([0])[0]
     pieces = {name: dataset.data.column(name) for name in sample}
     if not all(_holds_numbers(piece.type) for piece in pieces.values()):
-        raise UnsuitedError
+        raise NotRowsError
     joined = sum(piece.nbytes for piece in pieces.values() if piece.num_chunks > 1)
-    if joined > free_bytes() // _FREE_SHARE:
-        raise UnsuitedError
+    if joined > read_host_memory().available_bytes // _FREE_SHARE:  # which copies them
+        raise NotRowsError
     columns = {}
     for name, piece in pieces.items():
         array = _as_array(piece.combine_chunks() if piece.num_chunks != 1 else piece.chunk(0))
@@ -264,13 +260,13 @@ def _as_array(column: pyarrow.Array) -> NDArray[Any]:
             lengths = np.diff(column.offsets.to_numpy())
             size = int(lengths[0]) if len(lengths) else -1
             if size < 0 or (lengths != size).any():
-                raise UnsuitedError
+                raise NotRowsError
         if column.null_count:
-            raise UnsuitedError
+            raise NotRowsError
         shape.append(size)
         column = column.flatten()
     if column.null_count:
-        raise UnsuitedError
+        raise NotRowsError
     array: NDArray[Any] = column.to_numpy(zero_copy_only=True).reshape(shape)
     return array
 
@@ -279,12 +275,12 @@ def _batch_type(array: NDArray[Any], value: object) -> torch.dtype:
     try:
         batch = default_collate([value])
     except (TypeError, ValueError) as error:
-        raise UnsuitedError from error
+        raise NotRowsError from error
     if not isinstance(batch, torch.Tensor):
-        raise UnsuitedError
+        raise NotRowsError
     if isinstance(value, np.generic) and value.dtype != array.dtype:
         # What the format rounds and the collation widens cannot be had in one step.
         own = torch.from_numpy(np.empty(0, value.dtype))
         if own.dtype != batch.dtype:
-            raise UnsuitedError
+            raise NotRowsError
     return batch.dtype

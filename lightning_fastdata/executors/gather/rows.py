@@ -18,8 +18,8 @@ from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_form import column_of
 from lightning_fastdata.executors.gather.columns import (
     ColumnDataset,
+    NotRowsError,
     TokenWindows,
-    UnsuitedError,
     arrays_of,
     is_hugging_face,
 )
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 _Part = TypeVar("_Part")
 _Parts: TypeAlias = "Mapping[str, _Part] | Iterable[_Part]"
 _SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-
-
-class NotRowsError(Exception):
-    """Batches of the dataset have to be made sample by sample."""
 
 
 class Column:
@@ -194,10 +190,7 @@ def _form(dataset: Any, columns: list[Column]) -> Batch:
         return _leaf(_array_column(dataset), columns)
     if not is_hugging_face(dataset):
         raise NotRowsError
-    try:
-        arrays, select = arrays_of(dataset)
-    except UnsuitedError as error:
-        raise NotRowsError from error
+    arrays, select = arrays_of(dataset)
     return {
         name: _leaf(Column(array, dtype, _stored(dtype), select, lasts=True), columns)
         for name, (array, dtype) in arrays.items()

@@ -211,19 +211,16 @@ class Deaths:
     """The deaths of an executor's side processes within a minute.
 
     Args:
-        clock_s: Seconds that never go back.
         oom_kills: Returns how often the kernel has killed for memory so far; None: not known.
         left_bytes: Returns what is left on this machine, or in this container.
     """
 
     def __init__(
         self,
-        clock_s: Callable[[], float] = clock.monotonic,
         oom_kills: Callable[[], int | None] = read_oom_kills,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
     ) -> None:
-        self._clock, self._oom_kills = clock_s, oom_kills
-        self._left_bytes = left_bytes
+        self._oom_kills, self._left_bytes = oom_kills, left_bytes
         self._at_first = self._killed = oom_kills()
         self._last: deque[_Death] = deque()
 
@@ -239,7 +236,7 @@ class Deaths:
             WorkerError: There were more than 30 within a minute, and fewer than two tasks were done
                 for each.
         """
-        now_s = self._clock()
+        now_s = clock.monotonic()
         self.tell(code, pids, "It is replaced, and its samples are read again.")
         self._last.append(_Death(now_s, code, tasks))
         while self._last[0].at_s < now_s - _MINUTE_S:
@@ -292,25 +289,23 @@ class Growth:
     and makes place for a new one when it has grown by four times as much: before the kernel kills.
 
     Args:
-        clock_s: Seconds that never go back.
         own_bytes: Returns the memory of a process that it shares with no other; None: not known.
         left_bytes: Returns what is left on this machine, or in this container.
     """
 
     def __init__(
         self,
-        clock_s: Callable[[], float] = clock.monotonic,
         own_bytes: Callable[[int], int | None] = read_own_bytes,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
     ) -> None:
-        self._clock, self._own_bytes, self._left_bytes = clock_s, own_bytes, left_bytes
-        self._next_s = clock_s() + _LOOK_S
+        self._own_bytes, self._left_bytes = own_bytes, left_bytes
+        self._next_s = clock.monotonic() + _LOOK_S
         self._first: dict[int, int] = {}
         self._told = False
 
     def look(self, children: Mapping[int, ChildProcess]) -> ChildProcess | None:
         """Return the process that is to make place for a new one, if any; looks every 5 s."""
-        now_s = self._clock()
+        now_s = clock.monotonic()
         if now_s < self._next_s:
             return None
         self._next_s = now_s + _LOOK_S

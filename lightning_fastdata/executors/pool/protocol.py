@@ -201,7 +201,7 @@ class OldEpoch(NamedTuple):
 class StreamEnd(NamedTuple):
     """The stream of this process has no more batches in this epoch."""
 
-    note: StreamNote | None
+    note: StreamNote
 
 
 TaskResult: TypeAlias = (

@@ -45,21 +45,12 @@ class StallWatch:
     Args:
         limit_s: How long that may go on; 0: for ever; None: 60 s, or 20 times the 99th percentile
             of the times of tasks if that is more.
-        clock_s: Seconds that never go back.
-        cpu_s: Returns the CPU time of a process, by its id, and with True that of the processes
-            that it has started besides.
     """
 
-    def __init__(
-        self,
-        limit_s: float | None,
-        clock_s: Callable[[], float] = clock.monotonic,
-        cpu_s: Callable[[int, bool], float] = clock.cpu_s_of,
-    ) -> None:
+    def __init__(self, limit_s: float | None) -> None:
         self._given = limit_s
-        self._clock, self._read_cpu_s = clock_s, cpu_s
         self._step_s = min(_LOOK_S, (limit_s or _LIMIT_S) / 8)
-        self._looked_s = clock_s()
+        self._looked_s = clock.monotonic()
         self._times: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._noted: dict[int, _Noted] = {}
         self._cpu_s: dict[int, float] = {}
@@ -104,7 +95,7 @@ class StallWatch:
         Raises:
             WorkerError: Nothing at all has moved for too long, though no process owes anything.
         """
-        now_s = self._clock()
+        now_s = clock.monotonic()
         if self.next_look_s is None or now_s < self.next_look_s:
             return []
         spent_s = min(now_s - self._looked_s, _MOST_LOOKS * self._step_s)
@@ -157,7 +148,7 @@ class StallWatch:
         if not noted.looks:
             self._cpu_s.pop(child.pid, None)
             return False
-        cpu_s = self._read_cpu_s(child.pid, noted.still_s >= long_s)
+        cpu_s = clock.cpu_s_of(child.pid, noted.still_s >= long_s)
         before_s = self._cpu_s.get(child.pid, 0.0)
         self._cpu_s[child.pid] = cpu_s
         return cpu_s - before_s > _BUSY_SHARE * self._step_s

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.device.backend import read_device_usage
 from lightning_fastdata.host import clock
@@ -51,26 +52,60 @@ def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dic
     }
 
 
-def host_evidence(
-    begin: HostUsage,
-    end: HostUsage,
-    device_begin: DeviceUsage | None = None,
-    device_end: DeviceUsage | None = None,
-) -> dict[str, float]:
-    """Return the fields of ``Evidence`` that the machine reports between two readings."""
-    seconds = end.at_s - begin.at_s
-    found: dict[str, float | None] = {"throttled_share": throttled_share(begin, end)}
-    if begin.throttling is not None and end.throttling is not None and seconds > 0:
-        held_us = max(0, end.throttling.throttled_us - begin.throttling.throttled_us)
-        found["throttled_cpus"] = held_us / seconds / 1e6
-    if begin.cpu is not None and end.cpu is not None and seconds > 0:
-        others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
-        found["other_cpus"] = max(0.0, others_s) / seconds
-        found["machine_cpus"] = end.cpu.cpus
-    if device_begin is not None and device_end is not None:
-        found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
-        found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
-    return _known(found)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSeen:
+    """What a training had of its machine. None: not known; shares are from 0 to 1."""
+
+    queued_share: float | None = None
+    """Of the time of the training process, and of a worker, that in which they were ready to run,
+    but had no CPU; known of any loader."""
+    throttled_share: float | None = None
+    """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
+    throttled_cpus: float | None = None
+    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
+    other_cpus: float | None = None
+    """CPUs of the machine that other programs used, the mean over time."""
+    machine_cpus: float | None = None
+    """CPUs of the machine; more than there are for this training, maybe."""
+    alloc_retries: int | None = None
+    """How often the device's allocator had to free its cache and try again."""
+    device_headroom_share: float | None = None
+    """Of the device's memory, what was never used."""
+    device_full_in_s: float | None = None
+    """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
+
+    @classmethod
+    def between(
+        cls,
+        begin: HostUsage,
+        end: HostUsage,
+        device_begin: DeviceUsage | None = None,
+        device_end: DeviceUsage | None = None,
+    ) -> MachineSeen:
+        """Return what the machine reports between two readings."""
+        seconds = end.at_s - begin.at_s
+        found: dict[str, Any] = {"throttled_share": throttled_share(begin, end)}
+        if begin.throttling is not None and end.throttling is not None and seconds > 0:
+            held_us = max(0, end.throttling.throttled_us - begin.throttling.throttled_us)
+            found["throttled_cpus"] = held_us / seconds / 1e6
+        if begin.cpu is not None and end.cpu is not None and seconds > 0:
+            others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
+            found["other_cpus"] = max(0.0, others_s) / seconds
+            found["machine_cpus"] = float(end.cpu.cpus)
+        if device_begin is not None and device_end is not None:
+            found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
+            found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
+        return cls(**found)
+
+    def taken_of(self, cpus: float | None) -> float:
+        """Return how many of so many CPUs for this training other programs use."""
+        if cpus is None or self.other_cpus is None or self.machine_cpus is None:
+            return 0.0
+        return min(cpus, max(0.0, cpus - (self.machine_cpus - self.other_cpus)))
+
+
+NO_MACHINE: Final = MachineSeen()
+"""Nothing is known of it."""
 
 
 def queued_share(seen: Mapping[int, tuple[float, float]], own: int) -> float | None:
@@ -124,10 +159,6 @@ def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     periods = after.throttling.periods - before.throttling.periods
     held = after.throttling.throttled_periods - before.throttling.throttled_periods
     return min(1.0, max(0, held) / periods) if periods > 0 else None
-
-
-def _known(found: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in found.items() if value is not None}
 
 
 _FEWEST_READINGS: Final = 3
@@ -200,16 +231,17 @@ class HostMeter:
         copied = len(workers) * self.memory.copied_bytes
         return {"data_host/pss_mib": together / 2**20, "data_host/copied_mib": copied / 2**20}
 
-    def evidence(self) -> dict[str, float]:
-        """Return the fields of ``Evidence`` that the machine reports of the training so far."""
+    def seen(self) -> MachineSeen:
+        """Return what the machine reports of the training so far."""
         if self._newest is self._began:
             self._read()
-        found = host_evidence(self._began, self._newest, self._device_began, self._device_newest)
-        found |= _known({"queued_share": queued_share(self._queued, os.getpid())})
-        if self._device_newest is not None:
-            full_s = full_in_s(self._held, room_bytes=self._device_newest.never_used_bytes)
-            found |= _known({"device_full_in_s": full_s})
-        return found
+        begin, end = self._device_began, self._device_newest
+        full_s = None if end is None else full_in_s(self._held, room_bytes=end.never_used_bytes)
+        return replace(
+            MachineSeen.between(self._began, self._newest, begin, end),
+            queued_share=queued_share(self._queued, os.getpid()),
+            device_full_in_s=full_s,
+        )
 
     def step_ended(self) -> None:
         """Look, now and then, at what CPUs and memory this process and its workers had."""

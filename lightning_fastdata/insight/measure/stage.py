@@ -22,6 +22,7 @@ from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
+from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE
 from lightning_fastdata.insight.measure.metrics import (
     EventClock,
     StepTimeline,
@@ -46,6 +47,7 @@ from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
+    from lightning_fastdata.insight.measure.host_metrics import MachineSeen
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -161,30 +163,40 @@ class StageMeter:
         """Forget stamps of batches that were read outside of the steps."""
 
     def evidence(
-        self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
+        self,
+        summary: StageSummary,
+        facts: LoaderFacts,
+        *,
+        cpus: float,
+        machine: MachineSeen = NO_MACHINE,
+        val: StageSummary | None = None,
     ) -> Evidence:
-        """Return everything that is known of the stage; ``measured`` is added to it."""
+        """Return everything that is known of the stage; as of :func:`stage_evidence`."""
         totals = self.stamps.slowest()
         loader, stamps = self.stamps.slowest_loader()
         most = costliest(summary.loaders)
         if most is not None and most.causes is None:
             loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
-        measured["model_computes"] = model_computes(summary, times)
-        setup = None
+        setup, one_of, shares = None, None, tuple[int, ...]()
         if loader is not None and stamps:
             setup = setup_of(loader, cpus=cpus, step_cpus=times.step_cpus)
-            measured["stream_samples"] = self.stamps.stream_samples()
-            measured["one_of"] = self.stamps.one_of()
-        return stage_evidence(
-            summary,
-            stamps,
-            setup,
-            facts,
-            step_queued=times.step_queued,
+            one_of, shares = self.stamps.one_of(), self.stamps.stream_samples()
+        return dataclasses.replace(
+            stage_evidence(
+                summary,
+                stamps,
+                setup,
+                facts,
+                machine=machine,
+                step_queued=times.step_queued,
+                val=val,
+            ),
+            model_computes=model_computes(summary, times),
             read_rates=None if totals is None else totals.rates,
             padding=self.padding.found(),
-            **measured,
+            stream_samples=shares,
+            one_of=one_of,
         )
 
 
@@ -237,14 +249,8 @@ class LoopStage(StageMeter):
         facts = dataclasses.replace(self._facts, usable_cpus=cpus)
         if summary.augment is not None:
             facts = dataclasses.replace(facts, augment_on="device")
-        evidence = self.evidence(
-            summary,
-            facts,
-            cpus=float(cpus),
-            val=val,
-            closed=self._closed,
-        )
-        return judge(summary, facts, evidence)
+        evidence = self.evidence(summary, facts, cpus=float(cpus), val=val)
+        return judge(summary, facts, dataclasses.replace(evidence, closed=self._closed))
 
     def not_known(self) -> tuple[str, ...]:
         """Return what is not known, and why; several stages may say the same."""

@@ -6,12 +6,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.host.usage import SpentTime
+from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.padding import Padding
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
@@ -126,8 +127,6 @@ _NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
 _NEARLY: Final = 0.9
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""
-_PHASES: Final = ("step", "wait", "stall", "transfer", "augment", "gap")
-_OF_CAUSES: Final = ("overtaken_share", "slow_samples", "operations", "lines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,17 +165,8 @@ class Evidence:
     """Of the time, that in which a worker had a task: the mean over workers."""
     runqueue_share: float | None = None
     """Of the workers' busy time, that in which they were ready to run but had no CPU."""
-    queued_share: float | None = None
-    """Of the time of the training process, and of a worker, that in which they were ready to run,
-    but had no CPU; known of any loader."""
-    throttled_share: float | None = None
-    """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
-    throttled_cpus: float | None = None
-    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
-    other_cpus: float | None = None
-    """CPUs of the machine that other programs used, the mean over time."""
-    machine_cpus: float | None = None
-    """CPUs of the machine; more than there are for this training, maybe."""
+    machine: MachineSeen = NO_MACHINE
+    """What the training had of its machine."""
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
     remote: RemoteSeen | None = None
@@ -208,12 +198,6 @@ class Evidence:
     """The device had nothing to do, although no batch was waited for."""
     padding: Padding | None = None
     """How much of the batches is padding."""
-    alloc_retries: int | None = None
-    """How often the device's allocator had to free its cache and try again."""
-    device_headroom_share: float | None = None
-    """Of the device's memory, what was never used."""
-    device_full_in_s: float | None = None
-    """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
     memory: MemorySeen | None = None
     """Of the training process and its workers."""
     ranks: tuple[RankTiming, ...] = ()
@@ -242,11 +226,6 @@ class Evidence:
         """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
         share = self.stall_share or 0.0
         return share >= STALL_LOW and costs_much(self.stall_ms or 0.0, share)
-
-    def taken_cpus(self, cpus: float | None) -> float:
-        """CPUs, of so many for this training, that other programs use."""
-        measured = {"other_cpus": self.other_cpus, "machine_cpus": self.machine_cpus}
-        return 0.0 if cpus is None else _taken_cpus(cpus, **measured)
 
     @property
     def slow_rank(self) -> RankTiming | None:
@@ -283,11 +262,11 @@ def stage_evidence(
     setup: LoaderSetup | None = None,
     facts: LoaderFacts | None = None,
     *,
+    machine: MachineSeen = NO_MACHINE,
     step_queued: float = 0.0,
     val: StageSummary | None = None,
-    **measured: Any,
 ) -> Evidence:
-    """Return what is known of a stage that was measured.
+    """Return what is known of a stage that was measured, by its steps and by stamps.
 
     Args:
         summary: The measured stage.
@@ -295,45 +274,49 @@ def stage_evidence(
             delivered; none of a foreign loader.
         setup: That loader as it was; None: no predictions are made.
         facts: What it says about itself; None: nothing.
+        machine: What the training had of its machine.
         step_queued: Part of the steps in which the training was ready but had no CPU.
         val: Its validation, in a loop whose wall time is not measured.
-        measured: Further fields of :class:`Evidence`, such as the wall time.
     """
     if setup is not None:
-        setup = replace(
-            setup,
-            other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=worker_threads(stamps),
-        )
-    means = {name: _mean(getattr(summary, name)) for name in _PHASES}
-    step_ms, gap_ms = means["step"], means["gap"]
+        others, threads = machine.taken_of(setup.cpus), worker_threads(stamps)
+        setup = replace(setup, other_cpus=others, worker_threads=threads)
+    step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
     spike_s = min((spike.seconds for spike in summary.spikes), default=math.inf)
-    known: dict[str, Any] = {
-        **{f"{name}_ms": ms for name, ms in means.items()},
-        "device": summary.device,
-        "step_ms": None if step_ms is None else step_ms + (gap_ms or 0.0),
-        "wall": loop_time(summary, val),
-        "epochs": summary.cold_steps,
-        "setup": setup,
-        "costs": recorded_costs(stamps, step_queued=step_queued, spike_s=spike_s),
-        "busy_share": None if setup is None else busy_share(stamps, setup.workers),
-        "runqueue_share": runqueue_share(stamps),
-        "remote": RemoteSeen.of(stamps),
-    }
     causes = summary.causes
-    if causes is not None:
-        known |= {
-            **{name: getattr(causes, name) for name in _OF_CAUSES},
-            "parts": causes.wait,
-            "first_parts": causes.first_wait,
-        }
-    if facts is not None:
-        seen = causes is not None and any(each.augments for each in causes.operations)
-        known |= {
-            "loader": facts,
-            "device_could_augment": device_could_augment(summary.device, facts, seen=seen),
-        }
-    return Evidence(**{**known, **measured})
+    seen = causes is not None and any(each.augments for each in causes.operations)
+    evidence = Evidence(
+        loader=facts or LoaderFacts(),
+        device=summary.device,
+        machine=machine,
+        step_ms=None if step_ms is None else step_ms + (gap_ms or 0.0),
+        wait_ms=_mean(summary.wait),
+        stall_ms=_mean(summary.stall),
+        transfer_ms=_mean(summary.transfer),
+        augment_ms=_mean(summary.augment),
+        gap_ms=gap_ms,
+        wall=loop_time(summary, val),
+        epochs=summary.cold_steps,
+        setup=setup,
+        costs=recorded_costs(stamps, step_queued=step_queued, spike_s=spike_s),
+        busy_share=None if setup is None else busy_share(stamps, setup.workers),
+        runqueue_share=runqueue_share(stamps),
+        remote=RemoteSeen.of(stamps),
+        device_could_augment=None
+        if facts is None
+        else device_could_augment(summary.device, facts, seen=seen),
+    )
+    if causes is None:
+        return evidence
+    return replace(
+        evidence,
+        parts=causes.wait,
+        first_parts=causes.first_wait,
+        overtaken_share=causes.overtaken_share,
+        slow_samples=causes.slow_samples,
+        operations=causes.operations,
+        lines=causes.lines,
+    )
 
 
 def recorded_costs(
@@ -354,18 +337,6 @@ def recorded_costs(
 
 def _mean(phase: PhaseSummary | None) -> float | None:
     return None if phase is None else phase.mean_ms
-
-
-def _taken_cpus(
-    cpus: float,
-    other_cpus: float | None = None,
-    machine_cpus: float | None = None,
-    **_: Any,
-) -> float:
-    """Return how many of the CPUs for this training other programs use."""
-    if other_cpus is None or machine_cpus is None:
-        return 0.0
-    return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
 
 
 def stage_times(

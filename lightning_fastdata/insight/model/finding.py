@@ -43,7 +43,7 @@ _LEAST_PART: Final = 0.1
 """Of the wait: advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
-ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104", "FD105"}
+ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104"}
 """All findings without stamps: a cause of late batches replaces them."""
 
 
@@ -141,7 +141,7 @@ class Finding:
 
 FAMILIES: Final = {
     "data is fine": "FD000 FD001 FD002 FD301 FD319",
-    "late batches": "FD104 FD105",
+    "late batches": "FD104",
     "too few workers": "FD101 FD102",
     "slow storage": "FD303 FD304",
     "slow samples": "FD302",

@@ -146,7 +146,7 @@ def part_shares(e: Evidence) -> dict[str, float]:
 
 def runqueue_share(e: Evidence) -> float:
     """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
-    return max(queued_share(e), e.runqueue_share or 0.0, e.queued_share or 0.0)
+    return max(queued_share(e), e.runqueue_share or 0.0, e.machine.queued_share or 0.0)
 
 
 def alone_wait_ms(e: Evidence) -> float:
@@ -173,13 +173,13 @@ def throttled(e: Evidence) -> bool:
     A thread lost no more than its part of the time in which CPUs were held back, and no more than
     the periods in which the quota was used up. No wait gets shorter by more than that.
     """
-    if not e.throttled_share or not e.step_ms or not e.wait_ms:
+    if not e.machine.throttled_share or not e.step_ms or not e.wait_ms:
         return False
-    lost = e.throttled_share
-    if e.throttled_cpus is not None and e.setup is not None:
+    lost = e.machine.throttled_share
+    if e.machine.throttled_cpus is not None and e.setup is not None:
         busy = 1.0 if e.busy_share is None else e.busy_share
         threads = e.setup.workers * busy + e.setup.step_cpus
-        lost = min(lost, e.throttled_cpus / max(1.0, threads))
+        lost = min(lost, e.machine.throttled_cpus / max(1.0, threads))
     return lost * e.step_ms >= RUNQUEUE_HIGH * e.wait_ms
 
 
@@ -190,8 +190,8 @@ def overcommitted(e: Evidence) -> bool:
     """
     if throttled(e):
         return True
-    few = max(OTHERS_LOW, _OTHERS_LOW_PART * (e.machine_cpus or 0.0))
-    if e.other_cpus is not None and e.other_cpus < few:
+    few = max(OTHERS_LOW, _OTHERS_LOW_PART * (e.machine.machine_cpus or 0.0))
+    if e.machine.other_cpus is not None and e.machine.other_cpus < few:
         return runqueue_share(e) >= RUNQUEUE_HIGH
     wanted = e.wanted_cpus
     return e.setup is None or wanted is None or wanted > e.setup.cpus
@@ -206,7 +206,8 @@ def crowded(e: Evidence) -> bool:
     if not e.stalls or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
     if e.setup is None or not e.setup.workers:
-        others = e.other_cpus is not None and e.other_cpus >= _MUCH * (e.machine_cpus or math.inf)
+        few = _MUCH * (e.machine.machine_cpus or math.inf)
+        others = e.machine.other_cpus is not None and e.machine.other_cpus >= few
         return others and alone_wait_ms(e) <= _OTHERS_MOST * (e.wait_ms or 0.0)
     if overcommitted(e) or not e.costs or not e.wait_ms:
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import operator
@@ -274,11 +273,9 @@ def _outcome(
     metric = read["metric"].removeprefix(f"{_MAIN_STAGE}.")
     missing = [run for run, measured in runs.items() if measured.get(metric) is None]
     if missing:
-        near = difflib.get_close_matches(metric, rows, n=3)
-        meant = f" Did you mean {' or '.join(near)}?" if near else ""
         raise OptionsError(
             f"The condition {text!r} cannot be decided: {metric} was not measured in "
-            f"{' and '.join(missing)}.{meant} Known are: {', '.join(rows)}."
+            f"{' and '.join(missing)}. Known are: {', '.join(rows)}."
         )
     row = rows[metric]
     if read["percent"]:

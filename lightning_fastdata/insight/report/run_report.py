@@ -159,7 +159,31 @@ class RunReport:
 
     def lines(self, width: int = 80) -> list[Line]:
         """Return the summary as :meth:`text` does, in pieces with a style of rich each."""
-        return summary_lines(self, width)
+        width = min(_WIDEST, max(_NARROWEST, width))
+        lines: list[Line] = []
+        verdict = self.verdict
+        if not self.stages:
+            lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
+        else:
+            first = self.stages[0]
+            so_far = "" if self.ended else "so far "
+            lines.append(rule(f"fastdata · {first.title} {so_far}", width))
+            lines += _verdict_lines(verdict, width)
+            lines += [[], *_phase_rows(first, width), []]
+            lines += _words("", waits_line(first.loaders), width, "")
+            lines += _figure_lines(self, width)
+        if verdict is not None:
+            lines += _finding_lines(verdict, self.stages, width)
+        for label, move in _labelled("done", self.moves[-_MOST_MOVES:]):
+            lines += _words(label, str(move), width, "")
+        for stage in self.stages[1:]:
+            lines += _words(stage.stage, "  ·  ".join(stage.words), width, "")
+            lines += _words("", waits_line(stage.loaders), width, "")
+        lines += _words("ranks", ranks_line(self.ranks) or "", width, "")
+        for note in self.notes:
+            lines += _words("note", note, width, "dim")
+        lines.append(rule("", width))
+        return lines
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
@@ -183,35 +207,6 @@ def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
             factor = found.gain.factor
             written["gain"]["factor"] = factor if math.isfinite(factor) else None
     return values
-
-
-def summary_lines(report: RunReport, width: int) -> list[Line]:
-    """Return the summary of a run, laid out for so many columns, from 60 to 120."""
-    width = min(_WIDEST, max(_NARROWEST, width))
-    lines: list[Line] = []
-    verdict = report.verdict
-    if not report.stages:
-        lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
-    else:
-        first = report.stages[0]
-        so_far = "" if report.ended else "so far "
-        lines.append(rule(f"fastdata · {first.title} {so_far}", width))
-        lines += _verdict_lines(verdict, width)
-        lines += [[], *_phase_rows(first, width), []]
-        lines += _words("", waits_line(first.loaders), width, "")
-        lines += _figure_lines(report, width)
-    if verdict is not None:
-        lines += _finding_lines(verdict, report.stages, width)
-    for label, move in _labelled("done", report.moves[-_MOST_MOVES:]):
-        lines += _words(label, str(move), width, "")
-    for stage in report.stages[1:]:
-        lines += _words(stage.stage, "  ·  ".join(stage.words), width, "")
-        lines += _words("", waits_line(stage.loaders), width, "")
-    lines += _words("ranks", ranks_line(report.ranks) or "", width, "")
-    for note in report.notes:
-        lines += _words("note", note, width, "dim")
-    lines.append(rule("", width))
-    return lines
 
 
 def verdict_line(verdict: Verdict) -> str:

@@ -253,7 +253,7 @@ def _few_cpus(e: Evidence) -> Finding | None:
         return None
     facts = [f"ready workers wait for a CPU for {remedies.runqueue_share(e):.0%} of their time"]
     if remedies.throttled(e):
-        facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
+        facts.append(f"the CPU quota was used up in {e.machine.throttled_share:.0%} of the periods")
     wanted, now = remedies.best_workers(e), e.setup
     remedy = _transforms(e)
     if now is not None:
@@ -306,8 +306,8 @@ def _neighbours(e: Evidence) -> Finding | None:
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
-    if (e.other_cpus or 0.0) >= remedies.OTHERS_LOW:
-        facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
+    if (e.machine.other_cpus or 0.0) >= remedies.OTHERS_LOW:
+        facts.append(f"other programs use {e.machine.other_cpus:.1f} CPUs of this machine")
     return found(
         "FD315",
         e.stall_share,

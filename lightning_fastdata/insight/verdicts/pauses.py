@@ -89,7 +89,7 @@ def _validation(e: Evidence) -> Finding | None:
     text = f"give {which} the options of the training loader, num_workers above all"
     cpus = e.loader.usable_cpus
     if e.val_workers is not None and cpus is not None:
-        free = max(1, cpus - round(e.taken_cpus(cpus)))
+        free = max(1, cpus - round(e.machine.taken_of(cpus)))
         text = f"num_workers {e.val_workers} -> {free} for {which}"
     # One that has a worker for each CPU needs no more.
     enough = bool(e.val_workers) and (e.val_workers or 0) >= (cpus or math.inf)

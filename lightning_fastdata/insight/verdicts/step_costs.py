@@ -187,13 +187,13 @@ def _slow_rank(e: Evidence) -> Finding | None:
 
 
 def _memory(e: Evidence) -> Finding | None:
-    room = e.device_headroom_share
-    if not e.alloc_retries or room is None or room >= _HEADROOM_LOW:
+    room = e.machine.device_headroom_share
+    if not e.machine.alloc_retries or room is None or room >= _HEADROOM_LOW:
         return None
     return found(
         "FD317",
         1.0,
-        f"the device's allocator freed its cache and tried again {e.alloc_retries} times; "
+        f"the device's allocator freed its cache and tried again {e.machine.alloc_retries} times; "
         f"{room:.1%} of the memory was never used",
         Advice(
             text="a smaller batch_size with accumulate_grad_batches, or "
@@ -205,7 +205,7 @@ def _memory(e: Evidence) -> Finding | None:
 
 
 def _fills_up(e: Evidence) -> Finding | None:
-    seconds = e.device_full_in_s
+    seconds = e.machine.device_full_in_s
     if seconds is None or seconds > _SOON_S:
         return None
     return found(

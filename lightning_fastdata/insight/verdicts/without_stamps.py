@@ -77,12 +77,6 @@ def _no_workers(e: Evidence) -> Finding | None:
     return _late(e, "FD101", _more_workers(e), least_ms=stall.mean_ms / wanted)
 
 
-def _workers_not_known(e: Evidence) -> Finding | None:
-    if e.loader.num_workers is not None and _wanted_workers(e) is not None:
-        return None
-    return _late(e, "FD105", _LEARN)
-
-
 def _few_workers(e: Evidence) -> Finding | None:
     wanted, workers, step = _wanted_workers(e), e.loader.num_workers, e.summary.step
     if not wanted or workers is None or workers >= wanted or step is None:
@@ -118,10 +112,9 @@ def _free(e: Evidence) -> Finding | None:
 _FINDERS: Final = (
     ("FD000", "too few steps were timed", _too_few_steps),
     ("FD101", "batches are late, and the training process loads them", _no_workers),
-    ("FD105", "batches are late, and workers or CPUs are not known", _workers_not_known),
     ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
     ("FD103", "batches are late, and workers augment", _augments_on_cpu),
-    ("FD104", "batches are late, though there are workers enough", _late_batches),
+    ("FD104", "batches are late, and why is not known", _late_batches),
     ("FD002", "the device waits a little", _moderate_stall),
     ("FD001", "data is free", _free),
 )
@@ -160,7 +153,7 @@ def _fine(e: Evidence, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
 def _more_workers(e: Evidence) -> Advice:
     facts, wanted = e.loader, _wanted_workers(e)
     free = f"{facts.usable_cpus} CPUs are usable"
-    taken = e.taken_cpus(facts.usable_cpus)
+    taken = e.machine.taken_of(facts.usable_cpus)
     if round(taken):
         free += f", of which other programs use {taken:.1f}"
     text = f"num_workers {facts.num_workers} -> {wanted}  ({free})"
@@ -180,7 +173,7 @@ def _wanted_workers(e: Evidence) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
     cpus = e.loader.usable_cpus
     if cpus is not None:
-        cpus = max(1, cpus - round(e.taken_cpus(cpus)))
+        cpus = max(1, cpus - round(e.machine.taken_of(cpus)))
     if cpus is None or cpus <= 2 or e.summary.device == "cpu":
         return cpus
     return cpus - 1  # one for the training process

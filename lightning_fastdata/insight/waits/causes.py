@@ -41,29 +41,29 @@ _STANDS_OUT: Final = 0.2
 """Of reading, for a line to be named as the place of a cause."""
 _LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
 """How calls of libraries are named that wait for what other processes hold."""
-_OPERATIONS: Final = (".forward", ".transform", ".__call__")
-"""How the functions of torchvision's operations end."""
+_METHODS: Final = ("__call__", "forward", "get_params", "make_params", "transform")
+"""Of torchvision's operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationShare:
-    """What a function of a library takes that reading calls, as an operation or a decoder."""
+    """What an operation of a pipeline takes, or another function that reading calls."""
 
     name: str
-    """The library and the function, e.g. ``albumentations Blur.apply``."""
+    """The library and the operation or function: ``albumentations Blur``, ``PIL Image.convert``."""
     share: float
     """Of the time to read, 0 to 1."""
-
-    @property
-    def augments(self) -> bool:
-        """Whether it is an operation of a pipeline."""
-        return _augments(self.name)
+    augments: bool = False
+    """It is an operation."""
 
 
-def _augments(name: str) -> bool:
-    library, _, function = name.partition(" ")
-    of_torchvision = library == "torchvision" and function.endswith(_OPERATIONS)
-    return library in ("albumentations", "kornia") or of_torchvision
+def _operation_of(call: str) -> str:
+    """Return the operation that a function of a library belongs to; empty: to none."""
+    library, _, function = call.partition(" ")
+    owner, _, method = function.rpartition(".")
+    of_torchvision = library == "torchvision" and method in _METHODS
+    named = owner and (library in ("albumentations", "kornia") or of_torchvision)
+    return f"{library} {owner}" if named else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,7 +397,7 @@ class LineTotals:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, int, str], _Line] = {}
-        self._calls = Counter[str]()
+        self._calls = Counter[tuple[str, bool]]()
         self._total_ns = 0
 
     def add(self, times: Iterable[LineTime]) -> None:
@@ -410,8 +410,10 @@ class LineTotals:
                 line.blocked_ns += each.blocked_ns or 0
                 line.unmeasured |= each.blocked_ns is None
                 line.calls[each.calls] += each.total_ns
-                own = f"{each.file.partition(os.sep)[0]} {each.function}"
-                self._calls[own if _augments(own) else each.calls] += each.total_ns
+                # Of a loader's own pipeline it is the line itself that is in a library.
+                own = _operation_of(f"{each.file.partition(os.sep)[0]} {each.function}")
+                operation = own or _operation_of(each.calls)
+                self._calls[operation or each.calls, bool(operation)] += each.total_ns
         if len(self._calls) > _KEPT_LINES:
             self._calls = Counter(dict(self._calls.most_common(_KEPT_LINES // 2)))
         if len(self._lines) > _KEPT_LINES:
@@ -442,7 +444,9 @@ class LineTotals:
             return ()
         longest = self._calls.most_common(_MOST_LINES)
         return tuple(
-            OperationShare(name=name, share=ns / self._total_ns) for name, ns in longest if name
+            OperationShare(name=name, share=ns / self._total_ns, augments=augments)
+            for (name, augments), ns in longest
+            if name
         )
 
 

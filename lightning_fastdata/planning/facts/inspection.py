@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
 _COMPARED_S: Final = 0.02  # of a CPU at most, before samples are read and behind it
 _KEPT: Final = 0.3  # of a sample's time, at most, once more, where the dataset keeps it
+_WORTH_KEEPING_MS: Final = 0.1  # of a CPU for a sample: less may be by chance, and saves nothing
 _KEYS: Final = 64  # of a sampler of the user's, to read samples by
 
 
@@ -235,7 +236,8 @@ def _keeps(first: SampleCost, again: SampleCost) -> bool:
 
     That of what the system's page cache keeps does not: it is decoded again.
     """
-    saves_cpu = again.cpu_ms <= _KEPT * first.cpu_ms
+    saved_ms = first.cpu_ms - again.cpu_ms
+    saves_cpu = again.cpu_ms <= _KEPT * first.cpu_ms and saved_ms >= _WORTH_KEEPING_MS
     return saves_cpu and again.wall_ms <= _KEPT * first.wall_ms
 
 

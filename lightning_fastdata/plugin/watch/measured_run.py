@@ -15,7 +15,12 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live import Status, WatchedRun
-from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
+from lightning_fastdata.insight.measure.host_metrics import (
+    NO_MACHINE,
+    fault_notes,
+    fault_scalars,
+    tune_scalars,
+)
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
@@ -23,13 +28,13 @@ from lightning_fastdata.insight.verdicts.memory import memory_notes
 from lightning_fastdata.insight.waits.causes import costliest
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
-from lightning_fastdata.plugin.watch.mixtures import MixtureScalars
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
@@ -104,9 +109,8 @@ class RunJudge:
 
     def facts(self, main: StageSummary | None = None) -> LoaderFacts:
         """Return what the loader says about itself: the costliest one, else the first."""
-        stage = self._recording.main.stage
+        stage, ours = self._recording.main.stage, own_datamodule(self._trainer)
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
@@ -130,44 +134,38 @@ class RunJudge:
         ended: bool = False,
     ) -> Verdict:
         """Return what limits the training; ``ended``: it goes no further."""
-        host, ranks = self._recording.host, self.ranks
+        host, ranks, trainer = self._recording.host, self.ranks, self._trainer
         slowest = None if val is None else costliest(val.loaders)
-        ours, facts = own_datamodule(self._trainer), self.facts(train)
+        facts = self.facts(train)
+        _, loader = _costliest_loader(self._recording.loaders(), train)
+        _, of_val = _costliest_loader(self._recording.val_loaders(), val)
+        if host is not None:
+            host.read_memory(at_once=ended)
+            dataset = getattr(loader, "dataset", None)
+            self.memory = host.memory.seen(dataset, forked=_forks(loader))
         evidence = self._recording.main.evidence(
             train,
             facts,
             cpus=float(self._usable_cpus),
+            machine=NO_MACHINE if host is None else host.seen(),
+        )
+        evidence = replace(
+            evidence,
             val_loader=None if slowest is None else slowest.label,
+            val_workers=getattr(of_val, "num_workers", None),
             wall=wall,
-            transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
-            augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
-            settings_in="FastDataLoader" if ours is None else "LoaderOptions",
-            closed=self._closed(train, val),
-            val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
-            loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
-            **({} if host is None else host.evidence()),
-            memory=self._read_memory(train, ended=ended),
+            transfer_hook=written_hook(trainer, "transfer_batch_to_device"),
+            augment_hook=written_hook(trainer, "on_after_batch_transfer"),
+            settings_in="FastDataLoader" if own_datamodule(trainer) is None else "LoaderOptions",
+            closed=self._closed(loader, of_val),
+            loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
+            memory=self.memory,
             ranks=() if ranks is None else all_known(ranks.so_far),
         )
         return judge(train, facts, evidence)
 
-    def _read_memory(self, train: StageSummary, *, ended: bool) -> MemorySeen | None:
-        host = self._recording.host
-        if host is not None:
-            _, loader = _costliest_loader(self._recording.loaders(), train)
-            host.read_memory(at_once=ended)
-            dataset = getattr(loader, "dataset", None)
-            self.memory = host.memory.seen(dataset, forked=_forks(loader))
-        return self.memory
-
-    @property
-    def _val_loaders(self) -> object:
-        return self._trainer.val_dataloaders if self._recording.fits else None
-
-    def _closed(self, train: StageSummary, val: StageSummary | None) -> dict[str, str]:
+    def _closed(self, loader: object, of_val: object) -> dict[str, str]:
         """Return the options that nobody is told to change, and why."""
-        _, loader = _costliest_loader(self._recording.loaders(), train)
-        _, of_val = _costliest_loader(self._val_loaders, val)
         found = {**closed_options(loader), **closed_options(of_val, prefix="val.")}
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
@@ -284,6 +282,33 @@ class LiveRun:
         return ()
 
 
+class MixtureScalars:
+    """What a training had of each part of its mixtures, which is known without a sample."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, dict[str, int]] = {}
+
+    def since(self, loaders: object) -> dict[str, float]:
+        """Return the percentage of each part since the last call, and its epochs until now."""
+        found: dict[str, float] = {}
+        labels = [f"{key.label}/" for key, _ in keyed(loaders)] or [""]
+        for label, loader in zip(labels, flattened(loaders), strict=True):
+            mixture = getattr(loader, "dataset", None)
+            if not isinstance(mixture, Mixture) or not isinstance(loader, FastDataLoader):
+                continue
+            place = loader.progress()
+            counts, before = mixture.counts(*place), self._before.get(label, {})
+            new = {name: count - before.get(name, 0) for name, count in counts.items()}
+            total = sum(new.values())
+            for name, epochs in mixture.epochs(*place).items():
+                if total > 0:
+                    found[f"data_mix/{label}{name}_percent"] = 100 * new[name] / total
+                if epochs is not None:
+                    found[f"data_mix/{label}{name}_epochs"] = epochs
+            self._before[label] = counts
+        return found
+
+
 class MeasuredRun:
     """What one run of a trainer needs and nothing outlives.
 
@@ -333,7 +358,7 @@ class MeasuredRun:
         self.step = step
         if self.logs:
             loaders = self.recording.loaders()
-            metrics = {**metrics, **fault_scalars(self._fault_logs(loaders))}
+            metrics = {**metrics, **fault_scalars(self._fault_logs())}
             for loader, tuner in tuned_loaders(loaders):
                 metrics |= tune_scalars(tuner, loader.num_workers)
             shown = {**chosen(metrics, self._ours.scalars), **self._mixtures.since(loaders)}
@@ -423,11 +448,9 @@ class MeasuredRun:
             waited_s += _waits_for_others_s(ranks.so_far, self.trainer.global_rank)
         return self.trainer.world_size * waited_s / 60
 
-    def _evaluated(self) -> object:
-        return self.trainer.val_dataloaders if self.recording.fits else None
-
-    @staticmethod
-    def _fault_logs(*several: object) -> list[FaultLog]:
+    def _fault_logs(self) -> list[FaultLog]:
+        """Return those of all loaders of this run."""
+        several = self.recording.loaders(), self.recording.val_loaders()
         found = (loader for loaders in several for loader in flattened(loaders))
         return [loader.faults for loader in found if isinstance(loader, FastDataLoader)]
 
@@ -466,7 +489,7 @@ class MeasuredRun:
                 *(() if datamodule is None else datamodule.notes),
                 *self.recording.notes(),
                 *memory_notes(self.judge.memory),
-                *fault_notes(self._fault_logs(self.recording.loaders(), self._evaluated())),
+                *fault_notes(self._fault_logs()),
                 *(() if ranks is None else ranks.notes()),
             ),
             versions=read_versions(),

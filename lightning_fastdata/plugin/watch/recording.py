@@ -258,6 +258,11 @@ class Recording:
         found: object = getattr(self._trainer, name)
         return found
 
+    def val_loaders(self) -> object:
+        """Return the loaders of the validation of a fit; None: there are none."""
+        found: object = self._trainer.val_dataloaders if self.fits else None
+        return found
+
     def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
         stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
@@ -285,7 +290,7 @@ class Recording:
         self.watch(self.main.stage, self.loaders())
         if self.fits:
             self.wall.restart()
-            self.watch("val", self._trainer.val_dataloaders)
+            self.watch("val", self.val_loaders())
             self.look_at_batches()
         self.batches_stepped = 0
         device = self._trainer.strategy.root_device
