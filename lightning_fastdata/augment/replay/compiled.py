@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from lightning_fastdata.augment.replay.triton import has_kernels
+from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:

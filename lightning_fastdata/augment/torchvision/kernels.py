@@ -66,7 +66,8 @@ def hue(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG0
     way = (sixth - third).remainder_(6.0)
     made = torch.where((way == 2) | (way == 3), lowest, value)
     made = torch.where(way == 1, falling, torch.where(way == 4, rising, made))
-    return plain(functional.to_dtype(made, images.dtype, scale=True))
+    turned: Tensor = functional.to_dtype(made, images.dtype, scale=True)
+    return turned
 
 
 def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
