@@ -4,11 +4,15 @@
 operations out on tensors without memory (``meta``), and each operator that it is given is counted.
 Those are a launch each, except for views and empty memory. A device may launch several kernels for
 one of them: a sum, a convolution, or padding. What it reads and writes are its tensors as a whole.
+
+What is compiled is counted where Inductor compiles it for the CPU, which takes a C++ compiler and
+about ten minutes: the loops that it makes, each a kernel of a device, and what it calls in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +24,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
+from lightning_fastdata.augment.replay.compiled import Compiled, Told, by_inductor
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import plain_tensors
@@ -51,6 +56,8 @@ OPERATIONS: Final[Mapping[str, v2.Transform]] = {
 }
 """The operations that have a form for batches, each as one transform that every sample takes. Of
 the policies it is the operation of that name."""
+_CALLS: Final = re.compile(r"\b(?:extern_kernels|aten|torch\.ops)\.[\w.]+\(|\.copy_\(")
+"""What code that Inductor has made calls besides its own kernels."""
 _NO_LAUNCH: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"})
 
 
@@ -122,16 +129,79 @@ def counted(draws: Draws, size: int, dtype: torch.dtype) -> Counted:
     return Counted(operators=tuple(seen.names), share=seen.bytes / _bytes(images))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """What Inductor made of one operation, for all the batches that it was given."""
+
+    launches: int
+    """Kernels and other calls, of one batch."""
+    compilations: int
+    """How often it compiled."""
+    right: bool
+    """Whether each batch was as torch's operators make it, as near as is asked for."""
+
+
+def fused(batches: Sequence[Draws], images: Sequence[torch.Tensor]) -> Fused:
+    """Compile an operation for the CPU, and run it on batches of it."""
+    from torch._inductor import config, metrics  # private, as there is no other count
+    from torch._inductor.utils import run_and_get_code
+
+    [step] = next(iter(batches[0].programs.values())).steps
+    compiled = []
+
+    def compiler(run: Told) -> Told:
+        compiled.append(by_inductor(run))
+        return compiled[-1]
+
+    operation = Compiled(FORMS[step.name].image.run, compiler=compiler, suits=lambda batch: True)
+
+    def run_all() -> list[bool]:
+        same = []
+        for draws, batch in zip(batches, images, strict=True):
+            [program] = draws.programs.values()
+            [part] = program.steps[0].parts
+            arrays = {name: slot.view(draws.blob) for name, slot in part.arrays.items()}
+            given = batch, dict(part.static), arrays
+            operation(*given)
+            made, was_compiled = compiled[0](*given)
+            same.append(was_compiled and operation.same(made, operation.run(*given)))
+        return same
+
+    metrics.reset()
+    with config.patch(force_disable_caches=True), plain_tensors():
+        same, codes = run_and_get_code(run_all)
+    calls = [len(_CALLS.findall(code.partition("def call(")[2])) for code in codes]
+    launches = (metrics.generated_kernel_count + sum(calls)) // len(codes)
+    return Fused(launches=launches, compilations=len(codes), right=all(same))
+
+
+def fused_batches(name: str, size: int, dtype: torch.dtype, counts: Sequence[int] = (5,)) -> Fused:
+    """Return what Inductor makes of one of the operations, on batches of several sizes."""
+    images = torch.randint(0, 256, (max(counts), 3, size, size), dtype=torch.uint8)
+    images = images / 255 if dtype.is_floating_point else images
+    tapes = tapes_of(name, size, max(counts), dtype)
+    draws = [compile_tapes(tapes[:count]) for count in counts]
+    return fused(draws, [images[:count] for count in counts])
+
+
+def is_compiled(name: str) -> bool:
+    """Return whether one of the operations is compiled where a device can."""
+    [tape] = tapes_of(name, 224, 1, torch.uint8)
+    return all(isinstance(FORMS[step.name].image, Compiled) for step in tape[()].ops)
+
+
 def table(size: int = 224, batch: int = 256) -> str:
     """Return launches and bytes of each operation as a table, for bytes and floats."""
+    kinds = ("uint8", "float32")
     lines = [
-        "| operation | uint8: launches | bytes | float32: launches | bytes |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| operation | {' | '.join(f'{k}: operators | bytes | compiled' for k in kinds)} |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name in OPERATIONS:
         cells = []
         for dtype in (torch.uint8, torch.float32):
             found = counted(compile_tapes(tapes_of(name, size, batch, dtype)), size, dtype)
-            cells += [str(len(found.operators)), f"{found.share:.1f} x"]
+            made = str(fused_batches(name, size, dtype).launches) if is_compiled(name) else "-"
+            cells += [str(len(found.operators)), f"{found.share:.1f} x", made]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

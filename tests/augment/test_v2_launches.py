@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
-from benchmarks.v2_launches import OPERATIONS, Launches, counted, tapes_of
+from benchmarks.v2_launches import (
+    OPERATIONS,
+    Launches,
+    counted,
+    fused_batches,
+    is_compiled,
+    tapes_of,
+)
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.torchvision.forms import FORMS
 
 SIZE, FEW = 224, 3
-MORE = {
-    "contrast": (9, 7),
-    "saturation": (8, 6),
-    "hue": (56, 52),
-    "sharpness": (7, 5),
-    "blur": (5, 2),
-    "resized crop, not smoothed": (16, 12),
-    "resized crop": (24, 20),
-    "rotation": (4, 2),
-    "affine, bilinear": (7, 4),
-    "affine, bilinear, filled": (9, 6),
-    "perspective, nearest": (7, 5),
-    "perspective": (10, 7),
-}
-"""What takes more than three, of bytes and of floats: each of torch's roundings is an operator."""
+COMPILED = [name for name in OPERATIONS if is_compiled(name)]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_takes_as_many_launches_for_any_batch_and_few_of_them(name):
+def test_an_operation_takes_as_many_launches_for_any_batch_and_few_or_is_compiled(name):
     """A tensor without memory has no values: whoever waits for one gets an error."""
-    for dtype, most in zip((torch.uint8, torch.float32), MORE.get(name, (FEW, FEW)), strict=True):
+    for dtype in (torch.uint8, torch.float32):
         tapes = tapes_of(name, SIZE, 32, dtype)
         launches = {
             len(counted(compile_tapes(batch), SIZE, dtype).operators)
             for batch in (tapes[:4], tapes, tapes * 8)
         }
         assert len(launches) == 1
-        assert max(launches) <= most
+        assert max(launches) <= FEW or name in COMPILED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_what_is_compiled_is_few_kernels_for_any_batch_and_right(
+    name, dtype, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    made = fused_batches(name, 160, dtype, (5, 32, 256))
+    assert made.right
+    assert made.launches <= FEW
+    assert made.compilations == 1
 
 
 def test_every_form_for_batches_is_counted():

@@ -61,9 +61,7 @@ def run_collated(
             "FastDataModule(augment=...) and let FastDataModule load the data."
         )
     found = find_fields(batch, fields, batched=True)
-    places: dict[str, Location] = {"image": found.image}
-    if found.mask is not None:
-        places["mask"] = found.mask
+    places = {"image": found.image} | ({} if found.mask is None else {"mask": found.mask})
     given = {name: _checked(get_field(batch, place), place) for name, place in places.items()}
     image = given["image"]
     if image.ndim != 4 or (image.shape[-1] in {1, 3, 4} and image.shape[1] not in {1, 3, 4}):

@@ -33,6 +33,9 @@ _MODES: Final = frozenset({"nearest", "bilinear"})
 _MOST_CHANNELS: Final = 4
 """Of images that torch resizes as bytes."""
 _BOX: Final = ("top", "left", "height", "width")
+_HALVES: Final = np.array([[0.5], [0.5], [1.0]], np.float32)
+"""By which a matrix takes column and row in halves of pixels, with nothing rounded."""
+_SMOOTHING: Final = (np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13).astype(np.float32)
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -88,9 +91,9 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
             yield _factor(name, factor)
 
 
-def _factor(name: str, factor: float) -> tuple[str, Encoded]:
+def _factor(name: str, factor: float, **more: Any) -> tuple[str, Encoded]:
     """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
-    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor))
+    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor), **more)
 
 
 def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -112,7 +115,7 @@ def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     across, down = map(_gaussian, transform.kernel_size, params["sigma"])
     kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
-    yield _number("blur", kernel=kernel.numpy())
+    yield _number("blur", kernel=kernel, across=across[None, None], down=down[None, :, None])
 
 
 def _gaussian(size: int, sigma: float) -> torch.Tensor:
@@ -181,8 +184,8 @@ def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     *above, right, below = params["coefficients"]
-    divisors = np.array([[right, below, 1.0]] * 2, np.float32)
-    numbers = {"above": _to_middle(above, form), "below": divisors.T}
+    divisors = np.array([[right, below, 1.0]] * 2, np.float32).T
+    numbers = {"above": _to_middle(above, form), "below": divisors * _HALVES}
     yield _warp("perspective", numbers, (transform.interpolation, transform.fill, form))
 
 
@@ -211,10 +214,10 @@ def _warp(name: str, numbers: Mapping[str, np.ndarray], how: _How) -> tuple[str,
 
 
 def _to_middle(matrix: Sequence[float], form: Form) -> np.ndarray:
-    """Return a matrix of six numbers as float32 ``[3, 2]``, in halves of the image."""
+    """Return a matrix of six numbers as float32 ``[3, 2]``, of halves of pixels."""
     height, width = form.shape[-2:]
     half = np.array([0.5 * width, 0.5 * height], np.float32)
-    return np.array(matrix, np.float32).reshape(2, 3).T / half
+    return np.array(matrix, np.float32).reshape(2, 3).T / half * _HALVES
 
 
 def _rotation(angle: float, center: Any, how: _How) -> Noted:
@@ -264,7 +267,9 @@ def _policy(given: tuple[Any, ...], form: Form) -> Noted:
     name, magnitude, *reading = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
-        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude)
+        kernel = np.broadcast_to(_SMOOTHING, (form.shape[0], 3, 3))
+        more = {"kernel": kernel} if name == "Sharpness" else {}
+        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude, **more)
     elif name == "Posterize":
         bits = int(magnitude)
         step, mask = 0.5**bits, 255 << (8 - bits) & 255
@@ -301,8 +306,10 @@ _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
 }
 
 
+_SHORT: Final = frozenset({"brightness", "crop", "erase", "permute", "posterize", "solarize"})
+"""What is three operators of torch at most, so that nothing is compiled."""
 FORMS: Final[Mapping[str, DeviceOp]] = {
-    run.__name__: device_op(run.__name__, run)
+    run.__name__: device_op(run.__name__, run, compiled=run.__name__ not in _SHORT)
     for run in (
         *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
         *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),

@@ -8,15 +8,15 @@ operators as these roundings need; none of them waits for the host.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.nn.functional import conv2d, grid_sample, pad
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from torchvision.transforms.v2 import functional
 
+from lightning_fastdata.augment.ops.planes import correlated, multiply_add, places_of, sampled
 from lightning_fastdata.augment.torchvision.operations import as_type, plain
-from lightning_fastdata.device.backend import current_stream, has_streams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import Arrays, Values
 
 _RGB: Final = 3
-
-
-class _Unchecked(torch.Tensor):
-    """Numbers for a kernel that checks the range of one number; they have passed that check."""
-
-    def __le__(self, other: object) -> Any:
-        return True
-
-    def __ge__(self, other: object) -> Any:
-        return True
 
 
 def brightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
@@ -53,27 +43,42 @@ def saturation(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noq
 
 
 def hue(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Turn the colours."""
-    turns = arrays["factor"].view(-1, 1, 1).as_subclass(_Unchecked)
-    return plain(functional.adjust_hue(images, turns))
+    """Turn the colours, in hue, saturation and value."""
+    if images.shape[-3] != _RGB:
+        return images
+    colours = functional.to_dtype(images, torch.float32, scale=True)
+    red, green, _ = colours.split(1, -3)
+    value, least = colours.amax(-3, keepdim=True), colours.amin(-3, keepdim=True)
+    span, gray = value - least, value == least
+    saturated = span / value.masked_fill(gray, 1.0)
+    by_red, by_green, by_blue = ((value - colours) / span.masked_fill(gray, 1.0)).split(1, -3)
+    tint = torch.where(value == green, by_red + 2.0 - by_blue, by_green + 4.0 - by_red)
+    tint = torch.where(value == red, by_blue - by_green, tint)
+    tint = tint.mul_(1.0 / 6.0).add_(1.0).fmod_(1.0)
+    tint = tint.add_(_each(arrays["factor"])).remainder_(1.0).mul_(6.0)
+    sixth = tint.floor()
+    share, pale = saturated * tint.sub_(sixth), 1.0 - saturated
+    falling = (1.0 - share).mul_(value).clamp_(0.0, 1.0)
+    rising = (share + pale).mul_(value).clamp_(0.0, 1.0)
+    lowest = pale.mul_(value).clamp_(0.0, 1.0)
+    # Each colour goes the way of red, a third of the circle later.
+    third = torch.arange(0, 6, 2, device=images.device).view(-1, 1, 1)
+    way = (sixth - third).remainder_(6.0)
+    made = torch.where((way == 2) | (way == 3), lowest, value)
+    made = torch.where(way == 1, falling, torch.where(way == 4, rising, made))
+    turned: Tensor = functional.to_dtype(made, images.dtype, scale=True)
+    return turned
 
 
 def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Blend with the smoothed image, except for the outermost pixels."""
-    channels, height, width = images.shape[-3:]
-    if height <= 2 or width <= 2:
+    """Blend with the image that a kernel smooths, except for the outermost pixels."""
+    if min(images.shape[-2:]) <= 2:
         return images
-    sharp = images.to(torch.float32, copy=True)
-    kernel = _smoothing(channels, images.device, _stream(images.device))
-    smooth = conv2d(sharp, kernel, groups=channels)
+    sharp = images.to(arrays["kernel"].dtype)
+    smooth = correlated(sharp, arrays["kernel"])
     smooth = smooth if images.is_floating_point() else smooth.round_()
-    inner = sharp[..., 1:-1, 1:-1]
-    smooth.sub_(inner)
-    if images.device.type == "cpu":
-        inner.copy_(multiply_add(inner, _each(arrays["share"]), smooth))
-    else:
-        inner.addcmul_(smooth, _each(arrays["share"]))
-    return _limited(sharp, images)
+    further = pad(smooth - sharp[..., 1:-1, 1:-1], [1, 1, 1, 1])
+    return _limited(multiply_add(sharp, _each(arrays["share"]), further), images)
 
 
 def posterize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
@@ -99,11 +104,12 @@ def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: 
 
 def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
-    kernels = arrays["kernel"].flatten(0, 1).unsqueeze(1)
-    down, across = (size // 2 for size in kernels.shape[-2:])
-    padded = pad(images.to(kernels.dtype), [across, across, down, down], mode="reflect")
-    planes = padded.view(1, len(kernels), *padded.shape[-2:])
-    out = conv2d(planes, kernels, groups=len(kernels)).view(images.shape)
+    # Compiled, along rows and then along columns, which makes fewer sums.
+    kernel, names = arrays["kernel"], ("across", "down") if is_compiling() else ("kernel",)
+    down, across = (size // 2 for size in kernel.shape[-2:])
+    out = pad(images.to(kernel.dtype), [across, across, down, down], mode="reflect")
+    for name in names:
+        out = correlated(out, arrays[name])
     return out if images.is_floating_point() else out.round_().to(images.dtype)
 
 
@@ -129,15 +135,15 @@ def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
 def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that a matrix ``[3, 2]`` says, from the middle of the image."""
     height, width = batch.shape[-2:]
-    base = _base(batch, (1.0 - height) * 0.5, (1.0 - width) * 0.5)
-    return _read(batch, base.bmm(arrays["matrix"]), static, arrays)
+    return _read(batch, places_of(batch, arrays["matrix"], 1 - height, 1 - width), static, arrays)
 
 
 def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that two matrices ``[3, 2]`` say: a point, and its divisors."""
-    base = _base(batch, 0.5, 0.5)
-    grid = base.bmm(arrays["above"]).div_(base.bmm(arrays["below"])).sub_(1.0)
-    return _read(batch, grid, static, arrays)
+    above, below = (places_of(batch, arrays[name], 1, 1) for name in ("above", "below"))
+    if is_compiling():  # which divides floats in its own way
+        above, below = above.double(), below.double()
+    return _read(batch, above.div_(below).float().sub_(1.0), static, arrays)
 
 
 def _each(numbers: Tensor) -> Tensor:
@@ -165,56 +171,15 @@ def _blend(images: Tensor, other: Tensor, arrays: Arrays) -> Tensor:
     return _limited(multiply_add(own, _each(arrays["share"]), other), images)
 
 
-def multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
-    """Return ``values + shares * others``, rounded once, as ``Tensor.add(alpha=)`` does it."""
-    if values.device.type != "cpu":
-        return torch.addcmul(values, others, shares)
-    return (values.double() + shares.double() * others.double()).float()
-
-
-@lru_cache(maxsize=8)
-def _smoothing(channels: int, device: torch.device, stream: object) -> Tensor:  # noqa: ARG001
-    """Return the kernel that smooths, ``[C, 1, 3, 3]``."""
-    kernel = torch.full((channels, 1, 3, 3), 1.0 / 13.0, device=device)
-    kernel[..., 1, 1].fill_(5.0 / 13.0)
-    return kernel
-
-
-@lru_cache(maxsize=8)
-def _base_grid(
-    height: int, width: int, top: float, left: float, device: torch.device,
-    stream: object,  # noqa: ARG001
-) -> Tensor:  # fmt: skip
-    """Return ``[1, H * W, 3]``: column, row and one of each pixel, from ``left`` and ``top`` on."""
-    down = torch.linspace(top, top + height - 1.0, height, device=device)
-    across = torch.linspace(left, left + width - 1.0, width, device=device)
-    rows, columns = torch.meshgrid(down, across, indexing="ij")
-    return torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
-
-
-def _base(batch: Tensor, top: float, left: float) -> Tensor:
-    """Return the base grid of each sample of a batch, ``[n, H * W, 3]``."""
-    base = _base_grid(*batch.shape[-2:], top, left, batch.device, _stream(batch.device))
-    return base.expand(len(batch), -1, -1)
-
-
-def _stream(device: torch.device) -> object:
-    """Return where a device computes now: what is kept is in the order of its stream."""
-    return current_stream(device) if has_streams(device) else None
-
-
-def _read(batch: Tensor, grid: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Return the pixels of a batch at the places of a grid ``[n, H * W, 2]``."""
+def _read(batch: Tensor, places: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Return the pixels of a batch at places ``[n, H, W, 2]``, from -1 to 1 across the image."""
     planes, mode = batch if batch.ndim == 4 else batch.unsqueeze(1), static["mode"]
-    around = arrays.get("fill")
-    if around is not None:  # what is read of ones lies inside
-        planes = pad(planes, [0, 0, 0, 0, 0, 1], value=1.0)
-    places = grid.view(-1, *batch.shape[-2:], 2)
-    values = planes.to(grid.dtype)
-    values = grid_sample(values, places, mode=mode, padding_mode="zeros", align_corners=False)
+    values, around = sampled(planes.to(places.dtype), places, mode), arrays.get("fill")
     if around is not None:
-        values, inside = values[:, :-1], values[:, -1:]
-        around = around[:, :, None, None]
+        # Compiled, all channels are computed alike: in one kernel.
+        count = planes.shape[1] if is_compiling() else 1
+        ones = places.new_ones(1).expand(len(planes), count, *planes.shape[-2:])
+        inside, around = sampled(ones, places, mode), around[:, :, None, None]
         if mode == "nearest":
             values = torch.where(inside < 0.5, around, values)
         elif static["black"]:

@@ -16,8 +16,16 @@ from lightning_fastdata.augment.mixing import MixedTransform, Mixer
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
 from lightning_fastdata.augment.stage_transform import CallableTransform, plain_tensors
 from lightning_fastdata.augment.torchvision.kinds import may_draw
-from lightning_fastdata.augment.torchvision.pipeline import MIXES, Leaf, children_of, leaves_of
-from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform, transform_of
+from lightning_fastdata.augment.torchvision.pipeline import (
+    MIXES,
+    Leaf,
+    children_of,
+    is_v1,
+    is_v2,
+    leaves_of,
+)
+from lightning_fastdata.augment.torchvision.rewrite import rewritten
+from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
 
@@ -42,8 +50,16 @@ def stage_transform(
     steps = _flat(transform)
     before = list(takewhile(lambda step: not any(map(_mixes, leaves_of(step))), steps))
     mixing = steps[len(before) :]
+    if is_v1(transform):
+        raise TransformError(
+            f"{type(transform).__name__} is of torchvision's first interface "
+            "(torchvision.transforms), which draws once for a whole batch. Its form in v2, which "
+            f"augment= runs with draws for each sample, is\n\n{rewritten(transform)}\n\nIts pixels "
+            "are those of tensors, which differ a little from those of PIL images. To keep the "
+            "latter, leave the pipeline in the dataset."
+        )
     if not mixing:
-        return transform_of(transform, fields)
+        return TorchvisionTransform(transform, fields) if is_v2(transform) else None
     for leaf in (leaf for step in mixing for leaf in leaves_of(step)):
         if not _mixes(leaf) and may_draw(leaf):
             raise TransformError(

@@ -15,6 +15,7 @@ import torch
 from torchvision import tv_tensors
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.replay.compiled import Compiled
 from lightning_fastdata.augment.torchvision.kinds import METHODS, kind_of
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, leaves_of
 
@@ -45,9 +46,10 @@ def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
     return ops
 
 
-def device_op(name: str, run: Run) -> DeviceOp:
+def device_op(name: str, run: Run, *, compiled: bool = False) -> DeviceOp:
     """Return an operation that is the same for images and masks, and is encoded elsewhere."""
-    return DeviceOp(name=name, encode=lambda *_: None, image=run, mask=run)
+    image, mask = (Compiled(run), Compiled(run, exact=True)) if compiled else (run, run)
+    return DeviceOp(name=name, encode=lambda *_: None, image=image, mask=mask)
 
 
 def general_name(leaf: Leaf) -> str:

@@ -108,9 +108,9 @@ def _why_in_worker(leaf: Leaf, sized: int, tensors: int, noted: int) -> str | No
 def _place(leaf: Leaf, why: str | None) -> OpPlacement:
     if why is None and kind_of(leaf.transform) in {"types", "targets", "masks"}:
         why = "changes no pixels of images"
-    if why is not None:
-        return OpPlacement(name=leaf.name, where="worker", why=why)
-    return OpPlacement(name=leaf.name, where="device", why=_how_on_batch(leaf.transform))
+    if why is None:
+        return OpPlacement(name=leaf.name, where="device", why=_how_on_batch(leaf.transform))
+    return OpPlacement(name=leaf.name, where="worker", why=why)
 
 
 def lacks_form(transform: Any) -> bool:

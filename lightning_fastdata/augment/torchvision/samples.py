@@ -96,12 +96,10 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     if plain and fields.image is None and first.ndim < 3:
         with suppress(BatchError):
             kinds[find_fields(sample, fields, batched=False).image] = tv_tensors.Image
-    values = {place: _as(kind, get_field(sample, place)) for place, kind in kinds.items()}
+    given = {place: get_field(sample, place) for place in kinds}
+    bare = {place for place, value in given.items() if isinstance(value, torch.Tensor)}
+    values = {place: kinds[place](given[place]) for place in bare if not _has_role(given[place])}
     return put_fields(sample, values) if values else sample
-
-
-def _as(kind: type[torch.Tensor], value: Any) -> Any:
-    return kind(value) if isinstance(value, torch.Tensor) and not _has_role(value) else value
 
 
 def only_image(sample: Batch) -> Path | None:

@@ -20,9 +20,7 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.kinds import may_draw
 from lightning_fastdata.augment.torchvision.operations import device_ops, plain
-from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
 from lightning_fastdata.augment.torchvision.plan import Plan, lacks_form, make_plan
-from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.samples import (
     Traits,
     check_convertible,
@@ -33,35 +31,14 @@ from lightning_fastdata.augment.torchvision.samples import (
 )
 from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.worker import PipelineWorker
-from lightning_fastdata.errors import TransformError
 from lightning_fastdata.tree import at_path, put_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Self
 
-    from lightning_fastdata.augment.pipeline.fields import Fields
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.types import Batch, SampleKey
-
-
-def transform_of(transform: object, fields: Fields) -> TorchvisionTransform | None:
-    """Return the transform of batches of a v2 pipeline; None: it is none.
-
-    Raises:
-        TransformError: it is a pipeline of torchvision's first interface.
-    """
-    if is_v2(transform):
-        return TorchvisionTransform(transform, fields)
-    if is_v1(transform):
-        raise TransformError(
-            f"{type(transform).__name__} is of torchvision's first interface "
-            "(torchvision.transforms), which draws once for a whole batch. Its form in v2, which "
-            f"augment= runs with draws for each sample, is\n\n{rewritten(transform)}\n\nIts pixels "
-            "are those of tensors, which differ a little from those of PIL images. To keep the "
-            "latter, leave the pipeline in the dataset."
-        )
-    return None
 
 
 class TorchvisionTransform(PipelineTransform):

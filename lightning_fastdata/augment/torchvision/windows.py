@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.torchvision.kernels import multiply_add
+from lightning_fastdata.augment.ops.planes import multiply_add
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,16 +105,12 @@ def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
     one, made = [len(planes), 1, 1, 1], [*planes.shape]
     one[axis] = made[axis] = places.shape[-1]
     first = places.view(one).expand(made)
-    total = planes if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
+    total = planes.new_zeros(()) if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
     for tap in range(weights.shape[1]):
         # The place of a tap is that of the first one in a batch that begins so much later.
         later = planes.narrow(axis, tap, planes.shape[axis] - tap)
-        values, weight = later.gather(axis, first), weights[:, tap].view(one)
-        if rounding is not None:
-            total = total.addcmul(values, weight) if tap == 0 else total.addcmul_(values, weight)
-        else:
-            total = values * weight if tap == 0 else multiply_add(total, weight, values)
-    if rounding is not None:
-        # Weights of bytes add up to one, nearly, so that no sum is above 255.
-        total = total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
-    return total
+        total = multiply_add(total, weights[:, tap].view(one), later.gather(axis, first))
+    if rounding is None:
+        return total
+    # Weights of bytes add up to one, nearly, so that no sum is above 255.
+    return total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
