@@ -450,17 +450,18 @@ def _block(file: IO[bytes]) -> Block:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one is the first
             for link in Path("/proc").glob("[0-9]*/fd/*"):
                 with suppress(OSError):  # of other users, and what ends meanwhile
-                    if _NAME in str(link.readlink()) and _same(link, file):
+                    if f"/memfd:{_NAME}" in str(link.readlink()):
                         other = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-                        if fcntl.fcntl(other, fcntl.F_GET_SEALS) & sealed == sealed:
+                        seals = fcntl.fcntl(other, fcntl.F_GET_SEALS)
+                        if seals & sealed == sealed and _same(other, file.fileno()):
                             return Block.at(other)
                         os.close(other)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, sealed)
     return Block.at(os.dup(file.fileno()))
 
 
-def _same(link: Path, file: IO[bytes]) -> bool:
+def _same(other: int, own: int) -> bool:
     filecmp.clear_cache()  # it goes by names and times
-    mine = Path(f"/proc/self/fd/{file.fileno()}")
+    one, two = (f"/proc/self/fd/{descriptor}" for descriptor in (other, own))
     # Root sees the memory of others, too.
-    return link.stat().st_uid == os.geteuid() and filecmp.cmp(mine, link, shallow=False)
+    return os.fstat(other).st_uid == os.geteuid() and filecmp.cmp(one, two, shallow=False)
