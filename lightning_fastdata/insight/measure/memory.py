@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
+from lightning_fastdata.host import usage
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.host.usage import (
-    Pages,
-    read_alone,
-    read_batch_files,
-    read_mapped_bytes,
-    read_own_bytes,
-    read_pages,
-)
+from lightning_fastdata.host.usage import Pages
 from lightning_fastdata.insight.model.memory import Look, MemorySeen
 from lightning_fastdata.sources.attributes import HeldObjects, held_objects
 
@@ -42,28 +36,15 @@ class MemoryMeter:
     """What processes took when they were first seen, and what they have come to take.
 
     Args:
-        own_bytes: Of a process, memory that belongs to no file; in some 15 us.
-        pages: Of a process; in some 10 ms.
-        left_bytes: What the machine or the container has left.
-        batch_files: Batches in shared memory that processes have, by file.
-        mapped_bytes: Of files, in this process.
-        alone: Which part of some addresses no other process has; in some 0.3 ms.
+        readers: A module ``host.usage``: what reads a process's own bytes (in some 15 us), pages
+            (10 ms), batches in shared memory, and which part of addresses it has alone (0.3 ms).
     """
 
-    def __init__(
-        self,
-        own_bytes: Callable[[int], int | None] = read_own_bytes,
-        pages: Callable[[int], Pages | None] = read_pages,
-        left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
-        batch_files: Callable[[Iterable[int]], Mapping[Any, int]] = read_batch_files,
-        mapped_bytes: Callable[[], int] = read_mapped_bytes,
-        alone: Callable[[int, Sequence[int]], float | None] = read_alone,
-    ) -> None:
-        self._own_bytes, self._pages, self._left_bytes = own_bytes, pages, left_bytes
-        self._batch_files, self._files_first = batch_files, batch_files([os.getpid()])
-        self._alone, self._parts = alone, dict[str, float]()
+    def __init__(self, readers: Any = usage) -> None:
+        self._readers, self._files_first = readers, readers.read_batch_files([os.getpid()])
+        self._parts: dict[str, float] = {}
         self._shared = 0
-        self._mapped = mapped_bytes()
+        self._mapped = readers.read_mapped_bytes()
         """Of libraries, as workers are not asked yet: what they have in common counts once."""
         self._first: dict[int, int] = {}
         """Worker -> what it took when it was first seen, or this process when any was, if less."""
@@ -77,10 +58,10 @@ class MemoryMeter:
         """See how large the workers are, or this process if there never were any."""
         self._workers = len(workers) or self._workers
         processes = workers or ([] if self._workers else [os.getpid()])
-        sizes = {each: self._own_bytes(each) for each in processes}
+        sizes = {each: self._readers.read_own_bytes(each) for each in processes}
         known = {each: size for each, size in sizes.items() if size is not None}
         if workers and self._here is None:  # with that they began
-            self._here = self._own_bytes(os.getpid())
+            self._here = self._readers.read_own_bytes(os.getpid())
         for worker in known if workers else ():
             self._first.setdefault(worker, min(known[worker], self._here or known[worker]))
         if known:
@@ -88,9 +69,9 @@ class MemoryMeter:
 
     def read(self, workers: Sequence[int]) -> int | None:
         """Look at the pages of all processes; return what they take together, if it is known."""
-        read = {each: self._pages(each) for each in (os.getpid(), *workers)}
+        read = {each: self._readers.read_pages(each) for each in (os.getpid(), *workers)}
         now = {each: pages for each, pages in read.items() if pages is not None}
-        files = self._batch_files(read)
+        files = self._readers.read_batch_files(read)
         self._shared = sum(files[each] for each in files.keys() - self._files_first.keys())
         self._read = now if workers or not self._workers else {**self._read, **now}
         return sum(pages.pss_bytes for pages in now.values()) if now else None
@@ -124,7 +105,7 @@ class MemoryMeter:
             file_bytes=max(0, sum(each.file_bytes for each in self._read.values()) - self._mapped),
             objects=objects,
             growing=next(growing, ""),
-            left_bytes=self._left_bytes(),
+            left_bytes=read_host_memory().available_bytes,
         )
 
     def _own_parts(self, objects: Sequence[HeldObjects]) -> dict[str, float]:
@@ -134,7 +115,7 @@ class MemoryMeter:
         """
         workers = self._read.keys() & self._first.keys()
         for held in objects if len(workers) > 1 else ():
-            parts = [self._alone(each, held.places) for each in workers]
+            parts = [self._readers.read_alone(each, held.places) for each in workers]
             known = [part for part in parts if part is not None]
             if known:
                 self._parts[held.name] = sum(known) / len(known)
