@@ -193,3 +193,10 @@ def reserve_bytes(total_bytes: int) -> int:
 def size_text(count: int) -> str:
     """Return bytes in words."""
     return f"{count / _GIB:.2f} GiB" if abs(count) >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or page-locked memory, has no more room."""
+    from lightning_fastdata.device import backend  # and torch, which nothing else here needs
+
+    return backend.is_out_of_memory(error)
