@@ -559,7 +559,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
         For who takes batches of a plain loop ahead of their use.
         """
-        epoch, batches, found = self._position.now(self.run, self._length(), ahead)
+        epoch, batches, found = self._position.now(self._run_now(), self._length(), ahead)
         if isinstance(found, LoaderState):
             return found.as_dict()
         reached, late = (None, []) if found is None else found.which(batches)
@@ -587,7 +587,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def progress(self) -> tuple[int, int]:
         """Return the epoch, counted from 0, and how many samples of it all ranks took."""
-        epoch, batches, found = self._position.now(self.run, self._length())
+        epoch, batches, found = self._position.now(self._run_now(), self._length())
         if isinstance(found, LoaderState):
             return epoch, found.samples
         indices = self._indices_now()
@@ -615,9 +615,15 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         return indices_of(self._settings()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
-        if self.run is not None:
-            return self._position.next_pass_of(self.run, self, self.epoch)
-        return self._position.next_pass(self.epoch, sampler_epoch(self))
+        run = self._run_now()
+        if run is not None:
+            return self._position.next_pass_of(run, self, self.epoch)
+        # Without its training a run has no epochs: passes are counted, as in any plain loop.
+        epoch = self.epoch if self.run is None else None
+        return self._position.next_pass(epoch, sampler_epoch(self))
+
+    def _run_now(self) -> Run | None:
+        return self.run if self.run is not None and self.run.began else None
 
     def _go_on(self, begun: Pass) -> None:
         """Have the pass that begins next begin where it should."""

@@ -165,6 +165,10 @@ class Place(NamedTuple):
 class Run(Protocol):
     """The training that takes the batches of a loader."""
 
+    @property
+    def began(self) -> bool:
+        """Whether there is a training; if not, a plain loop takes the batches."""
+
     def place(self) -> Place:
         """Return where the run is."""
 

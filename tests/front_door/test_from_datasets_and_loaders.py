@@ -424,3 +424,31 @@ def test_what_cannot_be_taken_apart_is_named_with_what_to_do() -> None:
     ):
         with pytest.raises(FastDataError, match=text):
             wrong()
+
+
+@each("workers", [0, 2, "auto"])
+@each("made", ["from_datasets", "from_loaders"])
+def test_a_plain_loop_over_a_loader_shuffles_each_pass_anew_and_goes_on_within_one(made, workers):
+    def loader():
+        if made == "from_datasets":
+            data = FastDataModule.from_datasets(
+                Numbers(), batch_size=4, seed=1, num_workers=workers
+            )
+        else:
+            theirs = DataLoader(Numbers(), batch_size=4, shuffle=True)
+            data = FastDataModule.from_loaders(theirs, seed=1, num_workers=workers)
+        return data.train_dataloader()
+
+    def read(loader):
+        return [batch["x"].tolist() for batch in loader]
+
+    straight = loader()
+    passes = [read(straight) for _ in range(3)]
+    assert [sorted(chain(*each)) for each in passes] == 3 * [list(range(20))]
+    assert len({str(each) for each in passes}) == 3
+    stopped, again = loader(), loader()
+    assert read(stopped) == passes[0]
+    given = iter(stopped)
+    assert [next(given)["x"].tolist() for _ in range(2)] == passes[1][:2]
+    again.load_state_dict(stopped.state_dict())
+    assert [read(again), read(again)] == [passes[1][2:], passes[2]]

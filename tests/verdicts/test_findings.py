@@ -148,6 +148,20 @@ def test_the_first_finding_is_what_the_evidence_is_about(code):
     assert (found.remedy == "") == (found.severity == "fine") == (code in ("FD301", "FD319"))
 
 
+@each(("workers", "free"), [(0, 1), (1, 1), (1, 4), (4, 4), (9, 4)])
+def test_validation_is_never_told_to_have_the_workers_that_it_has(workers, free):
+    evidence = replace(
+        TABLE["FD318"][0],
+        val_workers=workers,
+        loader=LoaderFacts(usable_cpus=4),
+        machine=MachineSeen(machine_cpus=4.0, other_cpus=4.0 - free),
+    )
+    (found,) = (each for each in findings(evidence) if each.code == "FD318")
+    wanted = f"num_workers {workers} -> {free} for" if workers < free else ""
+    assert wanted in found.remedy
+    assert bool(wanted) == bool(found.remedy)
+
+
 def test_nothing_measured_gives_no_findings():
     assert findings(Evidence()) == ()
 

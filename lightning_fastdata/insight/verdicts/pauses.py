@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -87,12 +86,11 @@ def _dataset_s(e: Evidence) -> float:
 def _validation(e: Evidence) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
     text = f"give {which} the options of the training loader, num_workers above all"
-    cpus = e.loader.usable_cpus
+    cpus, enough = e.loader.usable_cpus, False
     if e.val_workers is not None and cpus is not None:
         free = max(1, cpus - round(e.machine.taken_of(cpus)))
         text = f"num_workers {e.val_workers} -> {free} for {which}"
-    # One that has a worker for each CPU needs no more.
-    enough = bool(e.val_workers) and (e.val_workers or 0) >= (cpus or math.inf)
+        enough = e.val_workers >= free  # one that has a worker for each of them needs no more
     advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
     wall = e.wall
     waited_s, all_s = _validation_s(wall)

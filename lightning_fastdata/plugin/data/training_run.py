@@ -115,6 +115,11 @@ class TrainingRun:
         self._module = module
         self._progress = progress
 
+    @property
+    def began(self) -> bool:
+        """Whether the data module has a trainer."""
+        return self._module.trainer is not None
+
     def place(self) -> Place:
         """Return where the run is.
 
