@@ -38,7 +38,8 @@ class ColumnDataset(Dataset[Any]):
         columns: Tensors and arrays [rows, ...] by name, or in order.
 
     Raises:
-        DatasetError: There is no column, or they differ in length, or torch has no such numbers.
+        DatasetError: There is no column, or they differ in length, or torch has no such numbers; or
+            one array was given, whose rows would be columns.
 
     Example:
         >>> data = ColumnDataset({"x": torch.arange(6).view(3, 2), "y": np.array([7, 8, 9])})
@@ -47,6 +48,11 @@ class ColumnDataset(Dataset[Any]):
     """
 
     def __init__(self, columns: Mapping[str, Numbers] | Sequence[Numbers]) -> None:
+        if isinstance(columns, torch.Tensor | np.ndarray):
+            raise DatasetError(
+                f"ColumnDataset was given one array, of shape {tuple(columns.shape)}, whose rows "
+                "would be its columns. Give columns by name: ColumnDataset({'x': array})."
+            )
         self.columns: dict[str, Numbers] | tuple[Numbers, ...]
         self.columns = dict(columns) if isinstance(columns, Mapping) else tuple(columns)
         named = self._named()
