@@ -559,6 +559,11 @@ def notice_changes(dataset: object) -> None:
         cache.notice_change()
 
 
+def was_given_up(dataset: object) -> bool:
+    """Return whether a cache of a dataset is used no more, as that has changed since."""
+    return any(cache._given_up for cache in caches_in(dataset))
+
+
 def _state_of(dataset: object, within_s: float) -> Fingerprint | None:
     return fingerprint(dataset, within_s=within_s, with_globals=False)
 

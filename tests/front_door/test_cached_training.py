@@ -368,6 +368,21 @@ def test_a_step_that_changes_the_dataset_leaves_no_sample_of_another_state(tmp_p
     assert [int(again[index][0][0]) for index in range(12)] == list(range(12))
 
 
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_dataset_that_changes_behind_a_full_cache_is_read_whoever_was_chosen(tmp_path, reads):
+    data = Multiples()
+    cached = ld.CachedDataset(data, tmp_path)
+    cached.fill()
+    loader = ld.FastDataLoader(cached, 4, num_workers="auto")
+    assert loader.executor == "gather", "this case is about a choice that no longer fits"
+    for _ in range(reads):
+        list(loader)
+    data.k = 2
+    with pytest.warns(FastDataWarning, match="has changed Multiples"):
+        found = [int(row[0]) for rows, _ in loader for row in rows]
+    assert found == [2 * index for index in range(12)]
+
+
 def test_what_makes_no_other_samples_changes_nothing_about_a_cache(tmp_path):
     data = Multiples()
     cached = ld.CachedDataset(data, tmp_path)

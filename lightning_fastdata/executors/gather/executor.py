@@ -18,6 +18,7 @@ import numpy as np
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES
 from lightning_fastdata.batches.packed import ALIGNMENT_BYTES, SMALL_BYTES, tensor_over
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.caches.cached import was_given_up
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import Fetcher, copy_limit_bytes
 from lightning_fastdata.executors.gather.rows import in_bounds, rows_of, whole_numbers
@@ -173,7 +174,8 @@ class GatherExecutor:
     def __init__(
         self, plan: FetchPlan, *, threads: int = 1, pin_thread: PinThread | None = None
     ) -> None:
-        if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
+        default = plan.default_collation and plan.batched
+        if not default or (rows_of(plan.dataset) is None and not was_given_up(plan.dataset)):
             raise OptionsError(
                 f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
                 "arrays (nor a complete cache of such samples), or its batches are not torch's "
