@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import sys
 import warnings
 from collections import defaultdict
 from datetime import date
@@ -390,7 +391,16 @@ def test_what_torch_writes_over_a_shared_array_stays_in_its_process():
     assert shared[2]["box"].tolist() == [2, 3, 4, 5]
 
 
-def test_what_was_shared_is_shared_again_and_what_cannot_be_is_named():
+@pytest.fixture
+def usual_recursion():
+    """Python's own limit of recursion: torch.compile raises that of its process."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+def test_what_was_shared_is_shared_again_and_what_cannot_be_is_named(usual_recursion):
     class Held:
         def __init__(self):
             self.rows = [{"name": str(n), "at": [n, n + 1]} for n in range(MANY + 9)]
