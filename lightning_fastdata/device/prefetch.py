@@ -209,8 +209,9 @@ class _Work:
         self._device = owner.device
         self._aside = aside
         self._seed, self._epoch = owner.seed, epoch
-        on_device = getattr(owner.loader, "on_device", False)
-        self._prepared: StageTransform | None = owner.transform if on_device else None
+        loader: Any = owner.loader
+        on_device = getattr(loader, "on_device", False)
+        self._prepared: StageTransform | None = loader.transform if on_device else None
         self._transform: StageTransform | None = owner._transform
         self._counts = deque([start], 2)
         """Before the last batch that was sent, and behind it."""

@@ -616,9 +616,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def _next_pass(self) -> Pass:
         run = self._run_now()
-        if run is not None:
+        if run is not None and not run.over:
             return self._position.next_pass_of(run, self, self.epoch)
-        # Without its training a run has no epochs: passes are counted, as in any plain loop.
+        # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
         epoch = self.epoch if self.run is None else None
         return self._position.next_pass(epoch, sampler_epoch(self))
 

@@ -169,6 +169,10 @@ class Run(Protocol):
     def began(self) -> bool:
         """Whether there is a training; if not, a plain loop takes the batches."""
 
+    @property
+    def over(self) -> bool:
+        """Whether the training has ended: a plain loop takes what comes next."""
+
     def place(self) -> Place:
         """Return where the run is."""
 

@@ -452,3 +452,19 @@ def test_a_plain_loop_over_a_loader_shuffles_each_pass_anew_and_goes_on_within_o
     assert [next(given)["x"].tolist() for _ in range(2)] == passes[1][:2]
     again.load_state_dict(stopped.state_dict())
     assert [read(again), read(again)] == [passes[1][2:], passes[2]]
+
+
+def test_a_plain_loop_behind_a_training_shuffles_each_pass_anew_and_leaves_its_checkpoint_alone():
+    data = FastDataModule.from_datasets(Numbers(), batch_size=4, seed=1)
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Seen(), datamodule=data)
+
+    def place():
+        (saved,) = data.state_dict()["lightning_fastdata"]["loaders"].values()
+        return saved["epoch"], saved["batches"], saved["samples"]
+
+    before, loader = place(), trainer.train_dataloader
+    passes = [[batch["x"].tolist() for batch in loader] for _ in range(3)]
+    assert [sorted(chain(*each)) for each in passes] == 3 * [list(range(20))]
+    assert len({str(each) for each in passes}) == 3
+    assert place() == before == (1, 0, 0)

@@ -12,6 +12,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
+    has_ended,
     is_to_be_restored,
     mend_counts,
     move_place,
@@ -119,6 +120,11 @@ class TrainingRun:
     def began(self) -> bool:
         """Whether the data module has a trainer."""
         return self._module.trainer is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether the trainer has come to its end, or was interrupted."""
+        return has_ended(self._module.trainer)
 
     def place(self) -> Place:
         """Return where the run is.

@@ -192,6 +192,11 @@ def _count(trainer: Trainer, taken: int, counted: int) -> None:
     count_fetched(trainer, taken, counted)
 
 
+def has_ended(trainer: Trainer | None) -> bool:
+    """Return whether what a trainer was last asked for is over."""
+    return trainer is not None and (trainer.state.finished or trainer.interrupted)
+
+
 def first_epoch() -> int:
     """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
     return 0
