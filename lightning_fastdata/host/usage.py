@@ -25,6 +25,22 @@ _BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
 _ALONE: Final = 1 << 56
 """In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+_MOST_READINGS: Final = 300
+
+
+class Few(list[T]):
+    """At most 300 of the readings that were added, as far from each other at all times."""
+
+    _each, _added = 1, 0
+
+    def add(self, reading: T) -> None:
+        """Keep a reading, if it is its turn."""
+        if self._added % self._each == 0:
+            self.append(reading)
+        self._added += 1
+        if len(self) > _MOST_READINGS:
+            del self[1::2]
+            self._each *= 2
 
 
 class CpuUse(NamedTuple):

@@ -48,7 +48,7 @@ def attributes(
         parts = [(path, value)]
         if type(value) in (list, tuple) and 0 < len(value) <= _PARTS:
             parts = [(f"{path}[{number}]", part) for number, part in enumerate(value)]
-        owners = [(where, part) for where, part in parts if _has_attributes(part)]
+        owners = [each for each in parts if held_by(each[1]) and not isinstance(each[1], _OPAQUE)]
         if type(value) in CONTAINERS and len(owners) < len(parts):
             yield path, held, key
         for where, part in owners:
@@ -57,17 +57,12 @@ def attributes(
                 yield from attributes(part, where, depth - 1, seen)
 
 
-def _has_attributes(value: object) -> bool:
-    return bool(held_by(value)) and not isinstance(value, _OPAQUE)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldObjects:
     """A list or dict that a dataset holds."""
 
     name: str
     """As it is reached, e.g. ``"dataset.samples"``."""
-    elements: int
     kind: str
     """In words, e.g. ``"list of 1.2 million dicts"``."""
     size_bytes: int
@@ -93,7 +88,6 @@ def _measured(name: str, value: Any) -> HeldObjects:
     size, counted = _size(value, _DEPTH, seen)
     return HeldObjects(
         name=name,
-        elements=len(value),
         kind=f"{type(value).__name__} of {count} {_WORDS.get(word, f'{word}s')}",
         size_bytes=size,
         counted_bytes=counted,
@@ -106,8 +100,9 @@ def _some(value: Any) -> tuple[list[Any], float]:
     if isinstance(value, Mapping):
         some = list(chain.from_iterable(islice(value.items(), _ELEMENTS)))
         return some, 2 * len(value) / max(1, len(some))
-    step = len(value) // _ELEMENTS or 1
-    some = list(islice(value, 0, None, step))
+    # Of a list a slice, as going over it would touch them all.
+    few = isinstance(value, set | frozenset)
+    some = list(islice(value, _ELEMENTS) if few else value[:: len(value) // _ELEMENTS or 1])
     return some, len(value) / max(1, len(some))
 
 

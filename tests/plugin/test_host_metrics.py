@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
-from lightning_fastdata.insight.measure.memory import MemoryMeter
+from lightning_fastdata.insight.memory import MemoryMeter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
 CPU = torch.device("cpu")

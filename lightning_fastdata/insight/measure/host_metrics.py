@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.device.backend import read_device_usage
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import (
-    read_host_usage,
-    read_queued,
-    worker_processes,
-)
-from lightning_fastdata.insight.measure.memory import Few, MemoryMeter
+from lightning_fastdata.host.usage import Few, read_host_usage, read_queued, worker_processes
+from lightning_fastdata.insight.memory import MemoryMeter
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineS
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.padding import Padding
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
+from lightning_fastdata.insight.memory import MemorySeen
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
-from lightning_fastdata.insight.model.memory import MemorySeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import LineShare, OneOfSeveral, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest

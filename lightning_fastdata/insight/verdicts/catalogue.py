@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
 
+from lightning_fastdata.insight import memory
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
@@ -29,7 +30,6 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.verdicts import (
     late_batches,
-    memory,
     pauses,
     step_costs,
     without_stamps,

@@ -21,10 +21,10 @@ from lightning_fastdata.insight.measure.host_metrics import (
     fault_scalars,
     tune_scalars,
 )
+from lightning_fastdata.insight.memory import memory_notes
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.verdicts.memory import memory_notes
 from lightning_fastdata.insight.waits.causes import costliest
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.model.memory import MemorySeen
+    from lightning_fastdata.insight.memory import MemorySeen
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
     from lightning_fastdata.plugin.loggers.pictures import BatchPicture
