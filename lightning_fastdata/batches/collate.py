@@ -152,8 +152,11 @@ def _collate(samples: Sequence[Any]) -> Batch:
 
 
 def _holds_dataclass(sample: object) -> bool:
-    if type(sample) in _KNOWN:  # asked of each batch, and most samples are made of these
+    kind = type(sample)
+    if kind in _KNOWN:  # asked of each batch, and most samples are made of these
         return False
+    if kind is tuple or kind is list:
+        return any(map(_holds_dataclass, sample))  # type: ignore[call-overload]
     if is_dataclass(sample):
         return True
     if isinstance(sample, Mapping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -395,8 +395,9 @@ class InlineExecutor:
             if len(self._ready) == seen:
                 self.reads_later = False
                 break
-            new, seen = islice(self._ready, seen, None), len(self._ready)
-            size_bytes += sum(bytes_in(made.batch) for made in new)
+            # One of some batches is measured: looking into each would take as long as making it.
+            new, seen = len(self._ready) - seen, len(self._ready)
+            size_bytes += new * bytes_in(self._ready[-1].batch)
         else:
             warnings.warn(_GROWN.format(size=size_bytes >> 20), FastDataWarning, stacklevel=2)
         if before is not None and self._state() not in (None, before):
