@@ -231,7 +231,7 @@ def test_an_augmentation_that_began_before_the_transfer_is_not_counted_twice():
 MARKS = st.sampled_from(
     ["wait_began", "wait_ended", "transfer_began", "transfer_ended", "augment_began",
      "augment_ended", "drop_open_step", "epoch_began", "work_ended",
-     "resumed", "end", "host", "launch", "sync"]
+     "paused", "end", "host", "launch", "sync"]
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from lightning_fastdata.insight.model.finding import duration_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lightning_fastdata.insight.waits.causes import LoaderWait, WaitCauses
+    from lightning_fastdata.insight.waits.causes import WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]
@@ -46,8 +46,6 @@ class Cold(IntEnum):
     """The first of an epoch: workers start, queues are empty. In the first one of a run memory is
     allocated and ``torch.compile`` compiles, too. That it compiles anew later on, as for a last
     batch of another size, has no public sign and counts as warm."""
-    RESUMED = 2
-    """The first after a validation within an epoch: queues are full, caches are not."""
 
 
 class StepTiming(NamedTuple):
@@ -91,14 +89,13 @@ _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
 _STEP_MS = TIMED.index("step_ms")
-_SPIKED = ("stall_ms", "compute_ms")
-_MOST_SPIKES = 3
+_MOST_LONG: Final = 3
 """More of them come again and again, and are what the training is like."""
-_SPIKE_TIMES = 2
+_LONG_TIMES: Final = 2
 """As long as the 95th percentile."""
-_ROUNDED_MS = 1e-3
-_SPIKE_HIGH = 0.03
+_LONG_HIGH: Final = 0.03
 """Of the time of all steps: what takes less is no matter."""
+_ROUNDED_MS: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +113,6 @@ class PhaseSummary:
     share: float
     """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Spike:
-    """A step so long that the mean of all is above the 95th percentile because of it."""
-
-    step: int
-    """Its number in the stage, from 0."""
-    phase: str
-    """What took so long: ``"stall"`` or ``"compute"``."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -154,26 +140,17 @@ class StageSummary:
     """Steps that were first in an epoch."""
     cold_wait_ms: float | None = None
     """Mean host wait of the cold steps: what starting an epoch costs."""
-    resumed_steps: int = 0
-    """Steps that came right after a validation within an epoch."""
-    updates: int | None = None
-    """Batches after which an optimizer stepped; fewer than ``steps`` where gradients are
-    accumulated. None: not counted."""
     samples_per_s: float | None = None
     """Samples of warm steps over their ``step_ms``."""
-    tokens_per_s: float | None = None
-    """Tokens of these samples, padding left out, over the same time; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
-    spikes: tuple[Spike, ...] = ()
-    """Single steps, three at most, that means, shares and rates are without."""
+    long_steps: tuple[StepTiming, ...] = ()
+    """Single steps, three at most, so long that the mean of all would be above the 95th percentile:
+    means, shares and rates are without them."""
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
-    """Why batches were late; None where no loader of this package took stamps. Of several loaders,
-    about the one that is waited for most."""
-    loaders: tuple[LoaderWait, ...] = ()
-    """What each of several loaders costs, in their order; empty where there is one."""
+    """Why batches were late, whichever loader they are of; None where one takes no stamps."""
 
     def __repr__(self) -> str:
         return f"<StageSummary: {self.stage} {', '.join(self.words)}>"
@@ -191,8 +168,6 @@ class StageSummary:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
             found.append(f"{self.samples_per_s:.0f} samples/s")
-        if self.tokens_per_s is not None:
-            found.append(f"{self.tokens_per_s:.0f} tokens/s")
         return found
 
     @property
@@ -229,8 +204,8 @@ class StepHistory:
         self._count = [[0] * len(TIMED) for _ in Cold]
         self._max = [[-np.inf] * len(TIMED) for _ in Cold]
         self._measured_samples = [0 for _ in Cold]
-        self._longest: dict[str, list[StepTiming]] = {name: [] for name in _SPIKED}
-        """The warm steps in which a phase took longest, the longest first."""
+        self._longest: list[StepTiming] = []
+        """The warm steps that took longest, the longest first."""
         self.steps = self.samples = 0
 
     def append(self, timing: StepTiming) -> None:
@@ -245,45 +220,36 @@ class StepHistory:
                 largest[i] = max(largest[i], value)
         if timing.step_ms is not None:
             self._measured_samples[kind] += timing.samples
-        if kind == Cold.NO:
-            self._note_longest(timing)
+            if kind == Cold.NO:
+                self._note_longest(timing, timing.step_ms)
         self._steps[kind] += 1
         self.steps += 1
         self.samples += timing.samples
 
-    def _note_longest(self, timing: StepTiming) -> None:
-        for name, longest in self._longest.items():
-            ms = getattr(timing, name)
-            if ms is None or timing.step_ms is None:
-                continue
-            if len(longest) < _MOST_SPIKES or ms > getattr(longest[-1], name):
-                longest.append(timing)
-                longest.sort(key=lambda each: -getattr(each, name))
-                del longest[_MOST_SPIKES:]
+    def _note_longest(self, timing: StepTiming, step_ms: float) -> None:
+        longest = self._longest
+        if len(longest) < _MOST_LONG or step_ms > (longest[-1].step_ms or 0.0):
+            longest.append(timing)
+            longest.sort(key=lambda each: -(each.step_ms or 0.0))
+            del longest[_MOST_LONG:]
 
-    def _spikes(self, columns: Columns) -> dict[StepTiming, Spike]:
-        """Return the fewest steps without which no mean is above the 95th percentile.
+    def _long_steps(self, columns: Columns) -> list[StepTiming]:
+        """Return the fewest steps without which the mean is not above the 95th percentile.
 
-        None of a phase where three would not do, or where they cost next to nothing.
+        None where three would not do, or where they cost next to nothing.
         """
-        found: dict[StepTiming, Spike] = {}
-        for name, longest in self._longest.items():
-            place, values = TIMED.index(name), measured(columns[name])
-            total, count = self._sum[Cold.NO][place], self._count[Cold.NO][place]
-            p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
-            taken: list[StepTiming] = []
-            for timing in longest:
-                ms = getattr(timing, name)
-                if total <= p95 * count or ms < _SPIKE_TIMES * p95 or count < 2:
-                    break
-                total, count = total - ms, count - 1
-                taken.append(timing)
-            seconds = sum(getattr(each, name) for each in taken)
-            if total > p95 * count or seconds < _SPIKE_HIGH * self._sum[Cold.NO][_STEP_MS]:
-                continue
-            phase = name.removesuffix("_ms")
-            found |= {t: Spike(t.step, phase, getattr(t, name) / 1e3) for t in taken}
-        return found
+        values = measured(columns["step_ms"])
+        whole_ms, count = self._sum[Cold.NO][_STEP_MS], self._count[Cold.NO][_STEP_MS]
+        p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
+        total_ms, taken = whole_ms, list[StepTiming]()
+        for timing in self._longest:
+            ms = timing.step_ms or 0.0
+            if total_ms <= p95 * count or ms < _LONG_TIMES * p95 or count < 2:
+                break
+            total_ms, count = total_ms - ms, count - 1
+            taken.append(timing)
+        few = total_ms <= p95 * count and whole_ms - total_ms >= _LONG_HIGH * whole_ms
+        return taken if few else []
 
     def stalled_s(self, *, cold: bool = True) -> float:
         """Return how long the device had nothing to do because of data.
@@ -312,8 +278,8 @@ class StepHistory:
         columns = warm_steps(self.newest())
         totals, counts = [*self._sum[kind]], [*self._count[kind]]
         samples = self._measured_samples[kind]
-        spikes = self._spikes(columns) if kind is Cold.NO else {}
-        for timing in spikes:
+        long_steps = self._long_steps(columns) if kind is Cold.NO else []
+        for timing in long_steps:
             samples -= timing.samples
             for i, value in enumerate(timing[_FIRST_TIMED:]):
                 totals[i] -= value or 0.0
@@ -336,16 +302,12 @@ class StepHistory:
             samples=self.samples,
             duration_s=duration_s,
             cold_steps=self._steps[Cold.EPOCH],
-            resumed_steps=self._steps[Cold.RESUMED],
             cold_wait_ms=self._sum[Cold.EPOCH][0] / first_waits if first_waits else None,
             samples_per_s=_per_second(samples, step_total),
             samples_per_s_if_data_were_free=free_rate,
-            spikes=tuple(sorted(spikes.values())),
+            long_steps=tuple(sorted(long_steps)),
             dropped_steps=dropped_steps,
             causes=None,
-            updates=None,
-            loaders=(),
-            tokens_per_s=None,
             **phases,
         )
 
@@ -566,9 +528,9 @@ class StepTimeline:
         """The next step to end is the first of an epoch; the first step of all is one anyway."""
         self._step.cold = Cold.EPOCH
 
-    def resumed(self) -> None:
-        """The next step to end comes after a pause within its epoch."""
-        self._step.cold = self._step.cold or Cold.RESUMED
+    def paused(self) -> None:
+        """What lies between the last step and the next one is no gap."""
+        self._previous_end = None
 
     def wait_began(self) -> None:
         """The host asks for a batch."""
