@@ -184,7 +184,7 @@ def test_loaders_are_found_wherever_they_come_from(tmp_path):
     for data, model, batches in (
         ({"train_dataloaders": loader}, None, 3),
         ({}, OwnModule(), 3),
-        (OwnData(), Sums(), 3),
+        (OwnData(), Sums(), 2 * 3),
         (combined, PlainSum(), 3),
     ):
         report, _ = fit(tmp_path, data, model=model)

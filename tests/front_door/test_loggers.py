@@ -168,7 +168,7 @@ def test_a_logger_that_knows_scalars_alone_keeps_those_of_tensorboard(trained):
     board = rounded(of_tensorboard(trained))
     names = {tag for tag, *_ in board}
     assert {"data/stall_percent", "data_val/stall_percent"} <= names
-    assert len(names) > 40
+    assert len(names) > 10
     assert {step for tag, step, _ in board if tag == "data/step_ms"} == {2, 5, 8, 11, 14}
     assert rounded(of_csv(trained)) == board
 

@@ -213,7 +213,8 @@ class HostMeter:
 
 def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
     """Return what went wrong in reading so far, in all loaders; without what has not."""
-    return {f"data_faults/{name}": float(count) for name, count in _faults(logs).items()}
+    counts = _faults(logs)
+    return {f"data_faults/{n}": float(counts[n]) for n in ("samples", "deaths") if n in counts}
 
 
 def _faults(logs: Iterable[FaultLog]) -> dict[str, int]:

@@ -311,40 +311,43 @@ class StageStamps:
         self._prefix = prefix
         self._totals = CauseTotals(prefix)
         self._watched: list[_Watched] = []
+        self._newest: list[_Watched] = []
+        """Those of the loaders that were shown last."""
         self._numbers = itertools.count()
         self._unwatched: dict[str, None] = {}
         self._stamped = False
 
     def watch(self, loaders: Iterable[object]) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
-        loaders = [each for each in loaders if not self._recognized(each)]
-        if loaders:
-            self.cut()
-            self._watched = [each for each in self._watched if each.loader() is not None]
-        for loader in loaders:
-            if not isinstance(loader, FastDataLoader):
-                why = f"a {type(loader).__name__} does not tell, FastDataLoader does"
-                self._unwatched[why] = None
-            elif loader.records is not None:
-                self._unwatched["other code takes the stamps of its loader"] = None
-            else:
-                self._record(loader)
+        shown = [(loader, self._recognized(loader)) for loader in loaders]
+        self.cut()
+        self._watched = [each for each in self._watched if each.loader() is not None]
+        found = [known or self._recording(loader) for loader, known in shown]
+        self._newest = [each for each in found if each is not None]
 
-    def _record(self, loader: FastDataLoader) -> None:
-        watched = next((each for each in self._watched if each.loader() is loader), None)
-        if watched is None:  # else it was let go of in between
-            watched = _Watched(next(self._numbers), loader)
-            self._watched.append(watched)
-        loader.record_stamps(watched.records)
-
-    def _recognized(self, loader: object) -> bool:
+    def _recognized(self, loader: object) -> _Watched | None:
         """Note a loader that records for us: maybe one that Lightning made from one of ours."""
         if isinstance(loader, FastDataLoader):
             for watched in self._watched:
                 if loader.records is watched.records:
                     watched.loader = weakref.ref(loader)
-                    return True
-        return False
+                    return watched
+        return None
+
+    def _recording(self, loader: object) -> _Watched | None:
+        """Have a loader record its stamps, or note why it does not."""
+        if not isinstance(loader, FastDataLoader):
+            self._unwatched[f"a {type(loader).__name__} does not tell, FastDataLoader does"] = None
+            return None
+        if loader.records is not None:
+            self._unwatched["other code takes the stamps of its loader"] = None
+            return None
+        watched = next((each for each in self._watched if each.loader() is loader), None)
+        if watched is None:  # else it was let go of in between
+            watched = _Watched(next(self._numbers), loader)
+            self._watched.append(watched)
+        loader.record_stamps(watched.records)
+        return watched
 
     def restart(self) -> None:
         """Forget what was recorded so far."""
@@ -381,7 +384,8 @@ class StageStamps:
     def slowest(self) -> _Watched | None:
         """Return what is known of the loader that was waited for most; None without stamps."""
         self.cut()
-        stamped = (each for each in self._watched if each.newest)
+        stamped = [each for each in self._newest if each.newest]
+        stamped = stamped or [each for each in self._watched if each.newest]
         return max(stamped, key=lambda each: each.waited_ns, default=None)
 
     def missing(self) -> str | None:
