@@ -268,7 +268,7 @@ class LineShare:
     """What one line of the user's code takes, with all that it calls in libraries."""
 
     file: str
-    """Relative to the working directory or to where packages are, or its last two parts."""
+    """Relative to where packages are, or its last two parts."""
     line: int
     function: str
     """Qualified name."""
@@ -277,21 +277,11 @@ class LineShare:
     things."""
     share: float
     """Of the time to read, 0 to 1."""
-    blocked_share: float | None
-    """Of the line's time, what it waited for something other than a CPU, 0 to 1; None where the
-    system does not tell."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for most of its time."""
-        return self.blocked_share is not None and self.blocked_share > _MOST_OF_IT
 
 
 @dataclass(slots=True)
 class _Line:
     total_ns: int = 0
-    blocked_ns: int = 0
-    unmeasured: bool = False
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -310,8 +300,6 @@ class LineTotals:
             if each.file:
                 line = self._lines.setdefault((each.file, each.line, each.function), _Line())
                 line.total_ns += each.total_ns
-                line.blocked_ns += each.blocked_ns or 0
-                line.unmeasured |= each.blocked_ns is None
                 line.calls[each.calls] += each.total_ns
                 # Of a loader's own pipeline it is the line itself that is in a library.
                 own = _operation_of(f"{each.file.partition(os.sep)[0]} {each.function}")
@@ -336,7 +324,6 @@ class LineTotals:
                 function=function,
                 calls=_most_of(line.calls, line.total_ns),
                 share=line.total_ns / self._total_ns,
-                blocked_share=None if line.unmeasured else line.blocked_ns / max(1, line.total_ns),
             )
             for (file, number, function), line in self._longest(_MOST_LINES)
         )
@@ -364,27 +351,13 @@ def line_text(line: LineShare) -> str:
     text = f"{line.share:.0%} of reading is in {line.function} ({line.file}:{line.line})"
     if line.calls:
         text += f", in {line.calls}"
-    if line.waits:
-        text += ", mostly waiting"
     return printable(text, keep="")
 
 
-def where_text(lines: Sequence[LineShare], *, blocked: bool | None = None) -> str:
-    """Return the line that stands out, to be added to a cause; empty if none does.
-
-    Args:
-        lines: Of the stage.
-        blocked: The line that waits longest; False: that computes longest; None: that takes most.
-    """
-
-    def of_reading(line: LineShare) -> float:
-        waits = line.blocked_share or 0.0
-        return line.share * {True: waits, False: 1 - waits, None: 1.0}[blocked]
-
-    line = max(lines, key=of_reading, default=None)
-    if line is None or line.share < _STANDS_OUT or of_reading(line) <= 0:
-        return ""
-    return f"; {line_text(line)}"
+def where_text(lines: Sequence[LineShare]) -> str:
+    """Return the line that takes most of reading, to be added to a cause; empty if none does."""
+    line = max(lines, key=lambda each: each.share, default=None)
+    return f"; {line_text(line)}" if line is not None and line.share >= _STANDS_OUT else ""
 
 
 def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
@@ -395,6 +368,6 @@ def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
     """
     for line in lines:
         known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
-        if known and line.waits and line.share > _MUCH_OF_IT:
+        if known and line.share > _MUCH_OF_IT:
             return line
     return None
