@@ -28,7 +28,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.insight.model.finding import duration_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from lightning_fastdata.insight.waits.causes import WaitCauses
 
@@ -147,8 +147,6 @@ class StageSummary:
     long_steps: tuple[StepTiming, ...] = ()
     """Single steps, three at most, so long that the mean of all would be above the 95th percentile:
     means, shares and rates are without them."""
-    dropped_steps: int = 0
-    """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
     """Why batches were late, whichever loader they are of; None where one takes no stamps."""
 
@@ -270,9 +268,7 @@ class StepHistory:
         take = have if steps is None else max(0, min(steps, have))
         return columns_of(list(islice(self._rows, have - take, None)))
 
-    def summarize(
-        self, stage: str, *, duration_s: float, device: str = "cpu", dropped_steps: int = 0
-    ) -> StageSummary:
+    def summarize(self, stage: str, *, duration_s: float, device: str = "cpu") -> StageSummary:
         """Return where all steps so far went: the warm ones, unless there are none."""
         kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
         columns = warm_steps(self.newest())
@@ -306,8 +302,6 @@ class StepHistory:
             samples_per_s=_per_second(samples, step_total),
             samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
-            dropped_steps=dropped_steps,
-            causes=None,
             **phases,
         )
 
@@ -359,7 +353,7 @@ def _phase(
 
 
 class HostClock:
-    """The host's own clock in nanoseconds: exact, always ready, nothing to give back."""
+    """The host's own clock in nanoseconds: exact, and always ready."""
 
     __slots__ = ("mark",)
 
@@ -374,65 +368,47 @@ class HostClock:
         """Return the milliseconds between two marks."""
         return (end - begin) / 1e6
 
-    def forget_before(self, mark: int) -> None:
+    def reuse(self, marks: Iterable[int]) -> None:
         """Do nothing: a time holds no resource."""
-
-    forget_from = forget_before
 
 
 class EventClock:
-    """A ring of events on the current stream of a device with streams, or of the current device.
+    """Events on the current stream of a device with streams, or of the current device.
 
-    Events are created once and recorded again and again. A mark is given out only while its event
-    is not needed for an older mark; otherwise `mark` returns None and the caller goes without. A
-    step uses up to seven, so that the host may run about 140 steps ahead of the device.
+    An event is recorded anew when its mark is not needed any more, so that there are as many as
+    for the steps that the host is ahead of the device, seven for each.
     """
 
-    __slots__ = ("_device", "_events", "_newest", "_oldest")
+    __slots__ = ("_device", "_free", "_make_event")
 
     def __init__(
-        self,
-        capacity: int = 1024,
-        make_event: Callable[[], Any] | None = None,
-        device: torch.device | None = None,
+        self, make_event: Callable[[], Any] | None = None, device: torch.device | None = None
     ) -> None:
         if make_event is None:
             make_event = partial(new_event, device or torch.device(default_type()), timed=True)
-        self._events = tuple(make_event() for _ in range(capacity))
-        self._device = device
-        self._oldest = self._newest = 0
+        self._make_event, self._device = make_event, device
+        self._free: list[Any] = []
 
-    def mark(self) -> int | None:
-        """Record the next free event; None if the ring is full."""
-        ticket = self._newest
-        if ticket - self._oldest >= len(self._events):
-            return None
-        event = self._event(ticket)
+    def mark(self) -> Any:
+        """Record an event and return it."""
+        event = self._free.pop() if self._free else self._make_event()
         if self._device is None:
             event.record()
         else:
             event.record(current_stream(self._device))
-        self._newest = ticket + 1
-        return ticket
+        return event
 
-    def ready(self, mark: int) -> bool:
+    def ready(self, mark: Any) -> bool:
         """Return whether the device has passed the mark. Never blocks."""
-        return bool(self._event(mark).query())
+        return bool(mark.query())
 
-    def elapsed_ms(self, begin: int, end: int) -> float:
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
         """Return the milliseconds between two marks that are ready."""
-        return float(self._event(begin).elapsed_time(self._event(end)))
+        return float(begin.elapsed_time(end))
 
-    def forget_before(self, mark: int) -> None:
-        """Give back all marks older than this one."""
-        self._oldest = min(max(self._oldest, mark), self._newest)
-
-    def forget_from(self, mark: int) -> None:
-        """Give back this mark and all newer ones."""
-        self._newest = max(min(self._newest, mark), self._oldest)
-
-    def _event(self, mark: int) -> Any:
-        return self._events[mark % len(self._events)]
+    def reuse(self, marks: Iterable[Any]) -> None:
+        """Take back marks that nobody needs any more."""
+        self._free.extend(marks)
 
 
 DeviceClock: TypeAlias = HostClock | EventClock
@@ -449,8 +425,8 @@ class _Phase:
     __slots__ = ("began", "pairs")
 
     def __init__(self) -> None:
-        self.began: int | None = None
-        self.pairs: list[tuple[int, int]] = []
+        self.began: Any = None
+        self.pairs: list[tuple[Any, Any]] = []
 
     def elapsed_ms(self, clock: DeviceClock) -> float | None:
         if not self.pairs:
@@ -468,24 +444,24 @@ class _Step:
     wait_began: int | None = None
     """Host mark of the wait that is under way."""
     wait_ms: float | None = None
-    first_mark: int | None = None
-    """Oldest device mark of the step: where to give marks back from."""
-    compute_began: int | None = None
+    marks: list[Any] = field(default_factory=list)
+    """Those of a device with a clock of its own."""
+    compute_began: Any = None
     """Newest completed end mark: what follows it is compute."""
-    before_work: tuple[int, int] | None = None
+    before_work: tuple[Any, Any] | None = None
     """What lay between the batch's arrival and the work on it: a part of the gap."""
-    work_ended: int | None = None
+    work_ended: Any = None
     """Mark of the end of the step, where it came before the end was counted."""
-    lost: bool = False
-    """Whether the device clock had no room: no device figure of this step can be trusted."""
+    augment_is_outer: bool = False
+    """The transfer began within an augmentation."""
     touched: bool = False
     """Whether any mark was made."""
     index: int = 0
     cold: Cold = Cold.NO
     # Filled at the end of the step.
     samples: int = 0
-    ended: int = 0
-    previous_end: int | None = None
+    ended: Any = None
+    previous_end: Any = None
 
 
 class StepTimeline:
@@ -514,8 +490,7 @@ class StepTimeline:
         self._same = self._device is self._host
         self._step = _Step(cold=Cold.EPOCH)
         self._pending: deque[_Step] = deque()
-        self._previous_end: int | None = None
-        self.dropped_steps = 0
+        self._previous_end: Any = None
         self._history = StepHistory(window)
 
     @property
@@ -550,7 +525,8 @@ class StepTimeline:
 
     def transfer_began(self) -> None:
         """The batch starts its way to the device."""
-        self._step.transfer.began = self._mark()
+        step = self._step
+        step.transfer.began, step.augment_is_outer = self._mark(), step.augment.began is not None
 
     def transfer_ended(self) -> None:
         """The batch is on the device; an augmentation within is taken off the transfer."""
@@ -565,9 +541,9 @@ class StepTimeline:
         step = self._step
         began, end = step.augment.began, self._mark()
         self._close(step.augment, end)
-        if began is not None and end is not None and step.transfer.began is not None:
+        if began is not None and step.transfer.began is not None:
             # During a transfer: cut it there, so that the two never count the same time.
-            if step.transfer.began <= began:
+            if not step.augment_is_outer:
                 step.transfer.pairs.append((step.transfer.began, began))
             step.transfer.began = end
 
@@ -575,7 +551,7 @@ class StepTimeline:
         """The step itself starts; what was done since the batch arrived is gap."""
         step = self._step
         began = self._mark()
-        if began is not None and step.compute_began is not None:
+        if step.compute_began is not None:
             step.before_work = step.compute_began, began
             step.compute_began = began
 
@@ -589,14 +565,8 @@ class StepTimeline:
         end = self._mark() if step.work_ended is None else step.work_ended
         step.samples, step.previous_end = samples, self._previous_end
         self._step = _Step(index=step.index + 1)
-        if end is None or step.lost:
-            self._give_back(step)
-            self._previous_end = None
-            self.dropped_steps += 1
-            self._history.append(self._timing(step))
-        else:
-            step.ended = self._previous_end = end
-            self._pending.append(step)
+        step.ended = self._previous_end = end
+        self._pending.append(step)
         if len(self._pending) >= _POLL_AT:
             self.poll()
 
@@ -605,7 +575,7 @@ class StepTimeline:
         step = self._step
         if not step.touched:
             return
-        self._give_back(step)
+        self._device.reuse(step.marks)
         # What lay between is not a gap: part of it was a step.
         self._previous_end = None
         self._step = _Step(index=step.index, cold=step.cold)
@@ -615,37 +585,30 @@ class StepTimeline:
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
+            if step.previous_end is not None:
+                step.marks.append(step.previous_end)
             # The last mark stays: the gap to the next step begins there.
-            self._device.forget_before(step.ended)
+            self._device.reuse([mark for mark in step.marks if mark is not step.ended])
 
-    def _mark(self, host_mark: int | None = None) -> int | None:
+    def _mark(self, host_mark: int | None = None) -> Any:
         step = self._step
         step.touched = True
-        if step.lost:
-            return None
-        mark = host_mark if self._same and host_mark is not None else self._device.mark()
-        if mark is None:
-            step.lost = True
-        elif step.first_mark is None:
-            step.first_mark = mark
+        if self._same:
+            return self._device.mark() if host_mark is None else host_mark
+        mark = self._device.mark()
+        step.marks.append(mark)
         return mark
 
-    def _close(self, phase: _Phase, end: int | None) -> None:
-        if phase.began is not None and end is not None:
+    def _close(self, phase: _Phase, end: Any) -> None:
+        if phase.began is not None:
             phase.pairs.append((phase.began, end))
             self._step.compute_began = end
             self._step.work_ended = None
         phase.began = None
 
-    def _give_back(self, step: _Step) -> None:
-        if step.first_mark is not None:
-            self._device.forget_from(step.first_mark)
-
     def _timing(self, step: _Step) -> StepTiming:
         clock = self._device
         known = step.index, step.samples, step.cold, step.wait_ms
-        if step.lost:
-            return StepTiming(*known)
         stall_ms = step.wait_ms if self._same else step.stall.elapsed_ms(clock)
         transfer_ms = step.transfer.elapsed_ms(clock)
         augment_ms = step.augment.elapsed_ms(clock)

@@ -121,7 +121,6 @@ class StageMeter:
             self.stage,
             duration_s=self._duration_s,
             device=self._device.type,
-            dropped_steps=self.timeline.dropped_steps,
         )
         waited = [t for t in summary.long_steps if (t.stall_ms or 0.0) > (t.compute_ms or 0.0)]
         return dataclasses.replace(summary, causes=self.stamps.summary(without=len(waited)))
