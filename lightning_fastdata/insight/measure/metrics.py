@@ -302,6 +302,7 @@ class StepHistory:
             samples_per_s=_per_second(samples, step_total),
             samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
+            causes=None,
             **phases,
         )
 
