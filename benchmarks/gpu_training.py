@@ -231,7 +231,6 @@ def measure_overhead(run):
         one_step()
     took_us = (time.perf_counter() - at) * 1e6 / steps
     run.add(name, "all marks of a step, host time", took_us, "us")
-    run.add(name, "steps without figures", timeline.dropped_steps, "", "the clock was full")
 
     pairs = [
         [_trainer_step_us(run, watched, steps // 2) for watched in (False, True)]

@@ -34,23 +34,6 @@ class LookedClock(VirtualClock):
         self._parked: dict[threading.Thread, int] = {}
         self._others = set(threading.enumerate())
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        self._looked: dict[int, tuple[int, int]] = {}
-        """Of each thread, when it was looked at last, and the CPU time that it had by then."""
-
-    def thread_clock(self) -> int:
-        """Return the kernel's number of the calling thread."""
-        return threading.get_native_id()
-
-    def thread_time_by(self, number: int) -> int:
-        """Return the time in which a thread was not seen to wait in the kernel."""
-        probe = ThreadProbe(number)
-        state = probe.state()
-        probe.close()
-        looked_ns, cpu_ns = self._looked.get(number, (self._now_ns, 0))
-        if state is None or not state.blocked:
-            cpu_ns += self._now_ns - looked_ns
-        self._looked[number] = self._now_ns, cpu_ns
-        return cpu_ns
 
     def sleep(self, seconds: float) -> None:
         """Let the calling thread wait; one that looks, until the time has come so far."""

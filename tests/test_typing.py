@@ -127,7 +127,7 @@ def main(model: LightningModule) -> None:
     elsewhere = LoaderOptions(split=True, executor=Ray(num_cpus=2))
     photos = Photos.from_datasets(Scans(), Scans(), batch_size=8, options=elsewhere)
     assert_type(photos, Photos)
-    watch = DataThroughputCallback(log_images=True, scalars="all")
+    watch = DataThroughputCallback(log_images=True)
     Trainer(max_epochs=1, callbacks=[watch]).fit(model, datamodule=photos)
     assert_type(watch.report, RunReport | None)
     kept = CachedDataset(FastImageFolder(Path("photos"), size=224), "disk")

@@ -8,7 +8,6 @@ import functools
 import os
 import platform
 import stat
-import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -132,12 +131,3 @@ def _interpreter_addresses() -> range | None:
         if begin <= runtime < end:
             return range(begin, end)
     return None
-
-
-def kernel_tells() -> bool:
-    """Return whether the kernel tells of this thread what it waits in."""
-    probe = ThreadProbe(threading.get_native_id())
-    try:
-        return probe.state() is not None
-    finally:
-        probe.close()

@@ -86,9 +86,6 @@ class VirtualClock(clock.Clock):
         """Return how long the calling thread has computed."""
         return getattr(self._of_thread, "cpu_ns", 0)
 
-    def thread_clock(self) -> None:
-        """Return nothing: threads have no clocks that others may read."""
-
     def process_time_ns(self) -> int:
         """Return how long all threads have computed."""
         return self._cpu_ns

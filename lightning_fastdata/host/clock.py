@@ -7,7 +7,6 @@ checks that. A test runs the same code in a time of its own by :func:`installed`
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -35,15 +34,6 @@ class Clock:
     def process_time_ns(self) -> int:
         """Return the CPU time of all threads of this process in nanoseconds."""
         return time.process_time_ns()
-
-    def thread_clock(self) -> int | None:
-        """Return the number of the calling thread's CPU clock, for others; None: it has none."""
-        number_of = getattr(time, "pthread_getcpuclockid", None)
-        return None if number_of is None else int(number_of(threading.get_ident()))
-
-    def thread_time_by(self, number: int) -> int:
-        """Return the CPU time of the thread with that clock; OSError: it has ended."""
-        return time.clock_gettime_ns(number)
 
     def unix_s(self) -> float:
         """Return the seconds since 1970, to compare with the times of files."""
@@ -149,7 +139,6 @@ class ThreadSchedule:
 
     def __init__(self) -> None:
         self._schedstat = _clock.open_schedstat()
-        self._number = _clock.thread_clock()
         if self._schedstat is not None and self._schedstat >= 0:
             weakref.finalize(self, os.close, self._schedstat)
 
@@ -162,12 +151,3 @@ class ThreadSchedule:
             return None
         # The file has the time on a CPU as of the last tick, up to 4 ms ago; the clock is exact.
         return _clock.thread_time_ns(), _clock.queued_ns(self._schedstat)
-
-    def runnable_ns(self) -> int | None:
-        """Return the time in which it had a CPU or was ready for one; None: not reported.
-
-        Any thread may ask.
-        """
-        if self._number is None or self._schedstat is None:
-            return None
-        return _clock.thread_time_by(self._number) + _clock.queued_ns(self._schedstat)

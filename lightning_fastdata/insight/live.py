@@ -28,7 +28,7 @@ from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import private_folder, write_atomically
 from lightning_fastdata.insight.model.finding import duration_text
-from lightning_fastdata.stamps.line_names import look_at_thread, stack_lines
+from lightning_fastdata.stamps.lines import look_at_thread, stack_lines
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.stalls import WorkerNow

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import default_type, device_of
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
@@ -58,9 +57,11 @@ class StepTimer:
                 f"device={device!r} is no device: {error}. Pass 'cpu', 'cuda' or a torch.device."
             ) from error
         self._stages: dict[Stage, LoopStage] = {}
-        self._readers = itertools.count()
+        self._reading: dict[Stage, object] = {}
+        """Stage -> the newest iteration of one of its loaders."""
         self._running: LoopStage | None = None
-        self._open: _OpenStep | None = None
+        self._samples: int | None = None
+        """Of the step that is open; None: none is."""
 
     def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
@@ -68,8 +69,7 @@ class StepTimer:
         A step that the loop leaves by ``break``, ``return`` or an exception is not counted, as it
         is not known how far it got, unless :meth:`step_ended` was called. While batches of
         another stage are read (a validation in the middle of training), the step before them has
-        ended. Several loaders of one stage may be read in one step, as by ``zip``: the step ends
-        when one of them is asked again, and their waits add up.
+        ended. Several loaders that are read in the same steps are one: ``batches(zip(a, b))``.
 
         Args:
             loader: A ``FastDataLoader``, which also shows why its batches are late; any other
@@ -82,7 +82,8 @@ class StepTimer:
             counted apart. Other attributes are the loader's.
 
         Raises:
-            OptionsError: There is no such stage, or the loader cannot be iterated.
+            OptionsError: There is no such stage, or the loader cannot be iterated; when it is
+                iterated: another loader of this stage has been begun since.
         """
         if stage not in STAGES:
             raise OptionsError(f"stage={stage!r} is none of {', '.join(STAGES)}.")
@@ -107,7 +108,8 @@ class StepTimer:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """A part of whichever step is open when it is entered; without effect if none is."""
-        timeline = None if self._open is None else self._open.stage.timeline
+        stage = self._running if self._samples is not None else None
+        timeline = None if stage is None else stage.timeline
         if timeline is not None:
             getattr(timeline, f"{name}_began")()
         try:
@@ -118,9 +120,9 @@ class StepTimer:
 
     def step_ended(self) -> None:
         """End the step here. What the loop does until it asks for the next batch is a gap."""
-        step, self._open = self._open, None
-        if step is not None:
-            step.stage.step_ended(step.samples, step.tokens)
+        samples, self._samples = self._samples, None
+        if samples is not None and self._running is not None:
+            self._running.step_ended(samples)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -158,56 +160,47 @@ class StepTimer:
         )
 
     def _iterate(self, loader: Iterable[B], name: Stage) -> Generator[B, None, None]:
-        stage = self._stages.get(name)
-        if stage is None:
-            stage = self._stages[name] = LoopStage(name, self.device)
-        reader = next(self._readers)
-        self._requested(stage, reader)
+        stage = self._stages.setdefault(name, LoopStage(name, self.device))
+        if name in self._reading:  # an iterator that was left standing
+            self._left(stage)
+        self.step_ended()
+        self._reading[name] = reader = object()
         stage.epoch_began(loader)
-        stage.wait_began()  # workers start in iter()
         try:
+            self._asked(stage)  # workers start in iter()
             batches = iter(loader)
             while True:
                 try:
                     held = [next(batches)]
                 except StopIteration:
-                    break
+                    return
                 stage.timeline.wait_ended()
-                stage.padding.look(held[0])
-                if self._open is None:
-                    self._open = _OpenStep(stage, *stage.size_of(held[0]), [reader])
-                else:
-                    self._open.readers.append(reader)
+                self._samples = batch_samples(held[0])
                 yield held.pop()  # so that the memory is free when the loop lets go of it
-                self._requested(stage, reader)
-                stage.wait_began()
-            if self._open is not None:
-                # The step of other loaders goes on; this one had nothing more for it.
-                stage.timeline.wait_ended()
+                if self._reading.get(name) is not reader:
+                    raise OptionsError(
+                        f"Another loader of stage={name!r} was begun meanwhile. Read several in "
+                        "the same steps as one: batches(zip(a, b))."
+                    )
+                self._asked(stage)
         finally:
-            self._left(stage, reader)
+            if self._reading.get(name) is reader:
+                del self._reading[name]
+                self._left(stage)
 
-    def _requested(self, stage: LoopStage, reader: int) -> None:
-        """End the step that is open, unless it only needs a batch of one more loader."""
-        step = self._open
-        if step is not None:
-            outer = reader < step.readers[0]  # of two loops, one within the other
-            if outer or reader in step.readers or step.stage is not stage:
-                self.step_ended()
-        if self._running is not stage:
-            if self._running is not None:
-                self._running.paused()
-                self._running.timeline.resumed()
-            self._running = stage
+    def _asked(self, stage: LoopStage) -> None:
+        """Begin a step of a stage, which ends the one that is open."""
+        self.step_ended()
+        if self._running is not stage and self._running is not None:
+            self._running.paused()
+        self._running = stage
+        stage.wait_began()
 
-    def _left(self, stage: LoopStage, reader: int) -> None:
-        """Forget what has not ended, unless other loaders' step goes on."""
-        if self._open is not None and reader in self._open.readers:
-            self._open = None
-        if self._open is None:
-            stage.timeline.drop_open_step()
-            stage.paused()
-            self._running = None
+    def _left(self, stage: LoopStage) -> None:
+        """Forget the step of a stage that has not ended."""
+        if self._running is stage:
+            self._running = self._samples = None
+        stage.epoch_ended()
 
 
 class TimedBatches(Generic[Batch_co]):
@@ -236,14 +229,3 @@ class TimedBatches(Generic[Batch_co]):
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """A step that has not ended."""
-
-    stage: LoopStage
-    samples: int
-    tokens: float
-    readers: list[int]
-    """Numbers of the iterations that have delivered a batch for it, the first one first."""

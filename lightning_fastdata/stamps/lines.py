@@ -10,15 +10,21 @@ since the look before.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
+import re
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final, NamedTuple, TypeVar
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.line_names import Place, look_at_thread, place_of
+
+Seen = TypeVar("Seen")
 
 EVERY: Final = 32
 """Reading is looked at for one of so many parts of the time."""
@@ -32,23 +38,32 @@ _TICKS: Final = 128
 hangs costs nothing."""
 _SWITCH_S: Final = 0.0002
 """How long the looking thread lets others hold the interpreter's lock; 5 ms by default."""
-_GIVE_UP_S: Final = 60.0
-"""Without a further task, the thread ends."""
 _MOST_LINES: Final = 20
+
+
+class Place(NamedTuple):
+    """Where a thread is, in words, without any values."""
+
+    file: str
+    """Relative to where packages are, or its last two parts; empty: no line can be named."""
+    line: int
+    """Of the innermost function of the user, or else of the outermost one of a library."""
+    function: str
+    """Qualified name."""
+    calls: str
+    """The function of a library that the line calls, if it is one written in Python: ``PIL
+    Image.convert``."""
 
 
 class LineTime(NamedTuple):
     """The time that one line took in one task."""
 
     file: str
-    """See :class:`~lightning_fastdata.stamps.line_names.Place`; empty: of all other lines."""
+    """See :class:`Place`; empty: of all other lines."""
     line: int
     function: str
     calls: str
     total_ns: int
-    blocked_ns: int | None
-    """Of that, the time it waited for something other than a CPU; None: the system does not tell.
-    """
 
 
 class LineWatch:
@@ -61,141 +76,218 @@ class LineWatch:
         self._every = every
         self._tasks = 0
         self._next_ns: float = 0
-        self._round: _Round | None = None
+        self._read_ns = self._seen_ns = 0
+        """Of reading in this round: what was looked at, and that until the last look."""
+        self._look: _Look | None = None
 
     def begin(self) -> None:
         """Note that the calling thread starts to read for a task."""
         self._tasks += 1
-        if self._round is not None and not (self._round.of_caller and self._round.looks):
-            self._close(self._round)
-        if self._round is None:
-            if self._tasks <= _UNSEEN_TASKS or clock.monotonic_ns() < self._next_ns:
-                return
-            try:
-                self._round = _Round()
-            except RuntimeError:
-                self._next_ns = math.inf
-                return
-        self._round.resume()
+        if self._tasks <= _UNSEEN_TASKS or clock.monotonic_ns() < self._next_ns:
+            return
+        try:
+            self._look = _Look(self._read_ns, self._seen_ns)
+        except RuntimeError:
+            self._next_ns = math.inf
 
     def end(self) -> tuple[LineTime, ...]:
         """Note that it has ended; return where it was, longest first: empty if nobody looked."""
-        current = self._round
-        if current is None or not current.reading or not current.of_caller:
+        look, self._look = self._look, None
+        if look is None:
             return ()
-        seen = current.pause()
-        if current.read_ns >= _ROUND_NS:
-            self._close(current)
-        return _line_times(seen)
-
-    def __del__(self) -> None:
-        if self._round is not None:
-            self._round.close()
-
-    def _close(self, current: _Round) -> None:
-        self._next_ns = clock.monotonic_ns() + (self._every - 1) * current.read_ns
-        self._round = None
-        current.close()
+        self._read_ns, self._seen_ns = look.end(), look.seen_ns
+        if self._read_ns >= _ROUND_NS:
+            self._next_ns = clock.monotonic_ns() + (self._every - 1) * self._read_ns
+            self._read_ns = self._seen_ns = 0
+        times = [LineTime(*place, ns) for place, ns in look.seen.items() if place.file]
+        named = sorted(times, key=lambda each: -each.total_ns)[:_MOST_LINES]
+        rest_ns = sum(look.seen.values()) - sum(each.total_ns for each in named)
+        return (*named, *([LineTime("", 0, "", "", rest_ns)] if rest_ns else []))
 
 
-def _line_times(seen: Mapping[Place, tuple[int, int | None]]) -> tuple[LineTime, ...]:
-    times = [LineTime(*place, *spent) for place, spent in seen.items() if place.file]
-    named = sorted(times, key=lambda each: -each.total_ns)[:_MOST_LINES]
-    rest_ns = sum(ns for ns, _ in seen.values()) - sum(each.total_ns for each in named)
-    rest = [LineTime("", 0, "", "", rest_ns, None)] if rest_ns else []
-    return (*named, *rest)
+class _Look:
+    """Looks at the thread that makes it, while that reads for one task.
 
-
-class _Round:
-    """Looks at the thread that makes it, while that reads, until it is closed.
+    Args:
+        read_ns: What it read before in this round.
+        seen_ns: That until the last look.
 
     Raises:
         RuntimeError: No thread can be started.
     """
 
-    def __init__(self) -> None:
-        self.read_ns = 0
-        """Of the tasks that have ended."""
-        self.reading = False
-        self._process, self._ident = os.getpid(), threading.get_ident()
-        # Not the interpreter's number of it, which a thread that starts later may get.
-        self._of = threading.get_native_id()
-        self._schedule = clock.ThreadSchedule()
-        self._going, self._over = threading.Event(), False
-        self._began_ns = self._looked_ns = self._seen_ns = 0
-        self._runnable_ns: int | None = None
-        self._seen: dict[Place, tuple[int, int | None]] = {}
-        self._switch_s = (0.0, 0.0)
-        self._thread = threading.Thread(target=self._run, name="fastdata lines", daemon=True)
-        self._thread.start()
+    def __init__(self, read_ns: int, seen_ns: int) -> None:
+        self.seen: dict[Place, int] = {}
+        """Nanoseconds in each place."""
+        self.seen_ns = seen_ns
+        self._before_ns, self._began_ns = read_ns, clock.monotonic_ns()
+        self._ident, self._over = threading.get_ident(), False
+        self._usual_s = sys.getswitchinterval()
+        threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
+        sys.setswitchinterval(min(self._usual_s, _SWITCH_S))
 
-    @property
-    def of_caller(self) -> bool:
-        """Whether it looks at the calling thread; in a forked process none is the same."""
-        return self._of == threading.get_native_id()
+    def end(self) -> int:
+        """Look no more, and return what was read in this round."""
+        self._over = True
+        sys.setswitchinterval(self._usual_s)
+        return self._read_ns()
 
-    @property
-    def looks(self) -> bool:
-        """Whether its own thread has not ended."""
-        return self._thread.is_alive()
-
-    def resume(self) -> None:
-        """Look from now on, and have the interpreter's lock handed over sooner."""
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(usual_s, _SWITCH_S))
-        self._switch_s = usual_s, sys.getswitchinterval()
-        self._began_ns, self._runnable_ns = clock.monotonic_ns(), self._schedule.runnable_ns()
-        self.reading = True
-        self._going.set()
-
-    def pause(self) -> dict[Place, tuple[int, int | None]]:
-        """Look no more, and return what was seen since the last time, in all and blocked."""
-        self.reading = False
-        self._going.clear()
-        self.read_ns += clock.monotonic_ns() - self._began_ns
-        usual_s, ours_s = self._switch_s
-        if sys.getswitchinterval() == ours_s:
-            sys.setswitchinterval(usual_s)
-        seen, self._seen = self._seen, {}
-        return seen
-
-    def close(self) -> None:
-        """Have the thread end."""
-        # A forked process has none to end, and may have copied a lock that was taken.
-        if os.getpid() == self._process:
-            if self.reading:
-                self.pause()
-            self._over = True
-            self._going.set()
+    def _read_ns(self) -> int:
+        return self._before_ns + clock.monotonic_ns() - self._began_ns
 
     def _run(self) -> None:
         # An error would only be printed into the training's output.
         with contextlib.suppress(Exception):
-            while self._going.wait(_GIVE_UP_S) and not self._over:
+            while not self._over:
                 # Whoever had to wait for the lock looks at once: then the reading thread has just
                 # given it away, and is in the line in which it had it.
-                now_ns = clock.monotonic_ns()
-                tick_ns = max(_TICK_NS, (now_ns - self._began_ns) // _TICKS)
-                early_ns = max(self._began_ns, self._looked_ns) + tick_ns - now_ns
-                if early_ns > 0:
-                    clock.sleep(early_ns / 1e9)
-                if self.reading:
-                    self._look()
+                read_ns = self._read_ns()
+                tick_ns = max(_TICK_NS, (read_ns - self._before_ns) // _TICKS)
+                clock.sleep(max(0, self.seen_ns + tick_ns - read_ns) / 1e9)
+                self._note(look_at_thread(self._ident, place_of))
 
-    def _look(self) -> None:
-        place = look_at_thread(self._ident, place_of)
-        now_ns = self._looked_ns = clock.monotonic_ns()
-        runnable_ns = self._schedule.runnable_ns()
-        if not self.reading:
+    def _note(self, place: Place | None) -> None:
+        if self._over:
             return
-        read_ns = self.read_ns + now_ns - self._began_ns
-        spent_ns, self._seen_ns = max(0, read_ns - self._seen_ns), read_ns
-        before_ns, self._runnable_ns = self._runnable_ns, runnable_ns
-        if place is None:
-            return
-        total_ns, blocked_ns = self._seen.get(place, (0, 0))
-        if runnable_ns is None or before_ns is None or blocked_ns is None:
-            blocked_ns = None
-        else:
-            blocked_ns += max(0, spent_ns - (runnable_ns - before_ns))
-        self._seen[place] = total_ns + spent_ns, blocked_ns
+        read_ns = self._read_ns()
+        spent_ns, self.seen_ns = max(0, read_ns - self.seen_ns), read_ns
+        if place is not None:
+            self.seen[place] = self.seen.get(place, 0) + spent_ns
+
+
+_READS, _OWN, _LIBRARY, _USER = range(4)
+
+_PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
+_DATASETS: Final = "ext/images/"
+"""Modules with datasets, which are named as those of libraries are."""
+_STANDARD: Final = str(Path(os.__file__).parent) + os.sep
+_INSTALLED: Final = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+_CELL: Final = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
+_TYPED_IN: Final = ("<stdin>", "<python-input")
+"""How files are called that a user has typed into Python itself."""
+_WRAPPERS: Final = (
+    str(Path("torch/nn/modules/module.py")),
+    str(Path("torch/utils/_contextlib.py")),
+    f"{os.sep}contextlib.py",
+    f"{os.sep}functools.py",
+    str(Path("albumentations/core/composition.py")),
+    str(Path("albumentations/core/transforms_interface.py")),
+    str(Path("torchvision/transforms/v2/_container.py")),
+    str(Path("torchvision/transforms/v2/_transform.py")),
+)
+"""Modules whose functions only call what they were given."""
+_CONTAINERS: Final = frozenset(
+    {"Compose.__call__", "RandomApply.forward", "RandomChoice.__call__", "RandomOrder.__call__"}
+)
+"""Functions that do so in modules with others, as those of torchvision v1."""
+
+
+ELSEWHERE: Final = Place("", 0, "", "")
+"""In a dataset written in C, or in code of this package that is no dataset, as what writes into the
+batch."""
+
+
+def look_at_thread(ident: int, see: Callable[[FrameType | None], Seen]) -> Seen:
+    """Return what ``see`` finds in the innermost frame of a thread of this process.
+
+    The frame, which keeps the variables in it, is let go of as soon as it has been seen.
+
+    Args:
+        ident: The thread's ``threading.get_ident()``.
+        see: Is given the frame; None: there is no such thread.
+    """
+    # Before Python 3.12, to make a frame that can be looked at may collect garbage. What that runs
+    # hands the interpreter over to the thread, which returns from the function; whoever then looks
+    # at its frame ends the process with a segmentation fault.
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        return see(sys._current_frames().get(ident))  # noqa: TID251
+    finally:
+        if pauses:
+            gc.enable()
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Return where a thread is that reads samples, by its frame; None: it does something else."""
+    called: CodeType | None = None
+    below: CodeType | None = None
+    outermost: tuple[CodeType, int] | None = None
+    while frame is not None:
+        code, line = frame.f_code, frame.f_lineno or 0
+        kind = _kind_of(code.co_filename)
+        if kind == _USER:
+            return _named(code, line, called)
+        if kind == _READS:
+            # Nothing but libraries: their dataset is named, and what it calls.
+            return ELSEWHERE if outermost is None else _named(*outermost, below)
+        passes_on = code.co_filename.endswith(_WRAPPERS) or code.co_qualname in _CONTAINERS
+        if kind == _LIBRARY and not passes_on:
+            below, called, outermost = called, code, (code, line)
+        frame = frame.f_back
+    return None
+
+
+def _named(code: CodeType, line: int, called: CodeType | None) -> Place:
+    calls = ""
+    if called is not None:
+        file = _in_library(called.co_filename) or called.co_filename
+        calls = f"{Path(file).parts[0].removesuffix('.py')} {_function_name(called)}"
+    return Place(short_file(code.co_filename), line, _function_name(code), calls)
+
+
+def stack_lines(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
+    """Return a stack in a few words: the innermost function, then the innermost ones of the user.
+
+    Args:
+        frames: File, line and name of each function, the innermost first.
+        most: So many lines at most.
+    """
+    frames = list(frames)
+    users = [each for each in frames[1:] if _in_library(each[0]) is None]
+    return tuple(
+        f"{short_file(file)}:{line} {function}"
+        for file, line, function in [*frames[:1], *users][:most]
+    )
+
+
+@cache
+def short_file(filename: str) -> str:
+    """Return the name of a file that is short and still says which one it is."""
+    if _CELL.match(filename):
+        return "notebook cell"
+    if filename.startswith("<"):
+        return filename
+    known = _in_library(filename)
+    if known is not None:
+        return known
+    return str(Path(*Path(filename).parts[-2:]))
+
+
+@cache
+def _kind_of(filename: str) -> int:
+    if filename.startswith("<") and not _CELL.match(filename):
+        return _USER if filename.startswith(_TYPED_IN) else _LIBRARY
+    if not filename.startswith(_PACKAGE):
+        return _USER if _in_library(filename) is None else _LIBRARY
+    path = Path(filename[len(_PACKAGE) :])
+    if path.parts[0] == "executors" or path.name == "stamped.py":
+        return _READS
+    return _LIBRARY if path.as_posix().startswith(_DATASETS) else _OWN
+
+
+def _in_library(filename: str) -> str | None:
+    """Return the name of a library's file, relative to where libraries are."""
+    if filename.startswith(_PACKAGE):
+        return str(Path(Path(_PACKAGE).name, filename[len(_PACKAGE) :]))
+    installed = _INSTALLED.match(filename)
+    if installed is not None:
+        return filename[installed.end() :]
+    return filename.removeprefix(_STANDARD) if filename.startswith(_STANDARD) else None
+
+
+def _function_name(code: CodeType) -> str:
+    parts = code.co_qualname.split(".<locals>.")
+    named = [part for part in parts if not part.startswith("<")]
+    return named[-1] if named else parts[-1]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from conformance.pieces import Linear, Rows, make_trainer
 from conformance.test_logging import ours, quiet, read_csv
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
@@ -23,8 +23,6 @@ from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.insight.measure.metrics import TIMED
 from lightning_fastdata.insight.measure.stage import sample_path
 from lightning_fastdata.insight.waits.causes import cause_lines
-
-KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,7 @@ def module(train, val=None, executor="torch", num_workers=1, **arguments):
 
 def fit(tmp_path, data, *, model=None, **arguments):
     """Return the report of a fit and the metrics it logged."""
-    logger, callback = CSVLogger(tmp_path), quiet(scalars="all", every_n_steps=2)
+    logger, callback = CSVLogger(tmp_path), quiet(every_n_steps=2)
     trainer = make_trainer(tmp_path, logger=logger, callbacks=[callback], **arguments)
     where = {"datamodule": data} if isinstance(data, LightningDataModule) else data
     trainer.fit(model or Linear(), **where)
@@ -75,11 +73,9 @@ def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
     report, rows = fit(
         tmp_path, module(Waits(), Waits(16), executor, workers), num_sanity_val_steps=2
     )
-    for prefix, steps in (("data", [1, 3, 5, 7]), ("data_val", [7])):
-        names = ours(rows, f"{prefix}_wait/")
-        told = {n.removeprefix(f"{prefix}_wait/").removesuffix("_ms") for n in names}
-        assert told - {"sampler", "unpack", "queued"} == KNOWN
-        assert names[f"{prefix}_wait/read_blocked_ms"] == steps
+    names = ours(rows, "data_wait/")
+    assert {f"data_wait/read_{kind}_ms" for kind in ("cpu", "runqueue", "blocked")} == names.keys()
+    assert names["data_wait/read_blocked_ms"] == [1, 3, 5, 7]
     train, val = report.stages
     for stage, batches in ((train, 7), (val, 3)):
         assert stage.causes.batches == batches
@@ -148,7 +144,7 @@ def test_a_foreign_loader_is_mentioned_once_and_logs_nothing(tmp_path):
         "val_dataloaders": DataLoader(Waits(8), batch_size=4),
     }
     report, rows = fit(tmp_path, loaders)
-    assert ours(rows, "data_wait/") == ours(rows, "data_val_wait/") == {}
+    assert ours(rows, "data_wait/") == {}
     assert [stage.causes for stage in report.stages] == [None, None]
     notes = [note for note in report.notes if "not known" in note]
     assert len(notes) == 1
@@ -188,7 +184,7 @@ def test_loaders_are_found_wherever_they_come_from(tmp_path):
     for data, model, batches in (
         ({"train_dataloaders": loader}, None, 3),
         ({}, OwnModule(), 3),
-        (OwnData(), Sums(), 3),
+        (OwnData(), Sums(), 2 * 3),
         (combined, PlainSum(), 3),
     ):
         report, _ = fit(tmp_path, data, model=model)
@@ -234,13 +230,6 @@ def test_what_a_sanity_check_read_is_not_counted(tmp_path):
         limit_val_batches=2, max_epochs=1,
     )  # fmt: skip
     assert report.stages[1].causes.batches == 1
-
-
-def test_validating_alone_logs_the_parts_too(tmp_path):
-    logger = CSVLogger(tmp_path)
-    trainer = make_trainer(tmp_path, logger=logger, callbacks=[quiet(scalars="all")])
-    trainer.validate(Linear(), datamodule=RowsModule(batch_size=4), verbose=False)
-    assert ours(read_csv(logger.log_dir), "data_val_wait/")
 
 
 def test_somebody_who_takes_the_stamps_keeps_them(tmp_path):

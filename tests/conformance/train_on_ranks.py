@@ -85,7 +85,7 @@ def train(
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Stream(2 * batches[rank], sleep_s[rank])
     loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2, num_workers=0)
-    callback = DataThroughputCallback(summary=False, report=False, scalars="all")
+    callback = DataThroughputCallback(summary=False, report=False)
     callbacks = [callback]
     if in_turns:
         callbacks.insert(int(rank > 0), Turn())

@@ -164,7 +164,6 @@ def test_the_callback_reports_the_devices_phases(tmp_path, precision):
     stage = callback.report.stages[0]
     assert stage.device == "cuda"
     assert stage.steps == 18
-    assert stage.dropped_steps == 0
     for phase in ("wait", "stall", "transfer", "augment", "compute", "step"):
         assert getattr(stage, phase).mean_ms >= 0
     shares = [getattr(stage, name).share for name in ("stall", "transfer", "augment", "compute")]

@@ -123,9 +123,9 @@ def report(stall_ms):
             )
         )  # fmt: skip
     lines = (
-        LineTime("rows.py", 1, "Rows.read", "", 40 * MS, 0),
-        LineTime("rows.py", 2, "Rows.read", "albumentations Blur.apply", 20 * MS, 0),
-        LineTime("rows.py", 2, "Rows.read", "albumentations Flip.apply", 30 * MS, 0),
+        LineTime("rows.py", 1, "Rows.read", "", 40 * MS),
+        LineTime("rows.py", 2, "Rows.read", "albumentations Blur.apply", 20 * MS),
+        LineTime("rows.py", 2, "Rows.read", "albumentations Flip.apply", 30 * MS),
     )
     causes = totals_of(
         batch(0, 8, slowest=1),

@@ -15,9 +15,7 @@ from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import (
     HostMeter,
     MachineSeen,
-    device_scalars,
     full_in_s,
-    host_scalars,
 )
 
 
@@ -36,39 +34,27 @@ def device(retries=0, never_used=1, total=4):
     )
 
 
-def test_all_that_is_told_has_a_number_in_the_unit_of_its_name():
+def test_a_quota_that_was_used_up_is_told():
     before = usage(10, periods=100, throttled=7)
     after = usage(12, periods=120, throttled=12, held_us=3_000_000)
-    assert host_scalars(before, after) == {
-        "data_workers/active": 2,
-        "data_host/cpu_throttled_percent": 25,
-    }
     assert MachineSeen.between(before, after) == MachineSeen(
         throttled_share=0.25, throttled_cpus=1.5
     )
 
 
-def test_what_nobody_tells_has_no_key():
-    assert host_scalars(usage(0), usage(1)) == {"data_workers/active": 2}
+def test_what_nobody_tells_is_not_known():
     assert MachineSeen.between(usage(0), usage(1)) == MachineSeen()
-    assert device_scalars(None, None) == {}
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40), st.floats(0, 1e6))
 def test_no_pair_of_readings_leaves_the_scale(begin, end, seconds):
     before = usage(0, periods=begin, throttled=end)
     after = usage(seconds, periods=end, throttled=begin)
-    scalars = host_scalars(before, after)
-    assert all(value >= 0 for value in scalars.values())
-    assert all(value <= 100 for name, value in scalars.items() if name.endswith("percent"))
+    share = MachineSeen.between(before, after).throttled_share
+    assert share is None or 0 <= share <= 1
 
 
 def test_what_the_device_tells_is_since_the_begin():
-    assert device_scalars(device(retries=2), device(retries=5)) == {
-        "data_device/peak_memory_mib": 3,
-        "data_device/headroom_percent": 25,
-        "data_device/alloc_retries": 3,
-    }
     found = MachineSeen.between(usage(0), usage(1), device(retries=2), device(retries=5))
     assert found == MachineSeen(alloc_retries=3, device_headroom_share=0.25)
 
@@ -115,10 +101,9 @@ def test_a_meter_of_a_device_that_fills_up_says_so_and_keeps_few_readings(monkey
         return replace(found, held_bytes=next(held))
 
     monkeypatch.setattr(host_metrics, "read_device_usage", read)
-    monkeypatch.setattr(host_metrics, "_REST", 0)
     meter = HostMeter(torch.device("cpu"), clock_s=lambda: float(next(now)), workers=list)
     for _ in range(1000):
-        meter.metrics(memory=False)
+        meter.step_ended()
     found = meter.seen().device_full_in_s
     assert found == pytest.approx(100 * (next(now) / 1001), rel=0.1)
     assert len(meter._held) <= 300

@@ -159,7 +159,7 @@ def test_the_chart_has_a_column_with_its_figures_for_each_step():
         history(stalls=[0.0] * 6, transfer_ms=None),
         history(stalls=[1.0] * 50 + [9000.0]),
     ],
-    ids=["none", "one", "no waiting", "a spike"],
+    ids=["none", "one", "no waiting", "a long step"],
 )
 def test_any_run_can_be_shown(steps):
     assert Page(report_html(report(steps))).text

@@ -20,9 +20,8 @@ from lightning_fastdata.stamps.lines import LineTime
 MS = 1_000_000
 
 
-def time(line=1, ms=10.0, *, blocked=0.0, calls="", file="rows.py"):
-    told = None if blocked is None else round(blocked * MS)
-    return LineTime(file, line, "Rows.read", calls, round(ms * MS), told)
+def time(line=1, ms=10.0, *, calls="", file="rows.py"):
+    return LineTime(file, line, "Rows.read", calls, round(ms * MS))
 
 
 def shares_of(*tasks):
@@ -32,25 +31,15 @@ def shares_of(*tasks):
     return totals.shares()
 
 
-def share(line=1, of=0.6, *, blocked=0.0, calls=""):
-    return LineShare(
-        file="rows.py", line=line, function="Rows.read", calls=calls, share=of,
-        blocked_share=blocked,
-    )  # fmt: skip
+def share(line=1, of=0.6, *, calls=""):
+    return LineShare(file="rows.py", line=line, function="Rows.read", calls=calls, share=of)
 
 
 def test_lines_are_shares_of_all_that_was_seen_the_longest_first():
-    other = LineTime("", 0, "", "", 10 * MS, None)
+    other = LineTime("", 0, "", "", 10 * MS)
     found = shares_of((time(1, 20), time(2, 30)), (time(1, 40), other))
     assert [(each.line, each.share) for each in found] == [(1, 0.6), (2, 0.3)]
     assert json.loads(json.dumps(asdict(found[0])))["file"] == "rows.py"
-
-
-def test_a_line_is_blocked_for_a_part_of_its_time():
-    found = shares_of((time(1, 30, blocked=30), time(1, 10, blocked=10), time(1, 10)))
-    assert (found[0].blocked_share, found[0].waits) == (0.8, True)
-    untold = shares_of((time(1, 30, blocked=None),))
-    assert (untold[0].blocked_share, untold[0].waits) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +65,9 @@ def test_memory_is_bounded_whatever_is_read():
     assert (found[0].line, found[0].share) == (-1, pytest.approx(5 / 6))
 
 
-def test_words_say_line_call_and_wait():
-    line = share(41, 0.88, blocked=0.9, calls="self.c.recv")
-    assert line_text(line) == (
-        "88% of reading is in Rows.read (rows.py:41), in self.c.recv, mostly waiting"
-    )
-    assert "waiting" not in line_text(share(blocked=0.2))
+def test_words_say_line_and_call():
+    line = share(41, 0.88, calls="self.c.recv")
+    assert line_text(line) == "88% of reading is in Rows.read (rows.py:41), in self.c.recv"
 
 
 @each(
@@ -94,24 +80,14 @@ def test_words_say_line_call_and_wait():
     ],
 )
 def test_a_lock_that_processes_share_is_told_from_one_within_a_process(calls, shared):
-    line = share(blocked=0.9, calls=calls)
+    line = share(calls=calls)
     assert lock_between_processes([share(2, 0.2), line]) == (line if shared else None)
-    assert lock_between_processes([replace(line, blocked_share=0.1)]) is None
+    assert lock_between_processes([replace(line, share=0.2)]) is None
 
 
-def test_a_cause_gets_the_line_that_waits_or_the_line_that_computes():
-    waits = share(1, 0.5, blocked=0.9)
-    computes = share(2, 0.4, blocked=0.1)
-    lines = (waits, computes)
-    assert "rows.py:1" in where_text(lines, blocked=True)
-    assert "rows.py:2" in where_text(lines, blocked=False)
-    assert "rows.py:1" in where_text(lines)
-    assert where_text((computes,), blocked=True).startswith("; 40% of reading")
-
-
-def test_nothing_is_added_where_nothing_stands_out():
+def test_a_cause_gets_the_line_that_stands_out():
+    assert where_text((share(1, 0.4), share(2, 0.5))).startswith("; 50% of reading")
     assert where_text(()) == where_text((share(of=0.1),)) == ""
-    assert where_text((share(blocked=0.0),), blocked=True) == ""
 
 
 def test_what_lines_call_has_its_share_and_operations_are_told_from_decoders():
@@ -121,7 +97,7 @@ def test_what_lines_call_has_its_share_and_operations_are_told_from_decoders():
     totals.add([time(3, 20)])
     totals.add([time(4, 20, calls="PIL Image.convert")])
     # A loader's own pipeline: there is no line of the user's.
-    totals.add([LineTime(jitter, 9, "ColorJitter.transform", "torchvision adjust_hue", 20 * MS, 0)])
+    totals.add([LineTime(jitter, 9, "ColorJitter.transform", "torchvision adjust_hue", 20 * MS)])
     found = {each.name: (each.share, each.augments) for each in totals.operations()}
     assert found == {
         blur: (0.4, True),

@@ -5,33 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from lightning_fastdata.device.backend import DeviceUsage
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.usage import HostUsage
-from lightning_fastdata.insight.measure.host_metrics import (
-    device_scalars,
-    fault_scalars,
-    host_scalars,
-    tune_scalars,
-)
+from lightning_fastdata.insight.measure.host_metrics import fault_scalars
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
 from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
 from lightning_fastdata.plugin.loggers.boards import MAIN, wall_scalars
-from lightning_fastdata.tuning.moves import Move
-from lightning_fastdata.tuning.tuner import Tuner
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
-BY_THE_PLUGIN = {
-    *("data_host/copied_mib", "data_host/pss_mib"),
-    *("data_workers/busy_percent", "data_val/stall_percent"),
-    "data/throughput_tokens_per_s",
-}
+BY_THE_PLUGIN = {"data_tune/workers", "data_val/stall_percent"}
 
 
 def rows():
@@ -50,39 +34,20 @@ def rows():
     return found
 
 
-def usage(at_s):
-    return HostUsage(
-        at_s=at_s, workers=1,
-        throttling=CpuThrottling(periods=int(at_s), throttled_periods=0, throttled_us=0),
-    )  # fmt: skip
-
-
 def test_what_is_measured_has_a_row_on_the_page_and_nothing_else_has():
     step = StepTiming(
         step=0, samples=1, cold=0, wait_ms=1.0, stall_ms=1.0, transfer_ms=1.0, augment_ms=1.0,
         compute_ms=1.0, gap_ms=1.0, step_ms=4.0,
     )  # fmt: skip
     rank = RankTiming(rank=0, host="a", steps=1, step_ms=4.0, stall_ms=1.0, compute_ms=1.0)
-    memory = DeviceUsage(peak_bytes=1, never_used_bytes=1, total_bytes=2, alloc_retries=0)
     faults = FaultLog()
     faults.samples = faults.retries = faults.deaths = 1
-    tuner = Tuner(most_workers=8, cpus=2.0)
-    tuner.moves.append(
-        Move(
-            batch=53, before=2, after=6, step_before_ms=20.0, wait_before_ms=1.0,
-            step_expected_ms=10.0, why="late", step_seen_ms=12.0, outcome="kept",
-        )
-    )  # fmt: skip
-    assert tune_scalars(tuner, 6)["data_tune/gain_seen_percent"] == pytest.approx(40.0)
     measured = {
-        *tune_scalars(tuner, 6),
         *fault_scalars([faults]),
         *window_means(columns_of([step])),
         *(f"data_wait/{part}" for part in PART_WORDS),
         *rank_metrics([rank, rank]),
         *wall_scalars(WallTime(total_s=1.0, parts_s={"compute": 1.0}, steps=1, samples=1)),
-        *host_scalars(usage(1.0), usage(2.0)),
-        *device_scalars(memory, memory),
     }
     assert measured | BY_THE_PLUGIN == rows().keys()
     assert {part: rows()[f"data_wait/{part}"] for part in PART_WORDS} == PART_WORDS

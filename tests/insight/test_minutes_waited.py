@@ -16,7 +16,7 @@ from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import RunReport
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e4), st.integers(0, 2)), min_size=1, max_size=50))
+@given(st.lists(st.tuples(st.floats(0, 1e4), st.integers(0, 1)), min_size=1, max_size=50))
 @max_examples(60)
 def test_stalls_add_up_with_and_without_first_steps(steps):
     history = StepHistory(window=4)

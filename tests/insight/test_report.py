@@ -57,14 +57,10 @@ def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
     assert scalars["data_val/stall_percent"] == pytest.approx(100 * stalls.sum() / steps.sum())
     assert scalars["data_val/step_ms"] == pytest.approx(steps.mean())
     assert scalars["data_val/throughput_samples_per_s"] == pytest.approx(64e3 / steps.mean())
-    assert scalars["data_val_headroom/speedup_possible"] == pytest.approx(
-        steps.sum() / (steps - stalls).sum()
-    )
     assert scalars["data_val/throughput_if_data_were_free_samples_per_s"] == pytest.approx(
         64e3 * 30 / (steps - stalls).sum()
     )
     assert scalars["data_val_band/stall_p95_ms"] == pytest.approx(np.percentile(stalls, 95))
-    assert scalars["data_val_band/step_max_ms"] == pytest.approx(steps.max())
     assert "data_val_step/transfer_ms" not in scalars
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.metrics import Cold
 
 LONG_MS = 40
 
@@ -231,8 +230,8 @@ def test_a_validation_within_training_has_its_own_steps_and_is_no_part_of_a_trai
                 pass_ms(5)
             pass_ms(100)
     assert columns(timer)["compute_ms"].tolist() == [10] * 6
-    assert columns(timer)["gap_ms"].tolist()[1:] == [0, 0, 3 * 5 + LONG_MS + 100, 0, 0]
-    assert columns(timer)["cold"].tolist() == [Cold.EPOCH, 0, 0, Cold.RESUMED, 0, 0]
+    gaps = columns(timer)["gap_ms"][1:]
+    assert np.nan_to_num(gaps, nan=-1).tolist() == [0, 0, -1, 0, 0]
     assert columns(timer, "val")["wait_ms"].tolist() == [0, LONG_MS, 0]
     assert columns(timer, "val")["compute_ms"].tolist() == [5, 5, 5]
     assert [stage.stage for stage in timer.report().stages] == ["train", "val"]
@@ -250,14 +249,15 @@ def test_the_duration_of_a_stage_leaves_out_the_others_and_what_lies_between_epo
     assert (train.duration_s, val.duration_s) == (0, pytest.approx(8 * 0.05))
 
 
-def test_loaders_read_side_by_side_make_one_step():
-    timer = StepTimer("cpu")
+def test_loaders_read_side_by_side_are_one_or_an_error():
     one, two = Slow(5, slow=range(5), ms=20), Slow(4, slow=range(4), ms=3)
-    for _ in zip(timer.batches(DataLoader(one)), timer.batches(DataLoader(two)), strict=False):
+    timer, loaders = StepTimer("cpu"), (DataLoader(one), DataLoader(two))
+    for _ in timer.batches(zip(*loaders, strict=False)):
         pass_ms(10)
-    # The fifth step found no second batch.
     assert waits(timer) == [23] * 4
     assert columns(timer)["compute_ms"].tolist() == [10] * 4
+    with pytest.raises(OptionsError, match=r"Read several .* as one: batches\(zip\(a, b\)\)"):
+        list(zip(*map(timer.batches, loaders), strict=False))
 
 
 def test_an_iterator_that_was_left_standing_stops_no_later_loop():
@@ -267,16 +267,6 @@ def test_an_iterator_that_was_left_standing_stops_no_later_loop():
     for _ in timer.batches(loader):
         pass_ms(10)
     assert columns(timer)["compute_ms"].tolist() == [10] * 5
-
-
-def test_an_inner_loop_over_another_loader_ends_a_step_with_each_of_its_batches():
-    timer = StepTimer("cpu")
-    inner = iter(timer.batches(DataLoader(Slow(9))))
-    for _ in timer.batches(DataLoader(Slow(3))):
-        for _ in range(3):
-            next(inner)
-            pass_ms(10)
-    assert columns(timer)["compute_ms"].tolist() == [10] * 9
 
 
 def test_metrics_are_means_since_the_last_call_named_by_stage():
@@ -364,27 +354,17 @@ def test_a_loop_is_judged_by_what_starts_of_epochs_and_validation_take_of_it(
     assert timer.report().wall is None
 
 
-def test_a_later_timer_takes_over_the_stamps_of_an_earlier_one():
+def test_one_timer_after_another_takes_the_stamps_of_a_loader_while_it_is_read():
     loader = FastDataLoader(Slow(8))
     for _ in range(2):
         timer = StepTimer("cpu")
-        for _ in timer.batches(loader):
-            pass
-        assert timer.report().stages[0].causes.batches == 7
+        for _ in range(2):
+            for _ in timer.batches(loader):
+                pass
+            assert loader.records is None
+            list(loader)
+        assert timer.report().stages[0].causes.batches == 14
         assert timer.report().notes == ()
-
-
-def test_stamps_of_batches_outside_of_the_timer_are_not_counted_nor_hoarded():
-    timer, loader = StepTimer("cpu"), FastDataLoader(Slow(8))
-    for _ in timer.batches(loader):
-        pass
-    timer.metrics()
-    for _ in range(200):
-        list(loader)
-    assert len(loader.records) <= 1000
-    for _ in timer.batches(loader):
-        pass
-    assert timer.report().stages[0].causes.batches == 14
 
 
 def test_somebody_who_takes_the_stamps_keeps_them():

@@ -60,11 +60,10 @@ def test_wandb_still_takes_the_parameters_that_are_used():
     assert {"key", "images", "step"} <= set(inspect.signature(WandbLogger.log_image).parameters)
 
 
-@pytest.mark.parametrize(("which", "charts"), [("main", 2), ("all", 3)])
-def test_layout_names_only_scalars_that_are_logged(history, which, charts):
-    logged = chosen(window_means(history.newest()), which)
-    laid_out = custom_scalar_layout(which)["Data"]
-    assert len(laid_out) == charts
+def test_layout_names_only_scalars_that_are_logged(history):
+    logged = chosen(window_means(history.newest()))
+    laid_out = custom_scalar_layout()["Data"]
+    assert len(laid_out) == 2
     for _, tags in laid_out.values():
         assert {tag.removesuffix("$") for tag in tags} <= set(logged)
 
@@ -170,13 +169,13 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     trainer = quiet_trainer(
         max_epochs=2,
         logger=logger,
-        callbacks=[watch := DataThroughputCallback(summary=False, scalars="all")],
+        callbacks=[watch := DataThroughputCallback(summary=False)],
         log_every_n_steps=2,
     )
     trainer.fit(Model(), FastDataLoader(Photos(), batch_size=4, num_workers=0))
     events = read_back(logger.log_dir)
     scalars = set(events.Tags()["scalars"])
-    for charts in custom_scalar_layout("all").values():
+    for charts in custom_scalar_layout().values():
         for _, tags in charts.values():
             assert {tag.removesuffix("$") for tag in tags} <= scalars
     folder = Path(logger.log_dir)

@@ -29,14 +29,12 @@ PARTS = (
 import torch
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.insight.measure.stage import StageMeter
-from lightning_fastdata.insight.measure.stage import StageStamps
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 steps = int(sys.argv[1])
 loader = FastDataLoader(torch.arange(4.0), batch_size=2)
-watched = StageStamps("data")
-watched.watch([loader])
-meter = StageMeter("train", "cpu", watched)
+meter = StageMeter("train", torch.device("cpu"))
+meter.stamps.watch([loader])
 batch = torch.zeros(2, 4)
 
 def stamps(number):

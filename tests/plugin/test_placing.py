@@ -481,6 +481,6 @@ def test_a_device_is_timed_by_its_own_clock_without_its_first_rounds():
         def elapsed_time(self, end):
             return 1000 * (end.s - self.s)
 
-    assert time_on_device(work, CPU, clock=EventClock(16, Event)) == pytest.approx(3.0)
+    assert time_on_device(work, CPU, clock=EventClock(Event)) == pytest.approx(3.0)
     took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
     assert time_on_device(work, CPU, clock=HostClock(device.ns)) == pytest.approx(3.0)

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.line_names import look_at_thread
+from lightning_fastdata.stamps.lines import look_at_thread
 
 _A_SECOND_NS = 10**9
 _SLICE_NS = 4_000_000

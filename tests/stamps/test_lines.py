@@ -16,20 +16,18 @@ import pytest
 import torch
 from looked_at import looked_at, takes
 from misses import each
-from thread_waits import kernel_tells
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps import line_names
+from lightning_fastdata.stamps import lines as line_names
 from lightning_fastdata.stamps.batch_stamps import TaskStamps, TaskWatch
-from lightning_fastdata.stamps.line_names import look_at_thread, place_of, short_file
-from lightning_fastdata.stamps.lines import LineWatch
+from lightning_fastdata.stamps.lines import LineWatch, look_at_thread, place_of, short_file
 
 
-def test_modules_that_read_and_write_are_where_stacks_are_compared_with() -> None:
+def test_modules_that_read_are_where_stacks_are_compared_with() -> None:
     package = Path(line_names._PACKAGE)
-    for name in (*line_names._WRITERS, line_names._DATASETS, "executors", "stamps/stamped.py"):
+    for name in (line_names._DATASETS, "executors", "stamps/stamped.py"):
         assert (package / name).exists()
 
 
@@ -95,9 +93,7 @@ def test_no_garbage_is_collected_while_a_thread_is_looked_at(collections, enable
     assert look_at_thread(-1, lambda frame: frame) is None
 
 
-def test_files_have_short_names(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert short_file(str(tmp_path / "src" / "data" / "rows.py")) == "src/data/rows.py"
+def test_files_have_short_names():
     assert short_file("/a/b/c/rows.py") == "c/rows.py"
     assert short_file("/x/site-packages/PIL/Image.py") == "PIL/Image.py"
     assert short_file(json.__file__) == "json/__init__.py"
@@ -148,13 +144,13 @@ def tasks(watch, read=reads, number=6):
     return found
 
 
-def ms_of(found, what="total_ns"):
+def ms_of(found):
     """Return how long each function was seen; nothing of tasks that were not looked at."""
     seen = {}
     for task in found:
         for line in task.lines or ():
             function = line.function.rpartition(".")[2]
-            seen[function] = seen.get(function, 0) + getattr(line, what) / 1e6
+            seen[function] = seen.get(function, 0) + line.total_ns / 1e6
     return seen
 
 
@@ -176,8 +172,6 @@ def test_lines_share_the_time_as_they_take_it_from_the_third_task_on(its_time):
     assert [task.lines is not None for task in found] == [False, False, True, True, True]
     # Of 3 tasks of 4 samples. A look is due every 2 ms, the last one when the time has passed.
     assert ms_of(found) == {"computes": 3 * 4 * 6, "waits": 3 * 4 * 2}
-    if kernel_tells():
-        assert ms_of(found, "blocked_ns") == {"computes": 0, "waits": 3 * 4 * 2}
 
 
 def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its_time):
@@ -224,7 +218,8 @@ def test_a_forked_process_starts_its_own_thread(its_time):
     if child == 0:
         code = 1
         try:
-            with looked_at():
+            with looked_at() as childs:
+                childs.advance_to(its_time.monotonic_ns())
                 code = 0 if ms_of(tasks(watch)) else 1
         finally:
             os._exit(code)

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.insight.waits.causes import LoaderKey, OneOfSeveral
-from lightning_fastdata.plugin.seams.loaders import keyed
+from lightning_fastdata.plugin.seams.loaders import labelled
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
 
 MS = 1e6
@@ -68,27 +67,16 @@ def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():
     assert findings(replace(evidence, costs=()))[0].gain is None
 
 
-ONE = OneOfSeveral(label="loader 'a'", wait_share=1.0)
-
-
-def test_what_is_wrong_with_one_loader_is_told_of_it_and_the_rest_of_the_step():
-    evidence = late(setup=setup(1), one_of=ONE, gap_ms=20.0)
+def test_what_is_wrong_with_one_of_several_loaders_is_told_of_it():
+    evidence = late(setup=setup(1), loader=LoaderFacts(loader="loader 'a'"), gap_ms=20.0)
     found = {each.code: each for each in findings(evidence)}
     assert found["FD303"].cause.startswith("loader 'a': waiting for storage")
     assert found["FD303"].remedy.startswith("loader 'a': LoaderOptions(num_workers=")
     assert "loader" not in found["FD314"].cause + found["FD314"].remedy
 
 
-def test_a_loader_that_causes_little_of_the_stall_is_left_alone():
-    evidence = late(setup=setup(1), one_of=replace(ONE, wait_share=0.03))
-    assert "FD303" not in {each.code for each in findings(evidence)}
-
-
-def test_keys_are_those_of_the_nested_lists_and_dicts():
+def test_labels_are_the_keys_of_the_nested_lists_and_dicts():
     loaders = {"a": [object(), {"x": object()}], 3: object(), "none": None}
-    names = [(key.name, key.label) for key, _ in keyed(loaders)]
-    assert names == [
-        ("a[0]", "loader 'a'[0]"), ("a[1]['x']", "loader 'a'[1]['x']"), ("3", "loader 3")
-    ]  # fmt: skip
-    assert keyed({"only": object()}) == keyed(object()) == keyed(None) == []
-    assert LoaderKey(("a",)) == LoaderKey(("a",))
+    labels = [label for label, _ in labelled(loaders)]
+    assert labels == ["loader 'a'[0]", "loader 'a'[1]['x']", "loader 3"]
+    assert labelled({"only": object()}) == labelled(object()) == labelled(None) == []

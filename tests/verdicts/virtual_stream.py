@@ -34,8 +34,5 @@ class VirtualStream:
     def elapsed_ms(self, begin, end):
         return (end - begin) / 1e6
 
-    def forget_before(self, mark):
-        pass
-
-    def forget_from(self, mark):
+    def reuse(self, marks):
         pass

@@ -1,4 +1,4 @@
-"""What the training took of its machine between two readings: numbers for loggers and findings."""
+"""What the training took of its machine: what findings rest on."""
 
 from __future__ import annotations
 
@@ -18,33 +18,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.device.backend import DeviceUsage
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.host.usage import HostUsage
-    from lightning_fastdata.tuning.tuner import Tuner
 
 
-_THROTTLED: Final = "data_host/cpu_throttled_percent"
 _FAULTS: Final = {
     "samples": "bad samples were replaced or left out {} times",
     "retries": "reads were repeated {} times",
     "deaths": "{} workers died and were replaced",
 }
-
-
-def host_scalars(before: HostUsage, after: HostUsage) -> dict[str, float]:
-    """Return what the host and its workers did between two readings, where reported."""
-    found = {"data_workers/active": float(after.workers)}
-    throttled = throttled_share(before, after)
-    return found if throttled is None else found | {_THROTTLED: 100 * throttled}
-
-
-def device_scalars(before: DeviceUsage | None, after: DeviceUsage | None) -> dict[str, float]:
-    """Return how the device's memory was used since a first reading; empty: not reported."""
-    if before is None or after is None:
-        return {}
-    return {
-        "data_device/peak_memory_mib": after.peak_bytes / 2**20,
-        "data_device/headroom_percent": 100 * after.never_used_bytes / after.total_bytes,
-        "data_device/alloc_retries": float(after.alloc_retries - before.alloc_retries),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +143,7 @@ _LEAST_RISE: Final = 1e-3
 _LOOK_EACH_S: Final = 0.25
 """Workers may be gone when the machine is read for the next time."""
 _REST: Final = 1000
-"""A reading that took a second is made again after so many: a thousandth of the time is spent."""
+"""Memory that took a second to read is read again after so many: a thousandth of the time goes."""
 
 
 class HostMeter:
@@ -173,7 +153,6 @@ class HostMeter:
         self,
         device: torch.device,
         *,
-        busy_share: Callable[[], float | None] = lambda: None,
         clock_s: Callable[[], float] = clock.monotonic,
         workers: Callable[[], list[int]] = worker_processes,
     ) -> None:
@@ -181,108 +160,67 @@ class HostMeter:
         self.epoch = self._steps = 0
         """Those of the training that have begun."""
         self._device = device
-        self._busy_share = busy_share
         self._clock_s = clock_s
         self._workers = workers
-        self._began = self._last = self._newest = read_host_usage(workers(), at_s=clock_s())
-        self._device_began = self._device_newest = read_device_usage(device)
+        self._began = read_host_usage(workers(), at_s=clock_s())
+        self._device_began = read_device_usage(device)
         self._held = Few[tuple[float, int]]()
-        """Seconds, and bytes that tensors took on the device then, at each so many readings."""
-        self._due_s = self._memory_due_s = self._look_due_s = clock_s()
+        """Seconds, and bytes that tensors took on the device then."""
+        self._memory_due_s = self._look_due_s = clock_s()
         self._first: dict[int, tuple[float, int]] = {}
         """Of each process, when it was seen first, and for how many ns it had queued by then."""
         self._queued: dict[int, tuple[float, float]] = {}
         """As of :func:`queued_share`; also of workers that have ended."""
 
-    def metrics(self, *, memory: bool = True) -> dict[str, float]:
-        """Return the scalars since the last call that returned some; empty if it is too early."""
-        began_s = self._clock_s()
-        if began_s < self._due_s:
-            return {}
-        self._read()
-        scalars = host_scalars(self._last, self._newest)
-        scalars |= device_scalars(self._device_began, self._device_newest)
-        self._last = self._newest
-        busy = self._busy_share()
-        if busy is not None:
-            scalars["data_workers/busy_percent"] = 100 * busy
-        ended_s = self._clock_s()
-        self._due_s = ended_s + _REST * (ended_s - began_s)
-        return scalars | (self.read_memory() if memory else {})
+    def step_ended(self) -> None:
+        """Look, now and then, at what this process and its workers have of CPUs and memory."""
+        self._steps += 1
+        now_s = self._clock_s()
+        if now_s >= self._look_due_s:
+            self._look(now_s)
 
-    def read_memory(self, *, at_once: bool = False) -> dict[str, float]:
-        """Return what all processes take together, and of this, what workers have copied.
-
-        Empty if it is too early; ``at_once``: it is not.
-        """
+    def read_memory(self, *, at_once: bool = False) -> None:
+        """Look at the pages of all processes, if it is time for it; ``at_once``: it is."""
         began_s = self._clock_s()
         if began_s < self._memory_due_s and not at_once:
-            return {}
-        workers = self._workers()
-        together = self.memory.read(workers)
+            return
+        self.memory.read(self._workers())
         self._memory_due_s = self._clock_s() + _REST * (self._clock_s() - began_s)
-        if together is None:
-            return {}
-        copied = len(workers) * self.memory.copied_bytes
-        return {"data_host/pss_mib": together / 2**20, "data_host/copied_mib": copied / 2**20}
 
     def seen(self) -> MachineSeen:
         """Return what the machine reports of the training so far."""
-        if self._newest is self._began:
-            self._read()
-        begin, end = self._device_began, self._device_newest
-        full_s = None if end is None else full_in_s(self._held, room_bytes=end.never_used_bytes)
+        self._look(self._clock_s())
+        now = read_host_usage(self._workers(), at_s=self._clock_s())
+        device = read_device_usage(self._device)
+        room_bytes = 0 if device is None else device.never_used_bytes
         return replace(
-            MachineSeen.between(self._began, self._newest, begin, end),
+            MachineSeen.between(self._began, now, self._device_began, device),
             queued_share=queued_share(self._queued, os.getpid()),
-            device_full_in_s=full_s,
+            device_full_in_s=full_in_s(self._held, room_bytes=room_bytes),
         )
 
-    def step_ended(self) -> None:
-        """Look, now and then, at what CPUs and memory this process and its workers had."""
-        self._steps += 1
-        if self._clock_s() >= self._look_due_s:
-            self._look(self._workers())
-
-    def _look(self, workers: list[int]) -> None:
-        now_s = self._clock_s()
+    def _look(self, now_s: float) -> None:
+        workers = self._workers()
         self.memory.look(workers, step=self._steps, epoch=self.epoch)
         for process, queued_ns in read_queued([os.getpid(), *workers]).items():
             first_s, first_ns = self._first.setdefault(process, (now_s, queued_ns))
             self._queued[process] = now_s - first_s, (queued_ns - first_ns) / 1e9
-        self._look_due_s = now_s + _LOOK_EACH_S
-
-    def _read(self) -> None:
-        workers = self._workers()
-        self._look(workers)
-        self._newest = read_host_usage(workers, at_s=self._clock_s())
-        self._device_newest = device = read_device_usage(self._device)
+        device = read_device_usage(self._device)
         if device is not None:
-            self._held.add((self._newest.at_s, device.held_bytes))
+            self._held.add((now_s, device.held_bytes))
+        self._look_due_s = now_s + _LOOK_EACH_S
 
 
 def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
     """Return what went wrong in reading so far, in all loaders; without what has not."""
-    return {f"data_faults/{name}": float(count) for name, count in _faults(logs).items()}
+    counts = _faults(logs)
+    return {f"data_faults/{n}": float(counts[n]) for n in ("samples", "deaths") if n in counts}
 
 
 def _faults(logs: Iterable[FaultLog]) -> dict[str, int]:
     logs = list(logs)
     counts = {name: sum(getattr(log, name) for log in logs) for name in _FAULTS}
     return {name: count for name, count in counts.items() if count}
-
-
-def tune_scalars(tuner: Tuner, workers: int) -> dict[str, float]:
-    """Return what a tuner has done to a loader."""
-    scalars = {"data_tune/workers": float(workers), "data_tune/spent_s": tuner.spent_s}
-    if tuner.moves:
-        move = tuner.moves[-1]
-        gains_ms = {"expected": move.step_expected_ms, "seen": move.step_seen_ms}
-        for name, step_ms in gains_ms.items():
-            if step_ms is not None:
-                gain = 100.0 * (1 - step_ms / move.step_before_ms)
-                scalars[f"data_tune/gain_{name}_percent"] = gain
-    return scalars
 
 
 def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:

@@ -28,9 +28,9 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.insight.model.finding import duration_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from lightning_fastdata.insight.waits.causes import LoaderWait, WaitCauses
+    from lightning_fastdata.insight.waits.causes import WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]
@@ -46,8 +46,6 @@ class Cold(IntEnum):
     """The first of an epoch: workers start, queues are empty. In the first one of a run memory is
     allocated and ``torch.compile`` compiles, too. That it compiles anew later on, as for a last
     batch of another size, has no public sign and counts as warm."""
-    RESUMED = 2
-    """The first after a validation within an epoch: queues are full, caches are not."""
 
 
 class StepTiming(NamedTuple):
@@ -91,14 +89,13 @@ _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
 _STEP_MS = TIMED.index("step_ms")
-_SPIKED = ("stall_ms", "compute_ms")
-_MOST_SPIKES = 3
+_MOST_LONG: Final = 3
 """More of them come again and again, and are what the training is like."""
-_SPIKE_TIMES = 2
+_LONG_TIMES: Final = 2
 """As long as the 95th percentile."""
-_ROUNDED_MS = 1e-3
-_SPIKE_HIGH = 0.03
+_LONG_HIGH: Final = 0.03
 """Of the time of all steps: what takes less is no matter."""
+_ROUNDED_MS: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +113,6 @@ class PhaseSummary:
     share: float
     """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Spike:
-    """A step so long that the mean of all is above the 95th percentile because of it."""
-
-    step: int
-    """Its number in the stage, from 0."""
-    phase: str
-    """What took so long: ``"stall"`` or ``"compute"``."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -154,26 +140,15 @@ class StageSummary:
     """Steps that were first in an epoch."""
     cold_wait_ms: float | None = None
     """Mean host wait of the cold steps: what starting an epoch costs."""
-    resumed_steps: int = 0
-    """Steps that came right after a validation within an epoch."""
-    updates: int | None = None
-    """Batches after which an optimizer stepped; fewer than ``steps`` where gradients are
-    accumulated. None: not counted."""
     samples_per_s: float | None = None
     """Samples of warm steps over their ``step_ms``."""
-    tokens_per_s: float | None = None
-    """Tokens of these samples, padding left out, over the same time; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
-    spikes: tuple[Spike, ...] = ()
-    """Single steps, three at most, that means, shares and rates are without."""
-    dropped_steps: int = 0
-    """Steps whose device figures were given up because the device lagged too far behind."""
+    long_steps: tuple[StepTiming, ...] = ()
+    """Single steps, three at most, so long that the mean of all would be above the 95th percentile:
+    means, shares and rates are without them."""
     causes: WaitCauses | None = None
-    """Why batches were late; None where no loader of this package took stamps. Of several loaders,
-    about the one that is waited for most."""
-    loaders: tuple[LoaderWait, ...] = ()
-    """What each of several loaders costs, in their order; empty where there is one."""
+    """Why batches were late, whichever loader they are of; None where one takes no stamps."""
 
     def __repr__(self) -> str:
         return f"<StageSummary: {self.stage} {', '.join(self.words)}>"
@@ -191,8 +166,6 @@ class StageSummary:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
             found.append(f"{self.samples_per_s:.0f} samples/s")
-        if self.tokens_per_s is not None:
-            found.append(f"{self.tokens_per_s:.0f} tokens/s")
         return found
 
     @property
@@ -229,8 +202,8 @@ class StepHistory:
         self._count = [[0] * len(TIMED) for _ in Cold]
         self._max = [[-np.inf] * len(TIMED) for _ in Cold]
         self._measured_samples = [0 for _ in Cold]
-        self._longest: dict[str, list[StepTiming]] = {name: [] for name in _SPIKED}
-        """The warm steps in which a phase took longest, the longest first."""
+        self._longest: list[StepTiming] = []
+        """The warm steps that took longest, the longest first."""
         self.steps = self.samples = 0
 
     def append(self, timing: StepTiming) -> None:
@@ -245,45 +218,36 @@ class StepHistory:
                 largest[i] = max(largest[i], value)
         if timing.step_ms is not None:
             self._measured_samples[kind] += timing.samples
-        if kind == Cold.NO:
-            self._note_longest(timing)
+            if kind == Cold.NO:
+                self._note_longest(timing, timing.step_ms)
         self._steps[kind] += 1
         self.steps += 1
         self.samples += timing.samples
 
-    def _note_longest(self, timing: StepTiming) -> None:
-        for name, longest in self._longest.items():
-            ms = getattr(timing, name)
-            if ms is None or timing.step_ms is None:
-                continue
-            if len(longest) < _MOST_SPIKES or ms > getattr(longest[-1], name):
-                longest.append(timing)
-                longest.sort(key=lambda each: -getattr(each, name))
-                del longest[_MOST_SPIKES:]
+    def _note_longest(self, timing: StepTiming, step_ms: float) -> None:
+        longest = self._longest
+        if len(longest) < _MOST_LONG or step_ms > (longest[-1].step_ms or 0.0):
+            longest.append(timing)
+            longest.sort(key=lambda each: -(each.step_ms or 0.0))
+            del longest[_MOST_LONG:]
 
-    def _spikes(self, columns: Columns) -> dict[StepTiming, Spike]:
-        """Return the fewest steps without which no mean is above the 95th percentile.
+    def _long_steps(self, columns: Columns) -> list[StepTiming]:
+        """Return the fewest steps without which the mean is not above the 95th percentile.
 
-        None of a phase where three would not do, or where they cost next to nothing.
+        None where three would not do, or where they cost next to nothing.
         """
-        found: dict[StepTiming, Spike] = {}
-        for name, longest in self._longest.items():
-            place, values = TIMED.index(name), measured(columns[name])
-            total, count = self._sum[Cold.NO][place], self._count[Cold.NO][place]
-            p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
-            taken: list[StepTiming] = []
-            for timing in longest:
-                ms = getattr(timing, name)
-                if total <= p95 * count or ms < _SPIKE_TIMES * p95 or count < 2:
-                    break
-                total, count = total - ms, count - 1
-                taken.append(timing)
-            seconds = sum(getattr(each, name) for each in taken)
-            if total > p95 * count or seconds < _SPIKE_HIGH * self._sum[Cold.NO][_STEP_MS]:
-                continue
-            phase = name.removesuffix("_ms")
-            found |= {t: Spike(t.step, phase, getattr(t, name) / 1e3) for t in taken}
-        return found
+        values = measured(columns["step_ms"])
+        whole_ms, count = self._sum[Cold.NO][_STEP_MS], self._count[Cold.NO][_STEP_MS]
+        p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
+        total_ms, taken = whole_ms, list[StepTiming]()
+        for timing in self._longest:
+            ms = timing.step_ms or 0.0
+            if total_ms <= p95 * count or ms < _LONG_TIMES * p95 or count < 2:
+                break
+            total_ms, count = total_ms - ms, count - 1
+            taken.append(timing)
+        few = total_ms <= p95 * count and whole_ms - total_ms >= _LONG_HIGH * whole_ms
+        return taken if few else []
 
     def stalled_s(self, *, cold: bool = True) -> float:
         """Return how long the device had nothing to do because of data.
@@ -304,16 +268,14 @@ class StepHistory:
         take = have if steps is None else max(0, min(steps, have))
         return columns_of(list(islice(self._rows, have - take, None)))
 
-    def summarize(
-        self, stage: str, *, duration_s: float, device: str = "cpu", dropped_steps: int = 0
-    ) -> StageSummary:
+    def summarize(self, stage: str, *, duration_s: float, device: str = "cpu") -> StageSummary:
         """Return where all steps so far went: the warm ones, unless there are none."""
         kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
         columns = warm_steps(self.newest())
         totals, counts = [*self._sum[kind]], [*self._count[kind]]
         samples = self._measured_samples[kind]
-        spikes = self._spikes(columns) if kind is Cold.NO else {}
-        for timing in spikes:
+        long_steps = self._long_steps(columns) if kind is Cold.NO else []
+        for timing in long_steps:
             samples -= timing.samples
             for i, value in enumerate(timing[_FIRST_TIMED:]):
                 totals[i] -= value or 0.0
@@ -336,16 +298,11 @@ class StepHistory:
             samples=self.samples,
             duration_s=duration_s,
             cold_steps=self._steps[Cold.EPOCH],
-            resumed_steps=self._steps[Cold.RESUMED],
             cold_wait_ms=self._sum[Cold.EPOCH][0] / first_waits if first_waits else None,
             samples_per_s=_per_second(samples, step_total),
             samples_per_s_if_data_were_free=free_rate,
-            spikes=tuple(sorted(spikes.values())),
-            dropped_steps=dropped_steps,
+            long_steps=tuple(sorted(long_steps)),
             causes=None,
-            updates=None,
-            loaders=(),
-            tokens_per_s=None,
             **phases,
         )
 
@@ -397,7 +354,7 @@ def _phase(
 
 
 class HostClock:
-    """The host's own clock in nanoseconds: exact, always ready, nothing to give back."""
+    """The host's own clock in nanoseconds: exact, and always ready."""
 
     __slots__ = ("mark",)
 
@@ -412,65 +369,47 @@ class HostClock:
         """Return the milliseconds between two marks."""
         return (end - begin) / 1e6
 
-    def forget_before(self, mark: int) -> None:
+    def reuse(self, marks: Iterable[int]) -> None:
         """Do nothing: a time holds no resource."""
-
-    forget_from = forget_before
 
 
 class EventClock:
-    """A ring of events on the current stream of a device with streams, or of the current device.
+    """Events on the current stream of a device with streams, or of the current device.
 
-    Events are created once and recorded again and again. A mark is given out only while its event
-    is not needed for an older mark; otherwise `mark` returns None and the caller goes without. A
-    step uses up to seven, so that the host may run about 140 steps ahead of the device.
+    An event is recorded anew when its mark is not needed any more, so that there are as many as
+    for the steps that the host is ahead of the device, seven for each.
     """
 
-    __slots__ = ("_device", "_events", "_newest", "_oldest")
+    __slots__ = ("_device", "_free", "_make_event")
 
     def __init__(
-        self,
-        capacity: int = 1024,
-        make_event: Callable[[], Any] | None = None,
-        device: torch.device | None = None,
+        self, make_event: Callable[[], Any] | None = None, device: torch.device | None = None
     ) -> None:
         if make_event is None:
             make_event = partial(new_event, device or torch.device(default_type()), timed=True)
-        self._events = tuple(make_event() for _ in range(capacity))
-        self._device = device
-        self._oldest = self._newest = 0
+        self._make_event, self._device = make_event, device
+        self._free: list[Any] = []
 
-    def mark(self) -> int | None:
-        """Record the next free event; None if the ring is full."""
-        ticket = self._newest
-        if ticket - self._oldest >= len(self._events):
-            return None
-        event = self._event(ticket)
+    def mark(self) -> Any:
+        """Record an event and return it."""
+        event = self._free.pop() if self._free else self._make_event()
         if self._device is None:
             event.record()
         else:
             event.record(current_stream(self._device))
-        self._newest = ticket + 1
-        return ticket
+        return event
 
-    def ready(self, mark: int) -> bool:
+    def ready(self, mark: Any) -> bool:
         """Return whether the device has passed the mark. Never blocks."""
-        return bool(self._event(mark).query())
+        return bool(mark.query())
 
-    def elapsed_ms(self, begin: int, end: int) -> float:
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
         """Return the milliseconds between two marks that are ready."""
-        return float(self._event(begin).elapsed_time(self._event(end)))
+        return float(begin.elapsed_time(end))
 
-    def forget_before(self, mark: int) -> None:
-        """Give back all marks older than this one."""
-        self._oldest = min(max(self._oldest, mark), self._newest)
-
-    def forget_from(self, mark: int) -> None:
-        """Give back this mark and all newer ones."""
-        self._newest = max(min(self._newest, mark), self._oldest)
-
-    def _event(self, mark: int) -> Any:
-        return self._events[mark % len(self._events)]
+    def reuse(self, marks: Iterable[Any]) -> None:
+        """Take back marks that nobody needs any more."""
+        self._free.extend(marks)
 
 
 DeviceClock: TypeAlias = HostClock | EventClock
@@ -487,8 +426,8 @@ class _Phase:
     __slots__ = ("began", "pairs")
 
     def __init__(self) -> None:
-        self.began: int | None = None
-        self.pairs: list[tuple[int, int]] = []
+        self.began: Any = None
+        self.pairs: list[tuple[Any, Any]] = []
 
     def elapsed_ms(self, clock: DeviceClock) -> float | None:
         if not self.pairs:
@@ -506,24 +445,24 @@ class _Step:
     wait_began: int | None = None
     """Host mark of the wait that is under way."""
     wait_ms: float | None = None
-    first_mark: int | None = None
-    """Oldest device mark of the step: where to give marks back from."""
-    compute_began: int | None = None
+    marks: list[Any] = field(default_factory=list)
+    """Those of a device with a clock of its own."""
+    compute_began: Any = None
     """Newest completed end mark: what follows it is compute."""
-    before_work: tuple[int, int] | None = None
+    before_work: tuple[Any, Any] | None = None
     """What lay between the batch's arrival and the work on it: a part of the gap."""
-    work_ended: int | None = None
+    work_ended: Any = None
     """Mark of the end of the step, where it came before the end was counted."""
-    lost: bool = False
-    """Whether the device clock had no room: no device figure of this step can be trusted."""
+    augment_is_outer: bool = False
+    """The transfer began within an augmentation."""
     touched: bool = False
     """Whether any mark was made."""
     index: int = 0
     cold: Cold = Cold.NO
     # Filled at the end of the step.
     samples: int = 0
-    ended: int = 0
-    previous_end: int | None = None
+    ended: Any = None
+    previous_end: Any = None
 
 
 class StepTimeline:
@@ -552,8 +491,7 @@ class StepTimeline:
         self._same = self._device is self._host
         self._step = _Step(cold=Cold.EPOCH)
         self._pending: deque[_Step] = deque()
-        self._previous_end: int | None = None
-        self.dropped_steps = 0
+        self._previous_end: Any = None
         self._history = StepHistory(window)
 
     @property
@@ -566,9 +504,9 @@ class StepTimeline:
         """The next step to end is the first of an epoch; the first step of all is one anyway."""
         self._step.cold = Cold.EPOCH
 
-    def resumed(self) -> None:
-        """The next step to end comes after a pause within its epoch."""
-        self._step.cold = self._step.cold or Cold.RESUMED
+    def paused(self) -> None:
+        """What lies between the last step and the next one is no gap."""
+        self._previous_end = None
 
     def wait_began(self) -> None:
         """The host asks for a batch."""
@@ -588,7 +526,8 @@ class StepTimeline:
 
     def transfer_began(self) -> None:
         """The batch starts its way to the device."""
-        self._step.transfer.began = self._mark()
+        step = self._step
+        step.transfer.began, step.augment_is_outer = self._mark(), step.augment.began is not None
 
     def transfer_ended(self) -> None:
         """The batch is on the device; an augmentation within is taken off the transfer."""
@@ -603,9 +542,9 @@ class StepTimeline:
         step = self._step
         began, end = step.augment.began, self._mark()
         self._close(step.augment, end)
-        if began is not None and end is not None and step.transfer.began is not None:
+        if began is not None and step.transfer.began is not None:
             # During a transfer: cut it there, so that the two never count the same time.
-            if step.transfer.began <= began:
+            if not step.augment_is_outer:
                 step.transfer.pairs.append((step.transfer.began, began))
             step.transfer.began = end
 
@@ -613,7 +552,7 @@ class StepTimeline:
         """The step itself starts; what was done since the batch arrived is gap."""
         step = self._step
         began = self._mark()
-        if began is not None and step.compute_began is not None:
+        if step.compute_began is not None:
             step.before_work = step.compute_began, began
             step.compute_began = began
 
@@ -627,14 +566,8 @@ class StepTimeline:
         end = self._mark() if step.work_ended is None else step.work_ended
         step.samples, step.previous_end = samples, self._previous_end
         self._step = _Step(index=step.index + 1)
-        if end is None or step.lost:
-            self._give_back(step)
-            self._previous_end = None
-            self.dropped_steps += 1
-            self._history.append(self._timing(step))
-        else:
-            step.ended = self._previous_end = end
-            self._pending.append(step)
+        step.ended = self._previous_end = end
+        self._pending.append(step)
         if len(self._pending) >= _POLL_AT:
             self.poll()
 
@@ -643,7 +576,7 @@ class StepTimeline:
         step = self._step
         if not step.touched:
             return
-        self._give_back(step)
+        self._device.reuse(step.marks)
         # What lay between is not a gap: part of it was a step.
         self._previous_end = None
         self._step = _Step(index=step.index, cold=step.cold)
@@ -653,37 +586,30 @@ class StepTimeline:
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
+            if step.previous_end is not None:
+                step.marks.append(step.previous_end)
             # The last mark stays: the gap to the next step begins there.
-            self._device.forget_before(step.ended)
+            self._device.reuse([mark for mark in step.marks if mark is not step.ended])
 
-    def _mark(self, host_mark: int | None = None) -> int | None:
+    def _mark(self, host_mark: int | None = None) -> Any:
         step = self._step
         step.touched = True
-        if step.lost:
-            return None
-        mark = host_mark if self._same and host_mark is not None else self._device.mark()
-        if mark is None:
-            step.lost = True
-        elif step.first_mark is None:
-            step.first_mark = mark
+        if self._same:
+            return self._device.mark() if host_mark is None else host_mark
+        mark = self._device.mark()
+        step.marks.append(mark)
         return mark
 
-    def _close(self, phase: _Phase, end: int | None) -> None:
-        if phase.began is not None and end is not None:
+    def _close(self, phase: _Phase, end: Any) -> None:
+        if phase.began is not None:
             phase.pairs.append((phase.began, end))
             self._step.compute_began = end
             self._step.work_ended = None
         phase.began = None
 
-    def _give_back(self, step: _Step) -> None:
-        if step.first_mark is not None:
-            self._device.forget_from(step.first_mark)
-
     def _timing(self, step: _Step) -> StepTiming:
         clock = self._device
         known = step.index, step.samples, step.cold, step.wait_ms
-        if step.lost:
-            return StepTiming(*known)
         stall_ms = step.wait_ms if self._same else step.stall.elapsed_ms(clock)
         transfer_ms = step.transfer.elapsed_ms(clock)
         augment_ms = step.augment.elapsed_ms(clock)

@@ -7,8 +7,8 @@ import itertools
 import os
 import weakref
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
-from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
@@ -30,10 +29,8 @@ from lightning_fastdata.insight.measure.metrics import (
     p50_and_p95,
     warm_steps,
 )
-from lightning_fastdata.insight.measure.padding import PaddingMeter
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
-    busy_share,
     closed_options,
     model_computes,
     read_loader,
@@ -41,7 +38,7 @@ from lightning_fastdata.insight.model.evidence import (
     stage_times,
 )
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.causes import CauseTotals, LoaderWait, OneOfSeveral, costliest
+from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
@@ -51,9 +48,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.causes import LoaderKey, WaitCauses
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.insight.waits.causes import WaitCauses
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+    from lightning_fastdata.types import Stage
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -62,37 +59,25 @@ _KEPT_STAMPS: Final = 512
 
 
 class StageMeter:
-    """The timeline of one stage, its stamps, its log window and the wall time it has covered.
+    """The timeline of one stage, its stamps, its log window and the wall time it has covered."""
 
-    ``updates`` counts optimizer steps; None: they are not counted.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        device: torch.device,
-        stamps: StageStamps,
-        *,
-        updates: int | None = None,
-    ) -> None:
+    def __init__(self, stage: Stage, device: torch.device) -> None:
         self.stage: Stage = stage
-        self.stamps = stamps
-        self.updates = updates
-        events = EventClock(device=device) if has_streams(device) else None
-        self.timeline = StepTimeline(device=events)
+        self.prefix = "data" if stage == "train" else f"data_{stage}"
+        """Of the names for loggers."""
+        self.stamps = StageStamps(self.prefix)
         self._device = device
-        self.padding = PaddingMeter()
-        self._counted = _Counted()
-        self._logged = _Counted()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured so far."""
+        events = EventClock(device=self._device) if has_streams(self._device) else None
+        self.timeline = StepTimeline(device=events)
+        self.stamps.restart()
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
         self._cpu = SpentMeter()
-
-    def epoch_opens(self) -> None:
-        """Note that the next step is the first of an epoch, and counted apart."""
-        self.timeline.epoch_began()
-        self.stamps.epoch_began()
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
@@ -100,15 +85,14 @@ class StageMeter:
             self._last = clock.monotonic()
             self._cpu.began()
 
-    def size_of(self, batch: Batch) -> tuple[int, float]:
-        """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
-        return batch_samples(batch), self.padding.tokens_of(batch)
+    def wait_began(self) -> None:
+        """Note that a batch is asked for."""
+        self.began()
+        self.timeline.wait_began()
 
-    def step_ended(self, samples: int, tokens: float = 0.0) -> None:
-        """Close the step, in which the model got so many samples, and tokens if that is known."""
+    def step_ended(self, samples: int) -> None:
+        """Close the step, in which the model got so many samples."""
         self.timeline.compute_ended(samples)
-        self._counted.samples += samples
-        self._counted.tokens += tokens
         now = clock.monotonic()
         if self._last is not None:
             self._duration_s += now - self._last
@@ -119,23 +103,17 @@ class StageMeter:
         """Do not count the time until the stage goes on: training and validation take turns."""
         self._last = None
         self._cpu.paused()
+        self.timeline.paused()
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
-        self._drop_foreign()
         history = self.timeline.history
         new, self._logged_steps = history.steps - self._logged_steps, history.steps
-        means = window_means(history.newest(new), self.stamps.prefix) if new else {}
-        each = self._counted.since(self._logged)
-        self._logged = dataclasses.replace(self._counted)
-        rate = means.get(f"{self.stamps.prefix}/throughput_samples_per_s")
-        if each and rate is not None:
-            means[f"{self.stamps.prefix}/throughput_tokens_per_s"] = each * rate
+        means = window_means(history.newest(new), self.prefix) if new else {}
         return {**means, **self.stamps.metrics()}
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
-        self._drop_foreign()
         history = self.timeline.history
         if history.steps == 0:
             return None
@@ -143,24 +121,9 @@ class StageMeter:
             self.stage,
             duration_s=self._duration_s,
             device=self._device.type,
-            dropped_steps=self.timeline.dropped_steps,
         )
-        self.stamps.step_wait_ms = None if summary.wait is None else summary.wait.mean_ms
-        loaders = self.stamps.loader_waits()
-        most = costliest(loaders)
-        waits = sum(spike.phase == "stall" for spike in summary.spikes)
-        causes = self.stamps.summary(spikes=waits) if most is None else most.causes
-        each, rate = self._counted.since(_Counted()), summary.samples_per_s
-        return dataclasses.replace(
-            summary,
-            causes=causes,
-            loaders=loaders,
-            updates=self.updates,
-            tokens_per_s=each * rate if each and rate is not None else None,
-        )
-
-    def _drop_foreign(self) -> None:
-        """Forget stamps of batches that were read outside of the steps."""
+        waited = [t for t in summary.long_steps if (t.stall_ms or 0.0) > (t.compute_ms or 0.0)]
+        return dataclasses.replace(summary, causes=self.stamps.summary(without=len(waited)))
 
     def evidence(
         self,
@@ -172,16 +135,13 @@ class StageMeter:
         val: StageSummary | None = None,
     ) -> Evidence:
         """Return everything that is known of the stage; as of :func:`stage_evidence`."""
-        totals = self.stamps.slowest()
-        loader, stamps = self.stamps.slowest_loader()
-        most = costliest(summary.loaders)
-        if most is not None and most.causes is None:
-            loader, stamps = None, []  # waited for most is a loader that takes no stamps
+        slowest = None if summary.causes is None else self.stamps.slowest()
+        stamps = [] if slowest is None else list(slowest.newest)
         times = stage_times(summary, stamps, self._cpu.used())
-        setup, one_of, shares = None, None, tuple[int, ...]()
+        loader = None if slowest is None else slowest.loader()
+        setup = None
         if loader is not None and stamps:
             setup = setup_of(loader, cpus=cpus, step_cpus=times.step_cpus)
-            one_of, shares = self.stamps.one_of(), self.stamps.stream_samples()
         return dataclasses.replace(
             stage_evidence(
                 summary,
@@ -193,31 +153,16 @@ class StageMeter:
                 val=val,
             ),
             model_computes=model_computes(summary, times),
-            read_rates=None if totals is None else totals.rates,
-            padding=self.padding.found(),
-            stream_samples=shares,
-            one_of=one_of,
+            read_rates=None if slowest is None else slowest.rates,
+            stream_samples=() if slowest is None else slowest.stream_samples(),
         )
 
 
-@dataclasses.dataclass(slots=True)
-class _Counted:
-    """What the steps of a stage had."""
-
-    samples: int = 0
-    tokens: float = 0.0
-
-    def since(self, before: _Counted) -> float:
-        """Return the tokens of a sample since then, the mean; 0: not known."""
-        return (self.tokens - before.tokens) / max(1, self.samples - before.samples)
-
-
 class LoopStage(StageMeter):
-    """A stage whose loaders are known when they are read, and may be read outside of it, too."""
+    """A stage of a loop of one's own, whose loader is known while it is read."""
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
-        prefix = "data" if stage == "train" else f"data_{stage}"
-        super().__init__(stage, device, StageStamps(prefix, lendable=True))
+        super().__init__(stage, device)
         self._facts = LoaderFacts()
         self._closed: dict[str, str] = {}
         self._moved_by: dict[str, None] = {}
@@ -229,19 +174,13 @@ class LoopStage(StageMeter):
         if moves:
             self._moved_by[moves] = None
         self._facts, self._closed = read_loader(loader), closed_options(loader)
-        self._drop_foreign()
         self.stamps.watch([loader])
 
-    def wait_began(self) -> None:
-        """Note that a batch is asked for."""
-        self.began()
-        self.timeline.wait_began()
-
-    def paused(self) -> None:
-        """Do not count the time until the next batch of this stage is asked for."""
-        self._drop_foreign()
-        self.stamps.cut()
-        super().paused()
+    def epoch_ended(self) -> None:
+        """Let go of the loader: what is read of it now is of no step."""
+        self.timeline.drop_open_step()
+        self.stamps.stop()
+        self.paused()
 
     def verdict(self, summary: StageSummary, val: StageSummary | None = None) -> Verdict:
         """Return what limits the stage, given its validation, if there is one."""
@@ -260,10 +199,6 @@ class LoopStage(StageMeter):
         if missing is not None:
             notes.append(f"Why batches were late is not known: {missing}.")
         return tuple(notes)
-
-    def _drop_foreign(self) -> None:
-        if self._last is None:
-            self.stamps.drop_uncut()
 
 
 def _unwrapped(loader: object) -> tuple[object, str]:
@@ -317,242 +252,145 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
     if total > max(0.0, stalled):
         free = float(samples[both].sum()) * 1e3 / (total - stalled)
         scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
-        scalars[f"{prefix}_headroom/speedup_possible"] = total / (total - stalled)
-    for phase in ("step", "stall", "compute"):
-        values = measured(columns[f"{phase}_ms"])
-        if values.size:
-            p50, p95 = p50_and_p95(values)
-            band = {"p50": p50, "p95": p95, "max": float(values.max())}
-            scalars |= {f"{prefix}_band/{phase}_{key}_ms": ms for key, ms in band.items()}
+    stalls = measured(columns["stall_ms"])
+    if stalls.size:
+        scalars[f"{prefix}_band/stall_p95_ms"] = p50_and_p95(stalls)[1]
     return dict(sorted(scalars.items()))
-
-
-class StampQueue(deque["BatchStamps"]):
-    """Stamps of a loader that a later :class:`StageStamps` may take over."""
 
 
 class _Watched:
     """The stamps of one loader, which is not kept alive."""
 
-    def __init__(
-        self, number: int, loader: FastDataLoader, key: LoaderKey | None, *, lendable: bool
-    ) -> None:
+    def __init__(self, number: int, loader: FastDataLoader) -> None:
         self.number = number
-        self.key = key
         self.loader = weakref.ref(loader)
-        # Bounded, as stamps of batches that are read outside of the steps are not cut.
-        kind = StampQueue if lendable else deque
-        self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
+        # Bounded, as nobody may ask for them.
+        self.records: deque[BatchStamps] = deque(maxlen=2 * _MOST_UNCUT)
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
+        self.rates: ReadRates | None = None
+        """What half of its workers and all of them read, if that was tried."""
+        self.made: Counter[int] = Counter()
+        """Samples, by the number of the process that made them."""
 
     @property
     def waited_ns(self) -> int:
         return sum(batch.delivered_ns - batch.requested_ns for batch in self.newest)
 
+    def keep(self, batch: BatchStamps) -> None:
+        self.newest.append(batch)
+        self.rates = batch.rates or self.rates
+        for task in batch.tasks:
+            self.made[task.process] += task.samples
+
+    def stream_samples(self) -> tuple[int, ...]:
+        """Return the samples that each worker made of a stream.
+
+        Empty where it reads no stream, has one worker at most, or delivers batches out of order:
+        then workers make as much as they are fast.
+        """
+        loader = self.loader()
+        if loader is None or loader.num_workers < 2 or not loader.in_order:
+            return ()
+        if not isinstance(loader.dataset, IterableDataset):
+            return ()
+        return tuple(self.made[number] for number in range(loader.num_workers))
+
 
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Where several loaders are known by their keys, each is reported by itself, and what is asked of
-    "the" loader is about the one that is waited for most.
+    Several loaders count as one, and what is asked of "the" loader is about the one that is waited
+    for most. Where one of them takes no stamps, nothing is known of any.
 
     Args:
         prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
-        lendable: Let a later one take over a loader, and take over those of earlier ones that do.
     """
 
-    def __init__(self, prefix: str, *, lendable: bool = False) -> None:
-        self.prefix = prefix
-        self.step_wait_ms: float | None = None
-        self._lendable = lendable
-        self._sources: dict[LoaderKey | None, CauseTotals] = {}
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._totals = CauseTotals(prefix)
         self._watched: list[_Watched] = []
+        self._newest: list[_Watched] = []
+        """Those of the loaders that were shown last."""
         self._numbers = itertools.count()
-        self._keys: dict[LoaderKey, str] = {}
-        """Of several loaders, in their order: why one is not watched; empty: it is."""
         self._unwatched: dict[str, None] = {}
         self._stamped = False
-        self._opening = True
-        """The first step of an epoch is under way."""
-        self._steps = self._window_steps = 0
-        """Steps that were not the first of an epoch: all, and since the last metrics."""
 
-    def watch(self, loaders: Iterable[object], keys: Sequence[LoaderKey] = ()) -> None:
-        """Have each FastDataLoader among some loaders record its stamps, if no other code does.
+    def watch(self, loaders: Iterable[object]) -> None:
+        """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
+        shown = [(loader, self._recognized(loader)) for loader in loaders]
+        self.cut()
+        self._watched = [each for each in self._watched if each.loader() is not None]
+        found = [known or self._recording(loader) for loader, known in shown]
+        self._newest = [each for each in found if each is not None]
 
-        Several that are read in the same steps or in turn have keys; else they count as one.
-        """
-        loaders = list(loaders)
-        key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
-        unknown = {id(each) for each in loaders if not self._recognized(each)}
-        if unknown:
-            self.cut()
-            self._watched = [each for each in self._watched if each.loader() is not None]
-        for loader in loaders:
-            key = key_of.get(id(loader))
-            why = self._begin_watching(loader, key) if id(loader) in unknown else ""
-            if why:
-                self._unwatched[why] = None
-            if key is not None:
-                self._keys[key] = why
-
-    def _begin_watching(self, loader: object, key: LoaderKey | None) -> str:
-        """Have a loader record its stamps, or return why it does not."""
-        if not isinstance(loader, FastDataLoader):
-            return f"a {type(loader).__name__} does not tell, FastDataLoader does"
-        mine = self._lendable and isinstance(loader.records, StampQueue)
-        if loader.records is not None and not mine:
-            return "other code takes the stamps of its loader"
-        watched = next((each for each in self._watched if each.loader() is loader), None)
-        if watched is None:  # else it was taken over in between
-            watched = _Watched(next(self._numbers), loader, key, lendable=self._lendable)
-            self._watched.append(watched)
-        loader.record_stamps(watched.records)
-        return ""
-
-    def _recognized(self, loader: object) -> bool:
+    def _recognized(self, loader: object) -> _Watched | None:
         """Note a loader that records for us: maybe one that Lightning made from one of ours."""
         if isinstance(loader, FastDataLoader):
             for watched in self._watched:
                 if loader.records is watched.records:
                     watched.loader = weakref.ref(loader)
-                    return True
-        return False
+                    return watched
+        return None
+
+    def _recording(self, loader: object) -> _Watched | None:
+        """Have a loader record its stamps, or note why it does not."""
+        if not isinstance(loader, FastDataLoader):
+            self._unwatched[f"a {type(loader).__name__} does not tell, FastDataLoader does"] = None
+            return None
+        if loader.records is not None:
+            self._unwatched["other code takes the stamps of its loader"] = None
+            return None
+        watched = next((each for each in self._watched if each.loader() is loader), None)
+        if watched is None:  # else it was let go of in between
+            watched = _Watched(next(self._numbers), loader)
+            self._watched.append(watched)
+        loader.record_stamps(watched.records)
+        return watched
 
     def restart(self) -> None:
         """Forget what was recorded so far."""
-        self._sources.clear()
-        self._opening, self._steps, self._window_steps = True, 0, 0
-        self.drop_uncut()
-        for watched in self._watched:
-            watched.newest.clear()
-
-    def drop_uncut(self) -> None:
-        """Forget what was recorded since stamps were last cut: of batches of no step."""
+        self._totals = CauseTotals(self._prefix)
         for watched in self._watched:
             watched.records.clear()
+            watched.newest.clear()
+            watched.made.clear()
 
     def stop(self) -> None:
         """Take no more stamps; what was taken is kept."""
+        self.cut()
         for watched in self._watched:
             loader = watched.loader()
             if loader is not None and loader.records is watched.records:
                 loader.record_stamps(None)
 
-    def epoch_began(self) -> None:
-        """Note that the next step is the first of an epoch."""
-        self.cut()
-        self._opening = True
-
     def step_ended(self) -> None:
-        """Cut what has come together, if it is much or of the first step of an epoch."""
-        if self._opening:
+        """Cut what has come together, if it is much."""
+        if any(len(each.records) > _MOST_UNCUT for each in self._watched):
             self.cut()
-            self._opening = False
-            return
-        self._steps += 1
-        self._window_steps += 1
-        for watched in self._watched:
-            if len(watched.records) > _MOST_UNCUT:
-                self.cut()
-                return
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean parts of the waits since the last call, a batch or a step with keys."""
+        """Return the mean parts of the wait for a batch since the last call."""
         self.cut()
-        steps, self._window_steps = self._window_steps, 0
-        found: dict[str, float] = {}
-        for source in self._sources.values():
-            batches, source.window_batches = source.window_batches, 0
-            per_step = 1.0 if source.key is None else batches / max(1, steps)
-            for name, ms in source.window().items():
-                found[name] = found.get(name, 0.0) + ms * per_step
-        return found
+        return {} if self.missing() is not None else self._totals.window()
 
-    def summary(self, *, spikes: int = 0) -> WaitCauses | None:
-        """Return why batches were late, without so many of the longest waits; None: no stamps."""
-        source = self.slowest()
-        return None if source is None else source.summary(self._path_of, spikes=spikes)
+    def summary(self, *, without: int = 0) -> WaitCauses | None:
+        """Return why batches were late, without so many of the longest waits; None: not known."""
+        if self.missing() is not None:
+            return None
+        return self._totals.summary(self._path_of, without=without)
 
-    def loader_waits(self) -> tuple[LoaderWait, ...]:
-        """Return what each of several loaders costs, in their order; empty where there is one."""
-        self.cut()
-        waits = self._waits_ms()
-        return tuple(
-            LoaderWait(
-                name=key.name,
-                label=key.label,
-                wait_ms=waits[key],
-                batches=None if source is None else source.batches,
-                causes=None if source is None else source.summary(self._path_of),
-            )
-            for key in self._keys
-            for source in (self._sources.get(key),)
-        )
-
-    def _waits_ms(self) -> dict[LoaderKey, float | None]:
-        """Return what a step waits for each of several loaders; None: not known."""
-        found: dict[LoaderKey, float | None] = dict.fromkeys(self._keys)
-        if not self._steps:
-            return found
-        mine = {key: self._sources[key] for key in found if key in self._sources}
-        stamped = {key: each.waited_ms(self._steps) for key, each in mine.items()}
-        silent = [key for key in found if key not in mine]
-        found |= stamped
-        if self.step_wait_ms is None:
-            return found
-        if len(silent) == 1:
-            found[silent[0]] = max(0.0, self.step_wait_ms - sum(stamped.values()))
-        return found
-
-    def slowest(self) -> CauseTotals | None:
+    def slowest(self) -> _Watched | None:
         """Return what is known of the loader that was waited for most; None without stamps."""
         self.cut()
-        waits = self._waits_ms()
-        keyed = {key: each for key, each in self._sources.items() if key is not None}
-        if not keyed:
-            return self._sources.get(None)
-        return keyed[max(keyed, key=lambda key: waits.get(key) or 0.0)]
-
-    def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
-        """Return the loader that was waited for most (None: gone), and its newest stamps."""
-        source = self.slowest()
-        mine = [each for each in self._watched if source is not None and each.key == source.key]
-        slowest = max(mine, key=lambda each: each.waited_ns, default=None)
-        return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
-
-    def one_of(self) -> OneOfSeveral | None:
-        """Return which of several loaders is waited for most; None where there is one."""
-        source = self.slowest()
-        if source is None or source.key is None:
-            return None
-        waits = self._waits_ms()
-        mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
-        share = mine_ms / all_ms if all_ms else 0.0
-        return OneOfSeveral(label=source.key.label, wait_share=share)
-
-    def stream_samples(self) -> tuple[int, ...]:
-        """Return the samples that each worker of that loader made of a stream.
-
-        Empty where it reads no stream, has one worker at most, or delivers batches out of order:
-        then workers make as much as they are fast.
-        """
-        source, (loader, _) = self.slowest(), self.slowest_loader()
-        if source is None or loader is None or loader.num_workers < 2 or not loader.in_order:
-            return ()
-        if not isinstance(loader.dataset, IterableDataset):
-            return ()
-        return tuple(source.made[number] for number in range(loader.num_workers))
-
-    def busy_share(self) -> float | None:
-        """Return the part of the time, 0 to 1, in which that loader's workers had a task lately."""
-        loader, stamps = self.slowest_loader()
-        return None if loader is None else busy_share(stamps, loader.num_workers)
+        stamped = [each for each in self._newest if each.newest]
+        stamped = stamped or [each for each in self._watched if each.newest]
+        return max(stamped, key=lambda each: each.waited_ns, default=None)
 
     def missing(self) -> str | None:
-        """Return why nothing is known about the waits; None if something is."""
+        """Return why it is not known what the waits were made of; None if it is."""
         self.cut()
-        if self._stamped:
+        if self._stamped and not self._unwatched:
             return None
         loaders = [each.loader() for each in self._watched]
         executors = dict.fromkeys(
@@ -560,21 +398,14 @@ class StageStamps:
         )
         return ", ".join(self._unwatched or executors) or "nothing was noted"
 
-    def missing_loaders(self) -> dict[str, str]:
-        """Return which of several loaders take no stamps, and why, where others do."""
-        return {key.label: why for key, why in self._keys.items() if why and self._stamped}
-
     def cut(self) -> None:
         """Cut the waits of all batches that were recorded."""
         for watched in self._watched:
             self._stamped |= bool(watched.records)
             while watched.records:
                 batch = watched.records.popleft()
-                source = self._sources.get(watched.key)
-                if source is None:
-                    source = self._sources[watched.key] = CauseTotals(self.prefix, watched.key)
-                source.add(batch, watched.number, opening=self._opening)
-                watched.newest.append(batch)
+                self._totals.add(batch, watched.number)
+                watched.keep(batch)
 
     def _path_of(self, number: int, index: object) -> str | None:
         owner = next((each.loader() for each in self._watched if each.number == number), None)

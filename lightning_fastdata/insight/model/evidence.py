@@ -14,15 +14,13 @@ from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-from lightning_fastdata.insight.measure.padding import Padding
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.memory import MemorySeen
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import LineShare, OneOfSeveral, OperationShare
+from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.buckets import BucketBatchSampler
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.simulate import (
     BatchCost,
@@ -64,7 +62,8 @@ class LoaderFacts:
     streamed: bool | None = None
     """The dataset is an iterable one."""
     loader: str | None = None
-    """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
+    """Which of several loaders this is about, e.g. ``loader 'images'``, the one that is waited for
+    most; None: there is one."""
 
 
 def read_loader(loader: object) -> LoaderFacts:
@@ -108,8 +107,6 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
         found["cache"] = "a stream has no index to keep samples by"
     elif caches_in(ours.dataset):
         found["cache"] = "samples are kept already"
-    if isinstance(getattr(loader, "batch_sampler", None), BucketBatchSampler):
-        found["batch_sampler"] = "its batches are of samples of like length"
     return {f"{prefix}{option}": why for option, why in found.items()}
 
 
@@ -196,8 +193,6 @@ class Evidence:
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     gap_ms: float | None = None
     """The device had nothing to do, although no batch was waited for."""
-    padding: Padding | None = None
-    """How much of the batches is padding."""
     memory: MemorySeen | None = None
     """Of the training process and its workers."""
     ranks: tuple[RankTiming, ...] = ()
@@ -206,9 +201,6 @@ class Evidence:
     """Of the validation loader."""
     val_loader: str | None = None
     """Of several validation loaders, the one that is waited for most."""
-    one_of: OneOfSeveral | None = None
-    """Of several loaders, the one that the parts of the wait, the setup, the costs and what is
-    derived from them are about; None: there is one."""
     wall: WallTime = _NO_TIME
     """Where the wall time of the whole run went; of a loop, as its stages tell."""
 
@@ -282,7 +274,7 @@ def stage_evidence(
         others, threads = machine.taken_of(setup.cpus), worker_threads(stamps)
         setup = replace(setup, other_cpus=others, worker_threads=threads)
     step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
-    spike_s = min((spike.seconds for spike in summary.spikes), default=math.inf)
+    long_ms = min((each.step_ms or 0.0 for each in summary.long_steps), default=math.inf)
     causes = summary.causes
     seen = causes is not None and any(each.augments for each in causes.operations)
     evidence = Evidence(
@@ -298,7 +290,7 @@ def stage_evidence(
         wall=loop_time(summary, val),
         epochs=summary.cold_steps,
         setup=setup,
-        costs=recorded_costs(stamps, step_queued=step_queued, spike_s=spike_s),
+        costs=recorded_costs(stamps, step_queued=step_queued, below_s=long_ms / 1e3),
         busy_share=None if setup is None else busy_share(stamps, setup.workers),
         runqueue_share=runqueue_share(stamps),
         remote=RemoteSeen.of(stamps),
@@ -320,9 +312,9 @@ def stage_evidence(
 
 
 def recorded_costs(
-    stamps: Sequence[BatchStamps], *, step_queued: float = 0.0, spike_s: float = math.inf
+    stamps: Sequence[BatchStamps], *, step_queued: float = 0.0, below_s: float = math.inf
 ) -> tuple[BatchCost, ...]:
-    """Return what the newest batches cost, without those that took ``spike_s``, or their step did.
+    """Return what the newest batches cost, without those that took ``below_s``, or their step did.
 
     ``step_queued``: as of :func:`stage_evidence`.
     """
@@ -330,7 +322,7 @@ def recorded_costs(
         cost
         for epoch in by_epoch(stamps)
         for batch, cost in zip(epoch, batch_costs(epoch, step_queued=step_queued), strict=False)
-        if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * spike_s * 1e9
+        if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * below_s * 1e9
     ]
     return tuple(costs[-_MOST_COSTS:])
 

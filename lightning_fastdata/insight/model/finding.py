@@ -148,7 +148,7 @@ FAMILIES: Final = {
     "costly transforms": "FD103 FD305 FD309",
     "full CPUs": "FD306 FD315",
     "costly hand-over": "FD307 FD308 FD311 FD323 FD324 FD327",
-    "copy, augmentation, padding": "FD312 FD313 FD337",
+    "copy, augmentation": "FD312 FD313",
     "starts of epochs": "FD310 FD332",
     "validation": "FD318 FD331",
     "Python between steps": "FD314 FD320 FD321 FD322 FD333",

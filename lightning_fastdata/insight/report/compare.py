@@ -24,7 +24,7 @@ _PHASES: Final = ("step", "stall", "wait", "transfer", "augment", "compute", "ga
 _STATISTICS: Final = {"": "mean_ms", "_p50": "p50_ms", "_p95": "p95_ms", "_max": "max_ms"}
 _OF_STAGE: Final = (
     *("samples_per_s", "samples_per_s_if_data_were_free", "speedup_possible", "stall_share"),
-    *("cold_wait_ms", "duration_s", "steps", "samples", "dropped_steps"),
+    *("cold_wait_ms", "duration_s", "steps", "samples"),
 )
 _SHOWN: Final = {
     *("samples_per_s", "samples_per_s_if_data_were_free", "stall_percent", "step_p95_ms"),

@@ -26,7 +26,7 @@ from lightning_fastdata.insight.model.finding import (
     gain_text,
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.causes import cause_lines, waits_line
+from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
@@ -170,7 +170,6 @@ class RunReport:
             lines.append(rule(f"fastdata · {first.title} {so_far}", width))
             lines += _verdict_lines(verdict, width)
             lines += [[], *_phase_rows(first, width), []]
-            lines += _words("", waits_line(first.loaders), width, "")
             lines += _figure_lines(self, width)
         if verdict is not None:
             lines += _finding_lines(verdict, self.stages, width)
@@ -178,7 +177,6 @@ class RunReport:
             lines += _words(label, str(move), width, "")
         for stage in self.stages[1:]:
             lines += _words(stage.stage, "  ·  ".join(stage.words), width, "")
-            lines += _words("", waits_line(stage.loaders), width, "")
         lines += _words("ranks", ranks_line(self.ranks) or "", width, "")
         for note in self.notes:
             lines += _words("note", note, width, "dim")

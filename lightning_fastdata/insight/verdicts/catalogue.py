@@ -50,9 +50,8 @@ TITLES: Final[dict[str, str]] = {rule.code: rule.title for rule in reversed(RULE
 TITLES.update((rule.code, rule.title) for rule in without_stamps.RULES)
 """Code -> what it stands for."""
 _SEVERITIES: Final = ("high", "moderate", "fine")
-_OF_STEPS: Final = ("FD312", "FD313", "FD337")
+_OF_STEPS: Final = ("FD312", "FD313")
 """Besides data and the model, what makes a step longer."""
-_SPIKE_WORDS: Final = {"stall": "waiting for data", "compute": "computing"}
 _CLEARLY: Final = 1.5
 """One gain is clearly larger than another if it is so many times as large."""
 
@@ -109,12 +108,10 @@ def _passed(found: Found, e: Evidence) -> Found:
 
 def _found(evidence: Evidence) -> Iterator[Found]:
     """Yield what each rule finds; of several loaders, a loader's findings name it."""
-    own = step_costs.own_evidence(evidence)
     for rule in RULES:
-        if rule.about not in ("loader", "machine"):
-            finding = rule.find(evidence)
-        elif (finding := rule.find(own)) is not None:
-            finding = step_costs.of_loader(own, finding, remedy_too=rule.about == "loader")
+        finding = rule.find(evidence)
+        if finding is not None and rule.about in ("loader", "machine"):
+            finding = step_costs.of_loader(evidence, finding, remedy_too=rule.about == "loader")
         if finding is not None:
             yield Found(rule, finding)
 
@@ -212,19 +209,16 @@ def judge(
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
-    evidence = [f"{without_stamps.timed_steps(summary)} of {summary.steps} steps were timed"]
+    evidence = [f"{summary.steps} steps were timed"]
     if summary.stall is None and summary.steps:
         evidence.append("waits for batches were not seen")
-    if summary.dropped_steps:
-        evidence.append(f"{summary.dropped_steps} steps given up: the device lagged behind")
     return tuple(evidence)
 
 
 def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
     evidence = [
-        f"step {each.step} took {duration_text(each.seconds)}, {_SPIKE_WORDS[each.phase]}: judged "
-        "without it"
-        for each in summary.spikes
+        f"step {each.step} took {duration_text((each.step_ms or 0.0) / 1e3)}, and is judged without"
+        for each in summary.long_steps
     ]
     wait, stall = summary.wait, summary.stall
     if wait is not None and stall is not None:

@@ -159,8 +159,7 @@ def _latency(e: Evidence) -> Finding | None:
     finding = found(
         "FD303",
         e.stall_share,
-        of_wait(e, share, "waiting for storage, a network or a lock")
-        + where_text(e.lines, blocked=True),
+        of_wait(e, share, "waiting for storage, a network or a lock") + where_text(e.lines),
         (Advice(text="keep the data on a local disk", part=share), _CACHE),
         _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
@@ -180,7 +179,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
     return found(
         "FD304",
         e.stall_share,
-        cause + where_text(e.lines, blocked=True),
+        cause + where_text(e.lines),
         (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
         _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",
@@ -243,7 +242,7 @@ def _few_workers(e: Evidence) -> Finding | None:
         return None
     cause = of_wait(e, share, "reading and transforming samples on a CPU")
     leave = "storage: it is not what is waited for"
-    cause += where_text(e.lines, blocked=False)
+    cause += where_text(e.lines)
     finding = found("FD305", e.stall_share, cause, _transforms(e), _gain_of_transforms(e), leave)
     return _more_workers(e, finding, computing=True)
 
@@ -268,7 +267,7 @@ def _few_cpus(e: Evidence) -> Finding | None:
         if wanted is not None and wanted.workers < now.workers:
             gain = remedies.gain_of_setup(e, wanted)
             remedy = (remedies.advised(now, wanted, gain), *remedy)
-    cause = "; ".join(facts) + where_text(e.lines, blocked=False)
+    cause = "; ".join(facts) + where_text(e.lines)
     leave = "more workers: they would share the same CPUs"
     return found("FD306", e.stall_share, cause, remedy, _gain_of_transforms(e), leave)
 

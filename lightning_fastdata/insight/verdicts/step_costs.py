@@ -18,28 +18,15 @@ from lightning_fastdata.insight.model.finding import (
     Finding,
     Rule,
     found,
-    why_not,
 )
 from lightning_fastdata.insight.verdicts import pauses
 
 
-def own_evidence(e: Evidence) -> Evidence:
-    """Return the evidence with the waits of its one loader in the place of those of all."""
-    if e.one_of is None:
-        return e
-    share = e.one_of.wait_share
-    return replace(
-        e,
-        wait_ms=None if e.wait_ms is None else e.wait_ms * share,
-        stall_ms=None if e.stall_ms is None else e.stall_ms * share,
-    )
-
-
 def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
     """Return a finding that names its loader; ``remedy_too``: its remedy is an option of that."""
-    if e.one_of is None:
+    label = e.loader.loader
+    if label is None:
         return finding
-    label = e.one_of.label
     finding = replace(finding, cause=f"{label}: {finding.cause}")
     if not remedy_too or not finding.advice:
         return finding
@@ -54,7 +41,6 @@ _GAP_LEAST_MS: Final = 1.0
 _SOON_S: Final = 24 * 3600
 """Later is no danger to most trainings."""
 _HEADROOM_LOW: Final = 0.03
-_PADDING_HIGH: Final = 0.10
 
 
 def _hidden(e: Evidence) -> Finding | None:
@@ -135,38 +121,6 @@ def _host_gap(e: Evidence) -> Finding | None:
     )
 
 
-def _padding(e: Evidence) -> Finding | None:
-    """Return the finding that steps compute on padding, if there is a remedy that pays.
-
-    Where they wait for data, that is first.
-    """
-    padding, compute = e.padding, e.summary.compute
-    if padding is None or padding.share < _PADDING_HIGH or compute is None or e.stalls:
-        return None
-    then = f"{padding.least_share:.0%} would be padding"
-    advice = Advice(
-        text="batches of samples of like length, batch_sampler=BucketBatchSampler(lengths, "
-        f"tokens={padding.tokens}), of which {then}; or pack() for a language model",
-        changes=("batch_sampler",),
-    )
-    if padding.one_width:
-        text = "pad to the longest sample of each batch in collate_fn, and not all to one width"
-        advice = Advice(text=f"{text}: {then}", changes=("collate_fn",))
-    left = (1 - padding.share) / (1 - padding.least_share)  # of the tokens, with the remedy
-    saved_ms = (1 - left) * compute.mean_ms
-    gain = remedies.without(e, saved_ms)
-    if why_not(advice, gain, e.closed) is not None:
-        return None
-    return found(
-        "FD337",
-        e.of_step(saved_ms),
-        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by})",
-        advice,
-        gain,
-        "the loader's workers",
-    )
-
-
 def _slow_rank(e: Evidence) -> Finding | None:
     slow = e.slow_rank
     if slow is None:
@@ -244,7 +198,6 @@ RULES: Final = (
     Rule("FD312", "the copy to the device takes long", _transfer),
     Rule("FD313", "augmentation on the device takes long", _augmentation),
     Rule("FD314", "the device waits for the host", _host_gap),
-    Rule("FD337", "batches are padded", _padding, after="FD314"),
     Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
     Rule("FD317", "the device is short of memory", _memory),
     Rule("FD326", "the device's memory fills up", _fills_up, after="FD317"),

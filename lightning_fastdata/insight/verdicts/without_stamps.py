@@ -40,11 +40,6 @@ def largest_cost(e: Evidence) -> Found:
     return next(every)  # the last rule always holds
 
 
-def timed_steps(summary: StageSummary) -> int:
-    """Return the number of steps of which the device's figures are known."""
-    return summary.steps - summary.dropped_steps
-
-
 def waiting_text(summary: StageSummary) -> str:
     """Return how much of each step is waiting, in words; empty if that was not measured."""
     step, stall = summary.step, summary.stall
@@ -59,7 +54,7 @@ def waiting_text(summary: StageSummary) -> str:
 def _too_few_steps(e: Evidence) -> Finding | None:
     summary = e.summary
     measured = summary.step is not None and summary.stall is not None
-    if measured and timed_steps(summary) >= _FEWEST_STEPS:
+    if measured and summary.steps >= _FEWEST_STEPS:
         return None
     more = Advice(text=f"train for at least {_FEWEST_STEPS} steps", for_speed=False)
     cause = "too little was measured to tell"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import add
 from typing import TYPE_CHECKING, Final, SupportsInt
 
 from lightning_fastdata.errors import printable
@@ -19,7 +19,7 @@ from lightning_fastdata.insight.waits.attribution import (
 )
 
 if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
     from lightning_fastdata.stamps.lines import LineTime
 
 _NS_PER_MS: Final = 1e6
@@ -28,7 +28,7 @@ _OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms",
 _SLOWEST: Final = 5
 _MOST_HELD: Final = 32
 _KEPT_SLOW: Final = 256
-_MOST_SPIKES: Final = 3
+_MOST_LONGEST: Final = 3
 WORTH_SAYING: Final = 0.05
 """Smaller shares are not put into words."""
 _MOST_LINES: Final = 20
@@ -89,31 +89,20 @@ class WaitCauses:
     """The lines of the user's code that reading is in, the longest first, at most 20."""
 
 
+@dataclass(slots=True)
 class _Total:
-    __slots__ = ("batches", "longest", "ns", "overtaken")
+    ns: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
+    batches: int = 0
+    overtaken: int = 0
 
-    def __init__(self) -> None:
-        self.batches = self.overtaken = 0
-        self.ns = [0.0] * len(PARTS)
-        self.longest: list[list[float]] = []
-        """The longest waits of single batches, the longest first."""
+    def add(self, other: _Total) -> None:
+        self.ns = [*map(operator.add, self.ns, other.ns)]
+        self.batches += other.batches
+        self.overtaken += other.overtaken
 
-    def note(self, ns: list[float]) -> None:
-        """Keep a wait that was added, if it is among the longest."""
-        self.longest = sorted([*self.longest, ns], key=sum, reverse=True)[:_MOST_SPIKES]
-
-    def without(self, spikes: int) -> _Total:
-        """Return the same without so many of the longest waits."""
-        left = _Total()
-        left.add(self.ns, self.overtaken, self.batches)
-        for ns in self.longest[:spikes]:
-            left.add([-each for each in ns], 0, -1)
-        return left
-
-    def add(self, ns: list[float], overtaken: int, batches: int = 1) -> None:
-        self.batches += batches
-        self.overtaken += overtaken
-        self.ns = [*map(add, self.ns, ns)]
+    def less(self, other: _Total) -> _Total:
+        ns = [*map(operator.sub, self.ns, other.ns)]
+        return _Total(ns, self.batches - other.batches, self.overtaken - other.overtaken)
 
     def means(self) -> dict[str, float]:
         unit = self.batches * _NS_PER_MS
@@ -123,38 +112,24 @@ class _Total:
 class CauseTotals:
     """Adds up the waits of one stage, whichever objects deliver its batches in each epoch.
 
-    Args:
-        prefix: Of the names for loggers.
-        key: Of several loaders, the one that these batches are of.
+    ``prefix`` is that of the names for loggers.
     """
 
-    def __init__(self, prefix: str = "data", key: LoaderKey | None = None) -> None:
+    def __init__(self, prefix: str = "data") -> None:
         self._prefix = prefix
-        self.key = key
-        self.rates: ReadRates | None = None
-        """What half of its workers and all of them read, if that was tried."""
-        self.made: Counter[int] = Counter()
-        """Samples, by the number of the process that made them."""
-        # Of the steps that are not first in an epoch:
-        self.batches = self.waited_ns = 0
-        self.window_batches = 0
-        """Batches since the last metrics."""
         self._cutters: dict[int, WaitCutter] = {}
         self._held: dict[int, deque[BatchStamps]] = {}
-        # Of warm batches: since the last window was taken, and before.
-        self._window, self._before, self._cold = _Total(), _Total(), _Total()
+        self._warm, self._cold = _Total(), _Total()
+        """Batches within an epoch, and the first ones of epochs."""
+        self._longest: list[_Total] = []
+        """The longest waits of the former, each of one batch, the longest first."""
+        self._told = _Total()
+        """What the former were when the last window was taken."""
         self._slow: dict[tuple[int, object], SlowSample] = {}
         self._lines = LineTotals()
 
-    def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
-        """Cut the wait for a batch and add it; to be called in the order of a loader's batches.
-
-        ``opening``: it came in the first step of an epoch.
-        """
-        self._count(batch, opening=opening)
-        if self.key is not None:
-            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
-            batch = batch._replace(first=opening)
+    def add(self, batch: BatchStamps, loader: int = 0) -> None:
+        """Cut the wait for a batch and add it; to be called in the order of a loader's batches."""
         cutter = self._cutters.get(loader)
         if cutter is None:
             if not batch.tasks:
@@ -167,20 +142,6 @@ class CauseTotals:
         while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
             self._cut(held.popleft(), loader)
 
-    def _count(self, batch: BatchStamps, *, opening: bool) -> None:
-        for task in batch.tasks:
-            self.made[task.process] += task.samples
-        self.rates = batch.rates or self.rates
-        if opening:
-            return
-        self.batches += 1
-        self.window_batches += 1
-        self.waited_ns += batch.delivered_ns - batch.requested_ns
-
-    def waited_ms(self, steps: int) -> float:
-        """Return the mean wait over so many steps."""
-        return self.waited_ns / steps / _NS_PER_MS
-
     def _cut_held(self) -> None:
         for loader, held in self._held.items():
             while held:
@@ -190,9 +151,13 @@ class CauseTotals:
         cutter = self._cutters[loader]
         typical_ms = cutter.typical_sample_ms or 0.0
         ns, slowest = cutter.cut(batch)
-        (self._cold if batch.first else self._window).add(ns, batch.ready_ahead > 0)
-        if not batch.first:
-            self._before.note(ns)
+        wait = _Total(ns, 1, int(batch.ready_ahead > 0))
+        if batch.first:
+            self._cold.add(wait)
+        else:
+            self._warm.add(wait)
+            longest = sorted([*self._longest, wait], key=lambda each: -sum(each.ns))
+            self._longest = longest[:_MOST_LONGEST]
         if slowest is not None:
             self._note_slow(loader, slowest, typical_ms)
         for task in batch.tasks:
@@ -215,8 +180,8 @@ class CauseTotals:
     def window(self) -> dict[str, float]:
         """Return the mean parts of the waits since the last call, by their names for loggers."""
         self._cut_held()
-        window, self._window = self._window, _Total()
-        self._before.add(window.ns, window.overtaken, window.batches)
+        window = self._warm.less(self._told)
+        self._told = replace(self._warm)
         if not window.batches:
             return {}
         # Without what was not measured: how reading went, or that it went, or any pinning.
@@ -229,18 +194,16 @@ class CauseTotals:
         self,
         path_of: Callable[[int, object], str | None] = lambda _loader, _index: None,
         *,
-        spikes: int = 0,
+        without: int = 0,
     ) -> WaitCauses | None:
         """Return why batches were late, or None; ``path_of`` knows files of a loader's samples.
 
-        ``spikes``: so many of the longest waits are no part of it.
+        ``without``: so many of the longest waits are no part of it.
         """
         self._cut_held()
-        warm = _Total()
-        for each in (self._before, self._window):
-            warm.add(each.ns, each.overtaken, each.batches)
-        warm.longest = self._before.longest
-        warm = warm.without(min(spikes, warm.batches - 1))
+        warm = self._warm
+        for wait in self._longest[: max(0, min(without, warm.batches - 1))]:
+            warm = warm.less(wait)
         total = warm if warm.batches else self._cold
         if not total.batches:
             return None
@@ -300,72 +263,12 @@ def _plain(index: object) -> int | str | None:
         return repr(index)
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderKey:
-    """Where a loader stands in the list or dict that the user wrote."""
-
-    path: tuple[Hashable, ...]
-    """Keys and positions, the outermost first."""
-
-    @property
-    def name(self) -> str:
-        """For lists, e.g. ``images``, ``1`` or ``pairs[0]``."""
-        return f"{self.path[0]}{''.join(f'[{key!r}]' for key in self.path[1:])}"
-
-    @property
-    def label(self) -> str:
-        """For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``."""
-        return f"loader {self.path[0]!r}{''.join(f'[{key!r}]' for key in self.path[1:])}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderWait:
-    """What one of several loaders costs the steps of its stage."""
-
-    name: str
-    """Its key or position as the user wrote it, e.g. ``images``, ``1`` or ``pairs[0]``."""
-    label: str
-    """The same for sentences, e.g. ``loader 'images'``."""
-    wait_ms: float | None
-    """Wait for it, the mean over the steps that are not first in an epoch; those of all loaders add
-    up to that of the step. None: not known, as where several loaders take no stamps."""
-    batches: int | None
-    """Its batches in these steps; None where it takes no stamps."""
-    causes: WaitCauses | None
-    """Why its batches were late; None where it takes no stamps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneOfSeveral:
-    """Of which of several loaders the evidence is."""
-
-    label: str
-    """The loader, e.g. ``loader 'images'``."""
-    wait_share: float
-    """Its part of the wait for all of them, 0 to 1."""
-
-
-def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:
-    """Return the loader that is waited for most; None if no wait of any is known."""
-    known = [each for each in loaders if each.wait_ms is not None]
-    return max(known, key=lambda each: each.wait_ms or 0.0, default=None)
-
-
-def waits_line(loaders: Sequence[LoaderWait]) -> str:
-    """Return ``waits: images 12.3 ms, text 0.1 ms``; empty without several loaders."""
-    waits = [
-        f"{each.name} {'not known' if each.wait_ms is None else f'{each.wait_ms:.1f} ms'}"
-        for each in loaders
-    ]
-    return f"waits: {', '.join(waits)}" if waits else ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineShare:
     """What one line of the user's code takes, with all that it calls in libraries."""
 
     file: str
-    """Relative to the working directory or to where packages are, or its last two parts."""
+    """Relative to where packages are, or its last two parts."""
     line: int
     function: str
     """Qualified name."""
@@ -374,21 +277,11 @@ class LineShare:
     things."""
     share: float
     """Of the time to read, 0 to 1."""
-    blocked_share: float | None
-    """Of the line's time, what it waited for something other than a CPU, 0 to 1; None where the
-    system does not tell."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for most of its time."""
-        return self.blocked_share is not None and self.blocked_share > _MOST_OF_IT
 
 
 @dataclass(slots=True)
 class _Line:
     total_ns: int = 0
-    blocked_ns: int = 0
-    unmeasured: bool = False
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -407,8 +300,6 @@ class LineTotals:
             if each.file:
                 line = self._lines.setdefault((each.file, each.line, each.function), _Line())
                 line.total_ns += each.total_ns
-                line.blocked_ns += each.blocked_ns or 0
-                line.unmeasured |= each.blocked_ns is None
                 line.calls[each.calls] += each.total_ns
                 # Of a loader's own pipeline it is the line itself that is in a library.
                 own = _operation_of(f"{each.file.partition(os.sep)[0]} {each.function}")
@@ -433,7 +324,6 @@ class LineTotals:
                 function=function,
                 calls=_most_of(line.calls, line.total_ns),
                 share=line.total_ns / self._total_ns,
-                blocked_share=None if line.unmeasured else line.blocked_ns / max(1, line.total_ns),
             )
             for (file, number, function), line in self._longest(_MOST_LINES)
         )
@@ -461,27 +351,13 @@ def line_text(line: LineShare) -> str:
     text = f"{line.share:.0%} of reading is in {line.function} ({line.file}:{line.line})"
     if line.calls:
         text += f", in {line.calls}"
-    if line.waits:
-        text += ", mostly waiting"
     return printable(text, keep="")
 
 
-def where_text(lines: Sequence[LineShare], *, blocked: bool | None = None) -> str:
-    """Return the line that stands out, to be added to a cause; empty if none does.
-
-    Args:
-        lines: Of the stage.
-        blocked: The line that waits longest; False: that computes longest; None: that takes most.
-    """
-
-    def of_reading(line: LineShare) -> float:
-        waits = line.blocked_share or 0.0
-        return line.share * {True: waits, False: 1 - waits, None: 1.0}[blocked]
-
-    line = max(lines, key=of_reading, default=None)
-    if line is None or line.share < _STANDS_OUT or of_reading(line) <= 0:
-        return ""
-    return f"; {line_text(line)}"
+def where_text(lines: Sequence[LineShare]) -> str:
+    """Return the line that takes most of reading, to be added to a cause; empty if none does."""
+    line = max(lines, key=lambda each: each.share, default=None)
+    return f"; {line_text(line)}" if line is not None and line.share >= _STANDS_OUT else ""
 
 
 def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
@@ -492,6 +368,6 @@ def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
     """
     for line in lines:
         known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
-        if known and line.waits and line.share > _MUCH_OF_IT:
+        if known and line.share > _MUCH_OF_IT:
             return line
     return None

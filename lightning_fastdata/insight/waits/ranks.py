@@ -4,10 +4,10 @@ Where ranks compute in step, all their steps are equally long: the rank whose da
 and the others wait for it inside their backward pass, which counts as compute. So the rank that
 holds up the others is the one that stalls most, and its compute is the shortest.
 
-Once an epoch each rank writes one short record into the key-value store at which the ranks of
-``torch.distributed`` met, and rank 0 reads them. That is no collective: it works with every
-backend, cannot get between the collectives of the training, and a rank that is ahead, behind, or
-gone makes no other wait for longer than some seconds, once.
+At the end of each epoch a rank writes one short record of all its steps so far into the key-value
+store at which the ranks of ``torch.distributed`` met, over the one before, and rank 0 reads them.
+That is no collective: it works with every backend, cannot get between the collectives of the
+training, and a rank that is ahead, behind, or gone makes no other wait for long.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.metrics import measured, warm_steps
 from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence, Set
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepHistory
+    from lightning_fastdata.insight.measure.metrics import StageSummary
 
 T = TypeVar("T")
 
-_MEANS: Final = ("step_ms", "stall_ms", "wait_ms", "compute_ms")
-_PATIENCE_S: Final = 2.0
-_LATE_PATIENCE_S: Final = 0.05
-"""For ranks that have been waited for in vain the last time."""
+_PATIENCE_S: Final = 0.05
+"""How long rank 0 waits at the end of an epoch for records of others."""
+_PATIENCE_AT_END_S: Final = 2.0
+"""The same, once, at the end of the run."""
 _POLL_S: Final = 0.005
 
 
@@ -49,6 +48,8 @@ class RankTiming:
     """Name of the machine it runs on."""
     steps: int
     """Steps the means are over; first steps of epochs are left out if there are others."""
+    epochs: int = 1
+    """Epochs that have ended."""
     step_ms: float | None = None
     """The whole step as the device saw it."""
     stall_ms: float | None = None
@@ -60,27 +61,6 @@ class RankTiming:
     reason: str = ""
     """What the stamps of its loader say of most of its waits; empty: nothing, or it hardly waits.
     """
-
-
-def rank_timing(steps: Columns, *, rank: int, host: str, reason: str = "") -> RankTiming:
-    """Return the means of a rank's warm steps, with the reason why its batches are late."""
-    counted = warm_steps(steps)
-    known = {name: measured(counted[name]) for name in _MEANS}
-    means = {name: float(values.mean()) for name, values in known.items() if values.size}
-    return RankTiming(rank=rank, host=host, steps=len(counted["cold"]), reason=reason, **means)
-
-
-def together(timings: Sequence[RankTiming]) -> RankTiming:
-    """Return several timings of one rank, oldest first, as one: means over all of their steps."""
-    newest, means = timings[-1], {}
-    for name in _MEANS:
-        known = [(v, t.steps) for t in timings if (v := getattr(t, name)) is not None and t.steps]
-        total = sum(steps for _, steps in known)
-        means[name] = sum(value * steps for value, steps in known) / total if total else None
-    steps = sum(timing.steps for timing in timings)
-    return RankTiming(
-        rank=newest.rank, host=newest.host, steps=steps, reason=newest.reason, **means
-    )
 
 
 def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
@@ -99,16 +79,8 @@ def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
     """Return the scalars of two ranks or more."""
-    if len(ranks) < 2:
-        return {}
-    found: dict[str, float | None] = {"stall_mean_ms": mean_stall_ms(ranks)}
-    for name, figures in {"stall": (max, min), "compute": (max, min), "step": (max,)}.items():
-        values = [v for each in ranks if (v := getattr(each, f"{name}_ms")) is not None]
-        for figure in figures:
-            found[f"{name}_{figure.__name__}_ms"] = figure(values, default=None)
     worst = slowest(ranks)
-    found["slowest_rank"] = None if worst is None else float(worst.rank)
-    return {f"data_ranks/{name}": v for name, v in sorted(found.items()) if v is not None}
+    return {} if worst is None else {"data_ranks/stall_max_ms": worst.stall_ms or 0.0}
 
 
 def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
@@ -128,12 +100,6 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
     return f"{where} stall alike, {mean:.1f} ms a step, at most {stall:.1f}"
 
 
-def all_known(ranks: Sequence[RankTiming]) -> tuple[RankTiming, ...]:
-    """Return the ranks; none if one, or its stall, is missing: it may be the one looked for."""
-    complete = [each.rank for each in _with_stall(ranks)] == [*range(len(ranks))]
-    return tuple(ranks) if complete else ()
-
-
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return [each for each in ranks if each.stall_ms is not None]
 
@@ -141,93 +107,92 @@ def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
 class RankRecords:
     """What the ranks of one run have measured so far; complete on rank 0 only.
 
-    Every rank makes one when its training starts. At the end of an epoch rank 0 waits
-    ``patience_s`` for ranks that have not reported; once it has waited in vain for a rank, it
-    hardly waits for that one any more until it has caught up.
+    Every rank makes one when its training starts.
     """
 
     def __init__(
-        self,
-        store: Store | None,
-        *,
-        rank: int,
-        world_size: int,
-        host: str | None = None,
-        patience_s: float = _PATIENCE_S,
+        self, store: Store | None, *, rank: int, world_size: int, host: str | None = None
     ) -> None:
         self._store = store
         self._rank = rank
+        self._ranks = range(world_size)
         self._host = socket.gethostname() if host is None else host
-        self._patience_s = patience_s
-        self._steps = self._epochs = 0
-        # Records that are next to be read of each rank, and what is known of it.
-        self._next = dict.fromkeys(range(world_size), 0)
-        self._late: set[int] = set()
-        self._so_far: dict[int, RankTiming] = {}
+        self._epochs = 0
+        self._known: dict[int, RankTiming] = {}
         self._broken = None if store is not None else "there is no store that the ranks share"
         # A later fit of the same ranks must not read what an earlier one left.
         self._run = self._tried(lambda store: store.add(f"runs/{rank}", 1))
 
     @property
     def so_far(self) -> tuple[RankTiming, ...]:
-        """The means over all epochs that were reported, by rank; on other ranks than 0 empty."""
-        return tuple(self._so_far[rank] for rank in sorted(self._so_far))
+        """What is known of each rank, by rank; on other ranks than 0 empty."""
+        return tuple(self._known[rank] for rank in sorted(self._known))
 
-    def epoch_ended(
-        self, history: StepHistory, summary: StageSummary | None = None
-    ) -> tuple[RankTiming, ...]:
-        """Report what the steps since the last call took; return what is new on rank 0."""
-        new, self._steps = history.steps - self._steps, history.steps
-        reason = ""
-        if summary is not None and (summary.stall_share or 0.0) >= STALL_LOW and summary.causes:
-            reason = next(iter(cause_lines(summary.causes)), "")
-        timing = rank_timing(history.newest(new), rank=self._rank, host=self._host, reason=reason)
-        key = self._key(self._rank, self._epochs)
-        self._tried(lambda store: store.set(key, json.dumps(asdict(timing))))
+    @property
+    def complete(self) -> tuple[RankTiming, ...]:
+        """The same; empty if one, or its stall, is missing: it may be the one looked for."""
+        known = self.so_far
+        return known if len(_with_stall(known)) == len(self._ranks) else ()
+
+    def epoch_ended(self, summary: StageSummary | None) -> None:
+        """Report what the steps so far took, and read on rank 0 what others have reported."""
         self._epochs += 1
-        return self.read(self._patience_s)
+        timing = RankTiming(rank=self._rank, host=self._host, steps=0, epochs=self._epochs)
+        if summary is not None:
+            timing = self._timing(summary)
+        text = json.dumps(asdict(timing))
+        self._tried(lambda store: store.set(f"{self._run}/{self._rank}", text))
+        self._read(_PATIENCE_S)
 
-    def read(self, patience_s: float = 0.0) -> tuple[RankTiming, ...]:
-        """Return on rank 0 what ranks have reported since the last call, waiting for late ones."""
-        if self._rank != 0:
-            return ()
-        newest: dict[int, RankTiming] = {}
-        self._tried(lambda store: self._read_into(newest, store, patience_s))
-        return tuple(newest[rank] for rank in sorted(newest))
+    def _timing(self, summary: StageSummary) -> RankTiming:
+        late = (summary.stall_share or 0.0) >= STALL_LOW and summary.causes is not None
+        lines = cause_lines(summary.causes) if late and summary.causes is not None else []
+        phases = {"step": summary.step, "stall": summary.stall, "wait": summary.wait}
+        means = {
+            f"{name}_ms": phase.mean_ms
+            for name, phase in {**phases, "compute": summary.compute}.items()
+            if phase is not None
+        }
+        return RankTiming(
+            rank=self._rank,
+            host=self._host,
+            steps=summary.steps - summary.cold_steps or summary.steps,
+            epochs=self._epochs,
+            reason=next(iter(lines), ""),
+            **means,
+        )
+
+    def _read(self, patience_s: float) -> None:
+        """Read on rank 0 what ranks have reported, waiting so long for those that are behind."""
+        until = clock.monotonic() + patience_s
+        while self._rank == 0 and self._broken is None:
+            self._tried(self._read_from)
+            behind = [r for r in self._ranks if self._known_epochs(r) < self._epochs]
+            if not behind or clock.monotonic() >= until:
+                return
+            clock.sleep(_POLL_S)
+
+    def ended(self) -> None:
+        """Read what ranks have reported last."""
+        self._read(_PATIENCE_AT_END_S)
+
+    def _known_epochs(self, rank: int) -> int:
+        return self._known[rank].epochs if rank in self._known else 0
+
+    def _read_from(self, store: Store) -> None:
+        for rank in self._ranks:
+            key = f"{self._run}/{rank}"
+            if store.check([key]):  # to get what is not there would wait for it
+                self._known[rank] = RankTiming(**json.loads(store.get(key)))
 
     def notes(self) -> tuple[str, ...]:
         """Return what has to be said of ranks that are not known."""
         if self._broken is not None:
             return (f"What the other ranks measured is not known: {self._broken}.",)
-        missing = sorted(self._next.keys() - self._so_far.keys())
+        missing = [rank for rank in self._ranks if rank not in self._known]
         if self._rank != 0 or not missing or not self._epochs:
             return ()
         return (f"Nothing was heard of rank {', '.join(map(str, missing))}.",)
-
-    def _read_into(self, newest: dict[int, RankTiming], store: Store, patience_s: float) -> None:
-        self._await(self._next.keys() - self._late, store, patience_s)
-        self._await(self._late, store, min(patience_s, _LATE_PATIENCE_S))
-        for rank in self._next:
-            reported = []
-            while store.check([key := self._key(rank, self._next[rank])]):
-                reported.append(RankTiming(**json.loads(store.get(key))))
-                store.delete_key(key)
-                self._next[rank] += 1
-            if reported:
-                newest[rank] = together(reported)
-                known = self._so_far.get(rank)
-                self._so_far[rank] = together(reported if known is None else [known, *reported])
-        self._late = {rank for rank, number in self._next.items() if number < self._epochs}
-
-    def _await(self, ranks: Set[int], store: Store, patience_s: float) -> None:
-        newest = self._epochs - 1
-        awaited = [self._key(rank, newest) for rank in ranks if self._next[rank] <= newest]
-        until = clock.monotonic() + patience_s
-        while awaited and not store.check(awaited) and clock.monotonic() < until:
-            clock.sleep(_POLL_S)
-
-    def _key(self, rank: int, number: int) -> str:
-        return f"{self._run}/{rank}/{number}"
 
     def _tried(self, act: Callable[[Store], T]) -> T | None:
         """Use the store while it answers; the training does not fail if it does not."""

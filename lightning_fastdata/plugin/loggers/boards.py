@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Scalars: TypeAlias = Literal["main", "all"]
-"""What is logged: the main numbers alone, or everything that is measured."""
 MAIN: Final = frozenset(
     (
         "data/step_ms",
@@ -62,8 +60,8 @@ MAIN: Final = frozenset(
         "data_wait/read_runqueue_ms",
     )
 )
-"""What people look at: 20 at most, several of them only where there is something to measure. All
-numbers are in the tables of `docs/measuring.md`."""
+"""What loggers get: 20 at most, several of them only where there is something to measure. They are
+in the tables of `docs/measuring.md`."""
 
 _CHARTS: Final = {
     "ms a step: wait and compute": (
@@ -75,12 +73,6 @@ _CHARTS: Final = {
         "Multiline",
         "data/throughput_samples_per_s$",
         "data/throughput_if_data_were_free_samples_per_s$",
-    ),
-    "ms of stall, median to p95": (
-        "Margin",
-        "data_band/stall_p50_ms",
-        "data_band/stall_p50_ms",
-        "data_band/stall_p95_ms",
     ),
 }
 _DUNDER: Final = re.compile(r"(?<![`\w.])([\w.]*__\w+__)(?![`\w])")
@@ -108,9 +100,9 @@ _LEGEND: Final = {
 }
 
 
-def chosen(metrics: Mapping[str, float], scalars: Scalars) -> dict[str, float]:
+def chosen(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return what is to be logged of some metrics, by name."""
-    return {name: v for name, v in metrics.items() if scalars == "all" or name in MAIN}
+    return {name: value for name, value in metrics.items() if name in MAIN}
 
 
 def wall_scalars(wall: WallTime) -> dict[str, float]:
@@ -122,19 +114,13 @@ def wall_scalars(wall: WallTime) -> dict[str, float]:
     return scalars
 
 
-def custom_scalar_layout(scalars: Scalars = "main") -> dict[str, dict[str, list[Sequence[str]]]]:
-    """Return a layout for ``SummaryWriter.add_custom_scalars``: charts of what is logged, alone.
+def custom_scalar_layout() -> dict[str, dict[str, list[Sequence[str]]]]:
+    """Return a layout for ``SummaryWriter.add_custom_scalars``: charts of what is logged.
 
-    TensorBoard gives all lines of a run one color, so no chart has more than two. The tags of a
-    line chart are regular expressions, hence the ``$``; those of a band are exact, and are the
-    line, its lower and its upper bound. A writer takes one layout only.
+    TensorBoard gives all lines of a run one color, so no chart has more than two. The tags are
+    regular expressions, hence the ``$``. A writer takes one layout only.
     """
-    logged = {
-        name: [kind, list(tags)]
-        for name, (kind, *tags) in _CHARTS.items()
-        if scalars == "all" or all(tag.removesuffix("$") in MAIN for tag in tags)
-    }
-    return {"Data": logged}
+    return {"Data": {name: [kind, list(tags)] for name, (kind, *tags) in _CHARTS.items()}}
 
 
 def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:

@@ -59,7 +59,6 @@ _ON_CPU: Final = (
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
 _WARM_UP, _ROUNDS = 2, 5
-_MARKS: Final = 16
 # What torch raises where a device has no memory, no such operation, or no such dtype.
 _TOO_MUCH: Final = (RuntimeError, TypeError)
 
@@ -226,7 +225,7 @@ def time_on_device(
     took_ms = []
     with current(device):
         if clock is None:
-            clock = EventClock(_MARKS, device=device) if has_streams(device) else HostClock()
+            clock = EventClock(device=device) if has_streams(device) else HostClock()
         for _ in range(_WARM_UP):
             work()
         wait(device)
@@ -237,9 +236,8 @@ def time_on_device(
                 wait(device)
             ended = clock.mark()
             wait(device)
-            if began is not None and ended is not None:
-                took_ms.append(clock.elapsed_ms(began, ended))
-                clock.forget_before(ended)
+            took_ms.append(clock.elapsed_ms(began, ended))
+            clock.reuse((began, ended))
     return median(took_ms)
 
 

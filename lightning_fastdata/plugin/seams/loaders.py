@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.insight.waits.causes import LoaderKey
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.seams.internals import (
     combined_mode,
@@ -98,9 +97,16 @@ def mapped(loaders: Any, function: Callable[[Any], object]) -> Any:
     return None if loaders is None else function(loaders)
 
 
-def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:
-    """Return several loaders with their keys as the user wrote them; empty if there is one."""
-    found = [(LoaderKey(path), loader) for path, loader in with_paths(loaders)]
+def labelled(loaders: object) -> list[tuple[str, Any]]:
+    """Return several loaders, each with its key as the user wrote it; empty if there is one.
+
+    For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``.
+    """
+    found = [
+        (f"loader {path[0]!r}{''.join(f'[{key!r}]' for key in path[1:])}", loader)
+        for path, loader in with_paths(loaders)
+        if path
+    ]
     return found if len(found) > 1 else []
 
 

@@ -15,25 +15,18 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live import Status, WatchedRun
-from lightning_fastdata.insight.measure.host_metrics import (
-    NO_MACHINE,
-    fault_notes,
-    fault_scalars,
-    tune_scalars,
-)
+from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, fault_notes, fault_scalars
 from lightning_fastdata.insight.memory import memory_notes
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.causes import costliest
-from lightning_fastdata.insight.waits.ranks import all_known, slowest
+from lightning_fastdata.insight.waits.ranks import slowest
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
+from lightning_fastdata.plugin.seams.loaders import flattened, labelled, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
@@ -44,6 +37,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.stage import StageMeter
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.memory import MemorySeen
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -95,7 +89,7 @@ class RunJudge:
         """Compare what is read with what it was in the epoch before."""
         if self._recording.host is not None:
             self._recording.host.epoch = self._epochs
-        _, loader = _costliest_loader(self._recording.loaders(), None)
+        loader = next(flattened(self._recording.loaders()), None)
         read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
         now = fingerprint(*read, within_s=_COMPARED_WITHIN_S)
         self._changes |= self._epochs > 0 and (now is None or now != self._read)
@@ -107,10 +101,10 @@ class RunJudge:
         lasted_s = self._clock() - self._began_s
         return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
 
-    def facts(self, main: StageSummary | None = None) -> LoaderFacts:
-        """Return what the loader says about itself: the costliest one, else the first."""
+    def facts(self) -> LoaderFacts:
+        """Return what the loader says about itself: the one waited for most, else the first."""
         stage, ours = self._recording.main.stage, own_datamodule(self._trainer)
-        label, loader = _costliest_loader(self._recording.loaders(), main)
+        label, loader = _slowest_loader(self._recording.loaders(), self._recording.main)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
@@ -135,10 +129,9 @@ class RunJudge:
     ) -> Verdict:
         """Return what limits the training; ``ended``: it goes no further."""
         host, ranks, trainer = self._recording.host, self.ranks, self._trainer
-        slowest = None if val is None else costliest(val.loaders)
-        facts = self.facts(train)
-        _, loader = _costliest_loader(self._recording.loaders(), train)
-        _, of_val = _costliest_loader(self._recording.val_loaders(), val)
+        facts, recording = self.facts(), self._recording
+        _, loader = _slowest_loader(recording.loaders(), recording.main)
+        val_label, of_val = _slowest_loader(recording.val_loaders(), recording.evaluated)
         if host is not None:
             host.read_memory(at_once=ended)
             dataset = getattr(loader, "dataset", None)
@@ -151,7 +144,7 @@ class RunJudge:
         )
         evidence = replace(
             evidence,
-            val_loader=None if slowest is None else slowest.label,
+            val_loader=None if val is None else val_label,
             val_workers=getattr(of_val, "num_workers", None),
             wall=wall,
             transfer_hook=written_hook(trainer, "transfer_batch_to_device"),
@@ -160,7 +153,7 @@ class RunJudge:
             closed=self._closed(loader, of_val),
             loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
             memory=self.memory,
-            ranks=() if ranks is None else all_known(ranks.so_far),
+            ranks=() if ranks is None else ranks.complete,
         )
         return judge(train, facts, evidence)
 
@@ -196,17 +189,17 @@ def _forks(loader: object) -> bool:
     return bool(context.get_start_method() == "fork")
 
 
-def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
+def _slowest_loader(loaders: object, meter: StageMeter) -> tuple[str | None, object]:
     """Return the label of the loader that is waited for most, and it; no label where one is all.
 
     If it is not known which of several that is, the label names them all, and the first is meant.
     """
-    most = None if summary is None else costliest(summary.loaders)
-    several = keyed(loaders)
-    for key, loader in several:
-        if most is not None and key.label == most.label:
-            return key.label, loader
-    labels = " or ".join(key.label for key, _ in several)
+    slowest = None if meter.stamps.missing() is not None else meter.stamps.slowest()
+    several = labelled(loaders)
+    for label, loader in several:
+        if slowest is not None and loader is slowest.loader():
+            return label, loader
+    labels = " or ".join(label for label, _ in several)
     return labels or None, next(flattened(loaders), None)
 
 
@@ -282,33 +275,6 @@ class LiveRun:
         return ()
 
 
-class MixtureScalars:
-    """What a training had of each part of its mixtures, which is known without a sample."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, dict[str, int]] = {}
-
-    def since(self, loaders: object) -> dict[str, float]:
-        """Return the percentage of each part since the last call, and its epochs until now."""
-        found: dict[str, float] = {}
-        labels = [f"{key.label}/" for key, _ in keyed(loaders)] or [""]
-        for label, loader in zip(labels, flattened(loaders), strict=True):
-            mixture = getattr(loader, "dataset", None)
-            if not isinstance(mixture, Mixture) or not isinstance(loader, FastDataLoader):
-                continue
-            place = loader.progress()
-            counts, before = mixture.counts(*place), self._before.get(label, {})
-            new = {name: count - before.get(name, 0) for name, count in counts.items()}
-            total = sum(new.values())
-            for name, epochs in mixture.epochs(*place).items():
-                if total > 0:
-                    found[f"data_mix/{label}{name}_percent"] = 100 * new[name] / total
-                if epochs is not None:
-                    found[f"data_mix/{label}{name}_epochs"] = epochs
-            self._before[label] = counts
-        return found
-
-
 class MeasuredRun:
     """What one run of a trainer needs and nothing outlives.
 
@@ -336,7 +302,6 @@ class MeasuredRun:
         self._judged_s = clock.monotonic()
         self._logged = False
         self._log_due_s = 0.0
-        self._mixtures = MixtureScalars()
 
     @property
     def logs(self) -> bool:
@@ -351,18 +316,16 @@ class MeasuredRun:
         self.log_dir = self.live.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = clock.monotonic()
         if self.logs and self.recording.fits:
-            boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
+            boards.log_layout(self.trainer.loggers, custom_scalar_layout())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Give those scalars to the loggers that were asked for."""
         self.step = step
         if self.logs:
-            loaders = self.recording.loaders()
             metrics = {**metrics, **fault_scalars(self._fault_logs())}
-            for loader, tuner in tuned_loaders(loaders):
-                metrics |= tune_scalars(tuner, loader.num_workers)
-            shown = {**chosen(metrics, self._ours.scalars), **self._mixtures.since(loaders)}
-            boards.log_to(self.trainer.loggers, shown, step)
+            for loader, _ in tuned_loaders(self.recording.loaders()):
+                metrics["data_tune/workers"] = float(loader.num_workers)
+            boards.log_to(self.trainer.loggers, chosen(metrics), step)
 
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.
@@ -377,7 +340,7 @@ class MeasuredRun:
         began_s = clock.monotonic()
         if self._ours.every_n_steps is None and began_s < self._log_due_s:
             return
-        self.log(self.recording.metrics(memory=self._ours.scalars == "all"), step)
+        self.log(self.recording.main.metrics(), step)
         ended_s = clock.monotonic()
         if self._logged:
             self._log_due_s = ended_s + _LOG_REST * (ended_s - began_s)
@@ -432,7 +395,7 @@ class MeasuredRun:
             self._log_text(boards.summary_markdown(report))
 
     def _log_text(self, text: str) -> None:
-        name = f"{self.recording.main.stamps.prefix}/verdict"
+        name = f"{self.recording.main.prefix}/verdict"
         boards.log_text(self.trainer.loggers, name, text, self.step)
 
     def _minutes_waited(self, wall: WallTime, ranks: RankRecords | None) -> float | None:
@@ -473,7 +436,7 @@ class MeasuredRun:
         val = self._validation()
         ranks, datamodule = self.judge.ranks, own_datamodule(self.trainer)
         if ranks is not None and ended:
-            ranks.read()
+            ranks.ended()
         if verdict is None:
             verdict = self.judge.judged(main, val, self.wall(), ended=True)
         return RunReport(

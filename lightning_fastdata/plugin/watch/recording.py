@@ -6,25 +6,23 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
-from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
-from lightning_fastdata.plugin.seams.loaders import flattened, keyed
+from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.padding import PaddingMeter
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Stage
 
 _OTHER: Final = Activity("other")
 _WAIT: Final = Activity("wait")
@@ -192,21 +190,6 @@ class WallWatch:
         self.clock.enter(_VALIDATION if self.clock.state is _VALIDATION else activity)
 
 
-class _LooksAtBatches:
-    """Shows training batches to a meter, and moves batches to the device as before."""
-
-    def __init__(self, trainer: Trainer, meter: PaddingMeter) -> None:
-        self.trainer, self.meter = trainer, meter
-        self.move = trainer.strategy.batch_to_device
-
-    def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
-        """Return the batch on the device."""
-        if self.trainer.training:
-            with suppress(Exception):  # a batch may be anything
-                self.meter.look(batch)
-        return self.move(batch, *where, **named)
-
-
 class Recording:
     """Turns the announcements of Lightning's profiler into marks on the right timeline.
 
@@ -234,17 +217,11 @@ class Recording:
         self._fetching: StageMeter | None = None
         self._moving: StageMeter | None = None
         self.batches_stepped = 0
-        self._measure({stage: StageStamps(_prefix(stage)) for stage in self.stages})
+        device = trainer.strategy.root_device
+        self.meters = tuple(StageMeter(stage, device) for stage in self.stages)
+        self.main, self.evaluated = self.meters[0], self.meters[-1]
         self._shown: object = None
         self.host: HostMeter | None = None
-
-    def _measure(self, stamps: Mapping[Stage, StageStamps]) -> None:
-        device = self._trainer.strategy.root_device
-        self.meters = tuple(
-            StageMeter(stage, device, stamps[stage], updates=0 if stage == "train" else None)
-            for stage in self.stages
-        )
-        self.main, self.evaluated = self.meters[0], self.meters[-1]
 
     def loaders(self) -> object:
         """Return the loaders of the main stage, in whatever form they come; None: there are none.
@@ -266,35 +243,22 @@ class Recording:
     def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
         stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
-        several = keyed(loaders)
-        if several:
-            stamps.watch([loader for _, loader in several], [key for key, _ in several])
-        else:
-            stamps.watch(flattened(loaders))
+        stamps.watch(flattened(loaders))
         if stage == self.main.stage:
             self._shown = loaders
             self.wall.loaders_came()
 
-    def look_at_batches(self) -> None:
-        """Look at the first batches of a training before they go to the device."""
-        trainer = self._trainer
-        look = _LooksAtBatches(trainer, self.main.padding)
-        replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
-
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
         for meter in self.meters:
-            meter.stamps.restart()
-        self._measure({meter.stage: meter.stamps for meter in self.meters})
+            meter.restart()
         # Loaders that were made anew behind our back, and those that no source could be asked for.
         self.watch(self.main.stage, self.loaders())
         if self.fits:
             self.wall.restart()
             self.watch("val", self.val_loaders())
-            self.look_at_batches()
         self.batches_stepped = 0
-        device = self._trainer.strategy.root_device
-        self.host = HostMeter(device, busy_share=self.main.stamps.busy_share)
+        self.host = HostMeter(self._trainer.strategy.root_device)
 
     def stop(self) -> None:
         """Take no more stamps."""
@@ -302,24 +266,14 @@ class Recording:
         for meter in self.meters:
             meter.stamps.stop()
 
-    def metrics(self, *, memory: bool = True) -> dict[str, float]:
-        """Return what is to be logged of the main stage since the last call, maybe with memory."""
-        host = {} if self.host is None else self.host.metrics(memory=memory)
-        return {**self.main.metrics(), **host}
-
     def notes(self) -> tuple[str, ...]:
         """Return why it is not known why batches were late, of stages in which they were."""
         meters = [meter for meter in self.meters if _waits(meter.summary())]
-        some = tuple(
-            f"Why batches of {label} were late is not known for {m.stage}: {why}."
-            for m in meters
-            for label, why in m.stamps.missing_loaders().items()
-        )
         missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
         if not missing:
-            return some
+            return ()
         names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
-        return (f"Why batches were late is not known for {names}: {reasons}.", *some)
+        return (f"Why batches were late is not known for {names}: {reasons}.",)
 
     def listener(self, action: str) -> Listener | None:
         """Return what to call when Lightning announces an action; None: nothing."""
@@ -343,8 +297,7 @@ class Recording:
 
     def _fetch_began(self) -> None:
         self._fetching = self.main
-        self.main.began()
-        self.main.timeline.wait_began()
+        self.main.wait_began()
 
     # Callbacks at the begin and end of a batch are no part of the step.
     def _work_began(self) -> None:
@@ -357,8 +310,7 @@ class Recording:
         # The sanity check fetches under the same name; it is not measured.
         self._fetching = None if self._trainer.sanity_checking else self.evaluated
         if self._fetching is not None:
-            self._fetching.began()
-            self._fetching.timeline.wait_began()
+            self._fetching.wait_began()
 
     def _fetch_ended(self) -> None:
         if self._fetching is not None:
@@ -389,7 +341,3 @@ class Recording:
 def _waits(summary: StageSummary | None) -> bool:
     stall = None if summary is None else summary.stall
     return stall is not None and stall.share >= STALL_LOW and costs_much(stall.mean_ms, stall.share)
-
-
-def _prefix(stage: Stage) -> str:
-    return "data" if stage == "train" else f"data_{stage}"

@@ -8,20 +8,16 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import as_batch_transform
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
-from lightning_fastdata.planning.options import (
-    NeedsConstruction,
-    check,
-    check_among,
-    refuses_unknown_names,
-)
+from lightning_fastdata.planning.options import NeedsConstruction, check, refuses_unknown_names
 from lightning_fastdata.plugin.loggers import boards
-from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
+from lightning_fastdata.plugin.loggers.boards import wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import images_shown, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
@@ -84,15 +80,13 @@ class ThroughputHooks(NeedsConstruction):
             written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
-        scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
         reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``scalars`` not
-            one of its values.
+        OptionsError: ``every_n_steps`` or a number of images is not positive.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -108,7 +102,6 @@ class ThroughputHooks(NeedsConstruction):
         figures: bool = True,
         summary: bool = True,
         report: str | Path | bool = True,
-        scalars: Literal["main", "all"] = "main",
     ) -> None:
         self._constructed = True
         super().__init__()
@@ -124,8 +117,6 @@ class ThroughputHooks(NeedsConstruction):
         self.most_images = images_shown(log_images)
         self.figures = figures
         self.summary = summary
-        check_among("scalars", scalars, ("main", "all"))
-        self.scalars: Scalars = scalars
         self.report_path = report
         self.report: RunReport | None = None
         self.reports: dict[str, RunReport] = {}
@@ -183,7 +174,7 @@ class ThroughputHooks(NeedsConstruction):
     @harmless(_NOT_MEASURED)
     def on_train_epoch_start(self, run: MeasuredRun, *_: object) -> None:
         """The first step of an epoch is counted apart."""
-        run.recording.main.epoch_opens()
+        run.recording.main.timeline.epoch_began()
 
     @harmless("The batch was not shown")
     def on_train_batch_start(
@@ -216,12 +207,10 @@ class ThroughputHooks(NeedsConstruction):
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
         recording = run.recording
-        recording.main.step_ended(*recording.main.size_of(batch))
+        recording.main.step_ended(batch_samples(batch))
         run.live.step_ended()
         if recording.host is not None:
             recording.host.step_ended()
-        if recording.optimizer_stepped:
-            recording.main.updates = (recording.main.updates or 0) + 1
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
@@ -243,7 +232,8 @@ class ThroughputHooks(NeedsConstruction):
             host.read_memory()  # workers that are not kept end with the epoch
         summary = train.summary()
         ranks = run.judge.ranks
-        heard = () if ranks is None else ranks.epoch_ended(train.timeline.history, summary)
+        if ranks is not None:
+            ranks.epoch_ended(summary)
         if summary is None or not trainer.is_global_zero:
             return
         # Lightning logs what ends an epoch at the step of the epoch's last batch.
@@ -256,6 +246,7 @@ class ThroughputHooks(NeedsConstruction):
         wall = run.wall()
         if run.judge.affordable and (run.logs or self.report_path):
             run.judged()
+        heard = () if ranks is None else ranks.so_far
         run.log({**rank_metrics(heard), **wall_scalars(wall)}, step)
 
     @harmless(_NOT_MEASURED)
@@ -290,8 +281,7 @@ class ThroughputHooks(NeedsConstruction):
             return
         if run.recording.fits:
             run.recording.main.paused()
-            run.recording.main.timeline.resumed()
-        run.recording.evaluated.epoch_opens()
+        run.recording.evaluated.timeline.epoch_began()
 
     @harmless(_NOT_MEASURED)
     def on_validation_batch_end(
@@ -306,7 +296,7 @@ class ThroughputHooks(NeedsConstruction):
         """Close a step."""
         if trainer.sanity_checking:
             return
-        run.recording.evaluated.step_ended(*run.recording.evaluated.size_of(batch))
+        run.recording.evaluated.step_ended(batch_samples(batch))
         run.live.step_ended()
         if not run.recording.fits:
             run.batches += 1
