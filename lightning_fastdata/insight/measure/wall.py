@@ -49,8 +49,8 @@ class WallTime:
     total_s: float
     """From the begin of the measuring to its end."""
     parts_s: Mapping[str, float]
-    """Part -> seconds; a key of ``PART_NAMES`` each. ``compute`` is the host's time in steps without
-    the wait, transfer and augmentation among it."""
+    """Part -> seconds; a key of ``PART_NAMES`` each. ``compute`` is the host's time in steps
+    without that in ``wait``; transfer and augmentation are among it."""
     named_s: Mapping[Activity, float] = field(default_factory=dict)
     """Activity with a name -> seconds; part of its part."""
     steps: int = 0
