@@ -25,7 +25,7 @@ from lightning_fastdata.insight.live import (
     page_text,
     read_all,
 )
-from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers need Linux")
 NOW_S = 1_000_000.0
@@ -118,7 +118,7 @@ def test_names_of_files_give_no_orders_to_terminals(several):
 
 
 def test_the_pace_is_that_of_the_last_ten_seconds(virtual):
-    meter = StageMeter("train", torch.device("cpu"), StageStamps("data"))
+    meter = StageMeter("train", torch.device("cpu"))
     pace = PaceMeter()
     began_s = pace.step_ended_s
     # 20 s of steps of 100 ms, then 20 s of steps of 200 ms, of which the batch takes the half.

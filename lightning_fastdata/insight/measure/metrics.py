@@ -420,28 +420,14 @@ _POLL_AT: Final = 16
 in the middle of a training step, where nothing of this is in the processor's caches."""
 
 
-class _Phase:
-    """All intervals of one phase within the open step."""
-
-    __slots__ = ("began", "pairs")
-
-    def __init__(self) -> None:
-        self.began: Any = None
-        self.pairs: list[tuple[Any, Any]] = []
-
-    def elapsed_ms(self, clock: DeviceClock) -> float | None:
-        if not self.pairs:
-            return None
-        return sum(clock.elapsed_ms(begin, end) for begin, end in self.pairs)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Step:
     """One step between its first mark and the moment the device has passed its last one."""
 
-    stall: _Phase = field(default_factory=_Phase)
-    transfer: _Phase = field(default_factory=_Phase)
-    augment: _Phase = field(default_factory=_Phase)
+    began: dict[str, Any] = field(default_factory=dict)
+    """Phase -> the mark of its begin, while it is under way."""
+    pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
+    """Phase -> its intervals."""
     wait_began: int | None = None
     """Host mark of the wait that is under way."""
     wait_ms: float | None = None
@@ -512,7 +498,7 @@ class StepTimeline:
         """The host asks for a batch."""
         step = self._step
         step.wait_began = self._host.mark()
-        step.stall.began = self._mark(host_mark=step.wait_began)
+        step.began["stall"] = self._mark(host_mark=step.wait_began)
 
     def wait_ended(self) -> None:
         """The host has the batch."""
@@ -522,31 +508,32 @@ class StepTimeline:
         now = self._host.mark()
         step.wait_ms = (step.wait_ms or 0.0) + self._host.elapsed_ms(step.wait_began, now)
         step.wait_began = None
-        self._close(step.stall, self._mark(host_mark=now))
+        self._close("stall", self._mark(host_mark=now))
 
     def transfer_began(self) -> None:
         """The batch starts its way to the device."""
         step = self._step
-        step.transfer.began, step.augment_is_outer = self._mark(), step.augment.began is not None
+        step.augment_is_outer = "augment" in step.began
+        step.began["transfer"] = self._mark()
 
     def transfer_ended(self) -> None:
         """The batch is on the device; an augmentation within is taken off the transfer."""
-        self._close(self._step.transfer, self._mark())
+        self._close("transfer", self._mark())
 
     def augment_began(self) -> None:
         """Transforms start on the device."""
-        self._step.augment.began = self._mark()
+        self._step.began["augment"] = self._mark()
 
     def augment_ended(self) -> None:
         """Transforms on the device are done."""
         step = self._step
-        began, end = step.augment.began, self._mark()
-        self._close(step.augment, end)
-        if began is not None and step.transfer.began is not None:
+        began, end = step.began.get("augment"), self._mark()
+        self._close("augment", end)
+        if began is not None and "transfer" in step.began:
             # During a transfer: cut it there, so that the two never count the same time.
             if not step.augment_is_outer:
-                step.transfer.pairs.append((step.transfer.began, began))
-            step.transfer.began = end
+                step.pairs.setdefault("transfer", []).append((step.began["transfer"], began))
+            step.began["transfer"] = end
 
     def work_began(self) -> None:
         """The step itself starts; what was done since the batch arrived is gap."""
@@ -586,10 +573,10 @@ class StepTimeline:
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
-            if step.previous_end is not None:
-                step.marks.append(step.previous_end)
-            # The last mark stays: the gap to the next step begins there.
-            self._device.reuse([mark for mark in step.marks if mark is not step.ended])
+            if not self._same:
+                # The last mark stays: the gap to the next step begins there.
+                marks = [*step.marks, *([] if step.previous_end is None else [step.previous_end])]
+                self._device.reuse([mark for mark in marks if mark is not step.ended])
 
     def _mark(self, host_mark: int | None = None) -> Any:
         step = self._step
@@ -600,25 +587,28 @@ class StepTimeline:
         step.marks.append(mark)
         return mark
 
-    def _close(self, phase: _Phase, end: Any) -> None:
-        if phase.began is not None:
-            phase.pairs.append((phase.began, end))
-            self._step.compute_began = end
-            self._step.work_ended = None
-        phase.began = None
+    def _close(self, phase: str, end: Any) -> None:
+        step = self._step
+        began = step.began.pop(phase, None)
+        if began is not None:
+            step.pairs.setdefault(phase, []).append((began, end))
+            step.compute_began, step.work_ended = end, None
 
     def _timing(self, step: _Step) -> StepTiming:
         clock = self._device
         known = step.index, step.samples, step.cold, step.wait_ms
-        stall_ms = step.wait_ms if self._same else step.stall.elapsed_ms(clock)
-        transfer_ms = step.transfer.elapsed_ms(clock)
-        augment_ms = step.augment.elapsed_ms(clock)
+        stall_ms = step.wait_ms if self._same else self._spent_ms(step, "stall")
+        transfer_ms, augment_ms = self._spent_ms(step, "transfer"), self._spent_ms(step, "augment")
         compute_ms = gap_ms = step_ms = None
         if step.compute_began is not None:
             compute_ms = clock.elapsed_ms(step.compute_began, step.ended)
             step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
-        if step.previous_end is not None and step.stall.pairs:
-            gap_ms = clock.elapsed_ms(step.previous_end, step.stall.pairs[0][0])
+        if step.previous_end is not None and "stall" in step.pairs:
+            gap_ms = clock.elapsed_ms(step.previous_end, step.pairs["stall"][0][0])
             if step.before_work is not None:
                 gap_ms += clock.elapsed_ms(*step.before_work)
         return StepTiming(*known, stall_ms, transfer_ms, augment_ms, compute_ms, gap_ms, step_ms)
+
+    def _spent_ms(self, step: _Step, phase: str) -> float | None:
+        pairs = step.pairs.get(phase)
+        return sum([self._device.elapsed_ms(*pair) for pair in pairs]) if pairs else None

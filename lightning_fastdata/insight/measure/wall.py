@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
 
-STEP_PARTS: Final = ("wait", "transfer", "augment", "compute")
+STEP_PARTS: Final = ("wait", "compute")
 PART_NAMES: Final = {
     "wait": "wait",
-    "transfer": "transfer",
-    "augment": "augment",
     "compute": "compute",
     "epoch_starts": "starts of epochs",
     "validation": "validation",
@@ -51,8 +49,8 @@ class WallTime:
     total_s: float
     """From the begin of the measuring to its end."""
     parts_s: Mapping[str, float]
-    """Part -> seconds; a key of ``PART_NAMES`` each. Of a GPU that works while the host goes on,
-    ``compute`` is the time of the host."""
+    """Part -> seconds; a key of ``PART_NAMES`` each. ``compute`` is the host's time in steps
+    without that in ``wait``; transfer and augmentation are among it."""
     named_s: Mapping[Activity, float] = field(default_factory=dict)
     """Activity with a name -> seconds; part of its part."""
     steps: int = 0

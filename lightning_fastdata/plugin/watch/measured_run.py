@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 _DOING: Final = {
     "wait": "waiting for a batch",
-    "transfer": "moving a batch to the device",
-    "augment": "augmenting a batch",
     "compute": "computing a step",
     "epoch_starts": "starting an epoch",
     "validation": "validating",

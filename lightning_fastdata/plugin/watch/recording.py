@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _OTHER: Final = Activity("other")
 _WAIT: Final = Activity("wait")
+_COMPUTE: Final = Activity("compute")
 _LOGGING: Final = Activity("logging")
 _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
@@ -34,10 +35,6 @@ LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
 _GARBAGE: Final = Activity("gc")
 _FULL_PAUSES: Final = 1
 """Collections of younger generations are too short to be counted, and too many."""
-_OF_STEPS: Final = {
-    "batch_to_device": Activity("transfer"),
-    "on_after_batch_transfer": Activity("augment"),
-}
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> what the names of its hooks and steps have in them."""
 _STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
@@ -64,14 +61,13 @@ class WallWatch:
         self._batch_ends = f"on_{kind}_batch_end"
         fetches = "train_dataloader" if self._fits else _STAGES_OF[method][0]
         self._fetches = f"{fetches}_next"
-        step = "run_training_batch" if self._fits else f"{kind}_step"
-        self._of_steps = {**_OF_STEPS, step: Activity("compute")}
+        self._step = "run_training_batch" if self._fits else f"{kind}_step"
         self._trainer = trainer
         self._ours = ours
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._epoch_start = FIRST_EPOCH
         self._starting = True
-        self._interrupted = _OTHER
+        self._interrupted = self._asked_in = _OTHER
 
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
@@ -111,7 +107,6 @@ class WallWatch:
 
     def listener(self, action: str) -> Listener | None:
         """Return what to call at begin and end of an action, by the name it is announced with."""
-        clock = self.clock
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return (), (partial(self._next_epoch, LATER_EPOCHS),)
@@ -119,8 +114,10 @@ class WallWatch:
             return (self._wait_began,), (self._wait_ended,)
         if last == "val_next":
             return self._entering(_WAIT_OF_VALIDATION)
-        if last in self._of_steps:
-            return (partial(self._step_part, self._of_steps[last]),), (clock.leave,)
+        if last == self._step:
+            return (self._step_began,), (self._step_over,)
+        if last == "batch_to_device":
+            return (self._step_began,), ()
         if action == "save_checkpoint":
             return self._entering(Activity("checkpoints"))
         if owner.startswith("[Callback]"):
@@ -176,18 +173,22 @@ class WallWatch:
             self.clock.turn_to(_LOGGING)
 
     def _wait_began(self) -> None:
-        self.clock.turn_to(self._epoch_start if self._starting else _OTHER)
-        self.clock.enter(self._epoch_start if self._starting else _WAIT)
+        self._asked_in = self.clock.state
+        self.clock.turn_to(self._epoch_start if self._starting else _WAIT)
 
     def _wait_ended(self) -> None:
-        self.clock.leave()
-        if self._starting:
-            self._starting = False
-            self.clock.turn_to(_OTHER)
+        self._starting = False
+        # A step may fetch its batch by itself.
+        self.clock.turn_to(_COMPUTE if self._asked_in is _COMPUTE else _OTHER)
 
-    def _step_part(self, activity: Activity) -> None:
+    def _step_began(self) -> None:
         # The batches of a validation pass the same hooks.
-        self.clock.enter(_VALIDATION if self.clock.state is _VALIDATION else activity)
+        if self.clock.state is _OTHER or self.clock.state is _LOGGING:
+            self.clock.turn_to(_COMPUTE)
+
+    def _step_over(self) -> None:
+        if self.clock.state is _COMPUTE:
+            self.clock.turn_to(_OTHER)
 
 
 class Recording:
