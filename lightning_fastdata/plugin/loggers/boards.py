@@ -26,7 +26,7 @@ from lightning_fastdata.insight.measure.metrics import (
     columns_of,
 )
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
-from lightning_fastdata.insight.report.html import TEMPLATES
+from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
@@ -202,14 +202,31 @@ def _means(values: Values, parts: Sequence[npt.NDArray[np.intp]]) -> Values:
 
 def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
     """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
-    causes = summary.causes
-    text = TEMPLATES.get_template("verdict.md").render(
-        verdict=verdict,
-        phases=summary.phases,
-        facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
-        wall=None if wall is None else wall_text(wall, summary.stage),
-    )
-    return _DUNDER.sub(r"`\1`", text)
+    lines = [
+        f"### {verdict.kind}: {verdict.sentence}",
+        "",
+        "| phase | mean ms | share | p50 | p95 | max |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {name} | {phase.mean_ms:.1f} | {phase.share:.0%} | {phase.p50_ms:.1f} | "
+        f"{phase.p95_ms:.1f} | {phase.max_ms:.1f} |"
+        for name, phase in summary.phases.items()
+    ]
+    for found in verdict.findings:
+        lines += ["", f"**{found.code}** {found.cause}", ""]
+        if found.remedy:
+            lines.append(f"- try: **{found.remedy}**")
+        if found.remedy and found.gain is not None:
+            lines.append(f"- gain: {gain_text(found.gain)}")
+        if found.leave_alone:
+            lines.append(f"- skip: {found.leave_alone}")
+    causes = () if summary.causes is None else cause_lines(summary.causes)
+    if facts := [*verdict.evidence, *causes]:
+        lines += ["", "Also measured:", "", *(f"- {fact}" for fact in facts)]
+    if wall is not None:
+        lines += ["", f"The run so far, {wall_text(wall, summary.stage)}."]
+    return _DUNDER.sub(r"`\1`", "\n".join(lines))
 
 
 def summary_markdown(report: RunReport) -> str:
@@ -267,45 +284,22 @@ def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure],
             log(figure_name=name, figure=draw(), step=step)
 
 
-def log_image(
-    loggers: Iterable[Logger], name: str, picture: np.ndarray, caption: str, step: int
-) -> bool:
-    """Show a picture, uint8 ``[H, W, 3]``, as `log_figure` does; return whether a logger took it.
-
-    The caption says what it shows, for loggers that write it beside the picture.
-    """
-    taken = False
-    for logger in loggers:
-        key, experiment = _key(logger, name), _part(logger, "experiment")
-        if log := _method(logger, "log_image", "key", "images", "step"):
-            log(key=key, images=[picture], step=step, caption=[caption])
-        elif log := _method(experiment, "add_image", "tag", "img_tensor", "global_step"):
-            log(key, picture, global_step=step, dataformats="HWC")
-        elif log := _method(experiment, "log_image", "run_id", "image", "artifact_file"):
-            log(_part(logger, "run_id"), picture, f"{name}_{step}.png")
-        elif log := _method(experiment, "log_image", "image_data", "name", "step"):
-            log(picture, name=name, step=step)
-        taken |= log is not None
-    return taken
-
-
-def log_files(loggers: Iterable[Logger], files: Sequence[Path]) -> None:
-    """Attach files of one folder to the run of every logger that keeps files.
+def log_file(loggers: Iterable[Logger], file: Path) -> None:
+    """Attach a file to the run of every logger that keeps files.
 
     W&B, MLflow, Comet and Lightning's own do.
     """
+    path = str(file)
     for logger in loggers:
         experiment = _part(logger, "experiment")
-        for file in files:
-            path = str(file)
-            if log := _method(logger, "log_file", "path"):
-                log(path)
-            elif log := _method(experiment, "save", "glob_str", "base_path", "policy"):
-                log(glob.escape(path), base_path=str(file.parent), policy="now")
-            elif log := _method(experiment, "log_artifact", "run_id", "local_path"):
-                log(_part(logger, "run_id"), path)
-            elif log := _method(experiment, "log_asset", "file_data", "file_name", "overwrite"):
-                log(path, file_name=file.name, overwrite=True)
+        if log := _method(logger, "log_file", "path"):
+            log(path)
+        elif log := _method(experiment, "save", "glob_str", "base_path", "policy"):
+            log(glob.escape(path), base_path=str(file.parent), policy="now")
+        elif log := _method(experiment, "log_artifact", "run_id", "local_path"):
+            log(_part(logger, "run_id"), path)
+        elif log := _method(experiment, "log_asset", "file_data", "file_name", "overwrite"):
+            log(path, file_name=file.name, overwrite=True)
 
 
 def log_layout(loggers: Iterable[Logger], layout: Mapping[str, object]) -> None:

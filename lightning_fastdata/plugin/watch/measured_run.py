@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
@@ -14,7 +13,6 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.live import Status, WatchedRun
 from lightning_fastdata.insight.measure.host_metrics import (
     NO_MACHINE,
     fault_notes,
@@ -22,7 +20,7 @@ from lightning_fastdata.insight.measure.host_metrics import (
     tune_scalars,
 )
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
-from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
+from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.verdicts.memory import memory_notes
 from lightning_fastdata.insight.waits.causes import costliest
@@ -31,7 +29,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
-from lightning_fastdata.plugin.loggers.report_files import ReportFiles
+from lightning_fastdata.plugin.loggers.report_files import report_file
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
@@ -39,6 +37,7 @@ from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -48,26 +47,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.model.memory import MemorySeen
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
-    from lightning_fastdata.plugin.loggers.pictures import BatchPicture
-    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
-_DOING: Final = {
-    "wait": "waiting for a batch",
-    "transfer": "moving a batch to the device",
-    "augment": "augmenting a batch",
-    "compute": "computing a step",
-    "epoch_starts": "starting an epoch",
-    "validation": "validating",
-    "checkpoints": "saving a checkpoint",
-    "logging": "logging",
-    "callbacks": "in a callback",
-    "setup": "setting up",
-    "measuring": "measuring",
-    "other": "between steps",
-}
-"""Part of a run's wall time -> what is being done in it."""
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -228,60 +210,6 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
 
 
-class LiveRun:
-    """Publishes the status of one run of a trainer on this rank, from its setup to its end.
-
-    ``undo`` gets what ends it. Where the status cannot be published, as where the place for it
-    belongs to another user, that is a warning. On Windows none is.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        recording: Recording,
-        undo: list[Callable[[], None]],
-        misfortunes: Misfortunes,
-    ) -> None:
-        self._trainer, self._recording = trainer, recording
-        self.log_dir: str = trainer.default_root_dir
-        self.verdict: Verdict | None = None
-        """The newest one."""
-        self._watched: WatchedRun | None = None
-        if sys.platform != "win32":
-            with misfortunes.survived("`fastdata top` does not show this run"):
-                self._watched = WatchedRun(self._known)
-                undo.append(self._watched.close)
-
-    def step_ended(self) -> None:
-        """Note that a step has ended, of the main stage or of validation."""
-        if self._watched is not None:
-            self._watched.pace.step_ended(self._recording.main)
-
-    def _known(self) -> tuple[Status, tuple[FastDataLoader, ...]]:
-        trainer, recording = self._trainer, self._recording
-        activity = recording.wall.clock.under_way
-        steps = 0 if self._watched is None else self._watched.pace.steps
-        known = Status(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            log_dir=self.log_dir,
-            method=recording.method,
-            activity=_DOING[activity.part] + (f" ({activity.name})" if activity.name else ""),
-            epoch=trainer.current_epoch,
-            step=trainer.global_step if recording.fits else steps,
-            found=None if self.verdict is None else verdict_line(self.verdict),
-        )
-        return known, self._loaders()
-
-    def _loaders(self) -> tuple[FastDataLoader, ...]:
-        loaders = self._recording.loaders()
-        if self._recording.fits and self._recording.wall.clock.state.part == "validation":
-            loaders = self._trainer.val_dataloaders
-        with suppress(RuntimeError):  # what holds them has changed meanwhile
-            return tuple(each for each in flattened(loaders) if isinstance(each, FastDataLoader))
-        return ()
-
-
 class MixtureScalars:
     """What a training had of each part of its mixtures, which is known without a sample."""
 
@@ -328,8 +256,6 @@ class MeasuredRun:
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
-        self.live = LiveRun(trainer, recording, undo, ours.misfortunes)
-        self.pictures: BatchPicture | None = None
         self._ours = ours
         self._shown: str | None = None
         self._shown_at_s = 0.0
@@ -348,7 +274,7 @@ class MeasuredRun:
         self.recording.restart()
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
-        self.log_dir = self.live.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
+        self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = clock.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
@@ -409,11 +335,10 @@ class MeasuredRun:
         with self.judge.spending():
             wall = self.wall()
             verdict = self.judge.judged(summary, self._validation(), wall)
-            self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
-                if report is not None and self.files is not None:
-                    self.files.write(report)
+                if report is not None and self.file is not None:
+                    report.write_json(self.file)
         self._judged_s = clock.monotonic()
         self.show(verdict, summary, wall)
         return verdict
@@ -458,9 +383,9 @@ class MeasuredRun:
         return self.recording.evaluated.summary() if self.recording.fits else None
 
     @property
-    def files(self) -> ReportFiles | None:
+    def file(self) -> Path | None:
         """Where the report is written; None: nowhere."""
-        return ReportFiles.of(self._ours.report_path, self.log_dir, self.recording.method)
+        return report_file(self._ours.report_path, self.log_dir, self.recording.method)
 
     def report(self, *, ended: bool = True, verdict: Verdict | None = None) -> RunReport | None:
         """Return the report of this run, or None if no step ended.
