@@ -205,7 +205,7 @@ def test_a_slow_logger_is_told(tmp_path):
         "logging": pytest.approx(3 * STEPS * 0.01),
         "measuring": pytest.approx(5 * 0.01),
     }
-    assert report.verdict.code == "FD322"
+    assert report.verdict.code == "FD320"
 
 
 def test_what_came_before_the_training_is_setup(tmp_path):

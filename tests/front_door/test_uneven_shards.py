@@ -12,7 +12,7 @@ from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.host import clock
 
 BATCH, BATCH_MS = 4, 16.0
-NOT_WITH_IT = {"FD302", "FD303", "FD304", "FD305", "FD309"}
+NOT_WITH_IT = {"FD302", "FD303", "FD304", "FD305"}
 EXECUTORS = ("torch", "workers")
 
 

@@ -103,8 +103,8 @@ def test_what_the_model_does_not_know_has_no_setup(settings):
 
 
 def test_the_setup_has_what_the_loader_was_given():
-    found = setup(executor="workers", num_workers=3, in_order=False)
-    assert (found.workers, found.in_order) == (3, False)
+    found = setup(executor="workers", num_workers=3)
+    assert found.workers == 3
     assert (found.cpus, found.step_cpus) == (4.0, 0.5)
 
 

@@ -408,9 +408,6 @@ def test_computing_is_seen_by_the_cpu_that_it_has_or_the_work_that_a_device_has_
 
 
 def test_headroom_where_workers_share_the_cpus_is_a_lower_bound():
-    free = {each.code: each for each in findings(Evidence(step_ms=40.0, stall_ms=0.2))}["FD319"]
-    here = findings(Evidence(step_ms=40.0, stall_ms=0.2, device="cpu"))[0]
-    assert ("at least" in free.cause, "at least" in here.cause) == (False, True)
     for device in ("cpu", "cuda"):
         report = RunReport(stages=(stage(device=device),)).as_dict()
         assert report["stages"]["train"]["speedup_possible_is_least"] is (device == "cpu")
@@ -428,10 +425,10 @@ class Rows(Dataset):
 
 
 class Model(LightningModule):
-    def __init__(self, val_s=0.0, making_s=0.0, collecting_s=0.0):
+    def __init__(self, making_s=0.0, collecting_s=0.0):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
-        self.val_s, self.making_s, self.collecting_s = val_s, making_s, collecting_s
+        self.making_s, self.collecting_s = making_s, collecting_s
 
     def training_step(self, batch, _):
         clock.sleep(0.02)
@@ -447,9 +444,6 @@ class Model(LightningModule):
             if phase == "start":
                 clock.sleep(self.collecting_s)
 
-    def validation_step(self, batch, _):
-        clock.sleep(self.val_s)
-
     def train_dataloader(self):
         clock.sleep(self.making_s)
         return DataLoader(Rows(), 2)
@@ -460,13 +454,12 @@ class Model(LightningModule):
 
 def fitted(tmp_path, model, **options):
     callback = DataThroughputCallback(summary=False)
-    val = {"val_dataloaders": DataLoader(Rows(), 2)} if model.val_s else {}
     trainer = Trainer(
         accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False, max_epochs=4,
         enable_model_summary=False, logger=False, enable_checkpointing=False,
         num_sanity_val_steps=0, callbacks=[callback], **options,
     )  # fmt: skip
-    trainer.fit(model, **val)
+    trainer.fit(model)
     return callback.report
 
 
@@ -474,10 +467,9 @@ def fitted(tmp_path, model, **options):
 @pytest.mark.parametrize(
     ("how", "trainer", "kind", "code", "words"),
     [
-        ({"val_s": 0.04}, {}, "held up by validation", "FD331", "check_val_every_n_epoch"),
         ({"making_s": 0.6}, {"reload_dataloaders_every_n_epochs": 1}, "paused between epochs",
-         "FD332", "reload_dataloaders_every_n_epochs=0"),
-        ({"collecting_s": 0.01}, {}, "held up by the garbage collector", "FD333", "gc.freeze()"),
+         "FD310", "reload_dataloaders_every_n_epochs=0"),
+        ({"collecting_s": 0.01}, {}, "held up", "FD320", "gc.freeze()"),
     ],
 )  # fmt: skip
 def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
@@ -490,7 +482,7 @@ def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
     assert unlawful(report.as_dict()["verdict"]) == []
     assert len(gc.callbacks) == listening
     wall = report.wall
-    lost_s = {"FD331": 64 * 0.04 / 2, "FD332": 3 * 0.6, "FD333": 64 * 0.01}[code]
+    lost_s = {"FD310": 3 * 0.6, "FD320": 64 * 0.01}[code]
     assert first.gain.saved_ms * wall.steps / 1000 == pytest.approx(lost_s)
     assert sum(wall.parts_s.values()) == pytest.approx(wall.total_s)
 
@@ -499,7 +491,6 @@ def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
 @pytest.mark.parametrize(
     ("how", "trainer"),
     [
-        ({"val_s": 0.005}, {}),
         ({"making_s": 0.01}, {"reload_dataloaders_every_n_epochs": 1}),
         ({"making_s": 0.6}, {}),  # once, before the first epoch
         ({"collecting_s": 0.0005}, {}),
@@ -508,7 +499,7 @@ def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
 def test_little_of_them_is_not_told(tmp_path, how, trainer):
     report = fitted(tmp_path, Model(**how), **trainer)
     assert report.verdict.kind == "compute-bound"
-    assert not {"FD331", "FD332", "FD333"} & {each.code for each in report.verdict.findings}
+    assert not {"FD310", "FD320"} & {each.code for each in report.verdict.findings}
 
 
 # Words

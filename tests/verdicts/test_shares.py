@@ -72,11 +72,11 @@ ONE = OneOfSeveral(label="loader 'a'", wait_share=1.0)
 
 
 def test_what_is_wrong_with_one_loader_is_told_of_it_and_the_rest_of_the_step():
-    evidence = late(setup=setup(1), one_of=ONE, gap_ms=20.0)
+    evidence = late(setup=setup(1), one_of=ONE, transfer_ms=20.0)
     found = {each.code: each for each in findings(evidence)}
     assert found["FD303"].cause.startswith("loader 'a': waiting for storage")
     assert found["FD303"].remedy.startswith("loader 'a': LoaderOptions(num_workers=")
-    assert "loader" not in found["FD314"].cause + found["FD314"].remedy
+    assert "loader" not in found["FD312"].cause + found["FD312"].remedy
 
 
 def test_a_loader_that_causes_little_of_the_stall_is_left_alone():

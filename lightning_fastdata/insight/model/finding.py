@@ -22,11 +22,7 @@ Kind: TypeAlias = Literal[
     "unknown",
     "paused between epochs",
     "starved in validation",
-    "held up by validation",
-    "held up by the garbage collector",
-    "held up by a callback",
-    "held up by checkpoints",
-    "held up by logging",
+    "held up",
     "held up by other programs",
 ]
 
@@ -43,7 +39,7 @@ _LEAST_PART: Final = 0.1
 """Of the wait: advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
-ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104"}
+ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD104"}
 """All findings without stamps: a cause of late batches replaces them."""
 
 
@@ -140,19 +136,19 @@ class Finding:
 
 
 FAMILIES: Final = {
-    "data is fine": "FD000 FD001 FD002 FD301 FD319",
+    "data is fine": "FD000 FD001 FD002",
     "late batches": "FD104",
     "too few workers": "FD101 FD102",
     "slow storage": "FD303 FD304",
     "slow samples": "FD302",
-    "costly transforms": "FD103 FD305 FD309",
+    "costly transforms": "FD305",
     "full CPUs": "FD306 FD315",
-    "costly hand-over": "FD307 FD308 FD311 FD323 FD324 FD327",
+    "costly hand-over": "FD307 FD308 FD323 FD324",
     "copy, augmentation, padding": "FD312 FD313 FD337",
-    "starts of epochs": "FD310 FD332",
-    "validation": "FD318 FD331",
-    "Python between steps": "FD314 FD320 FD321 FD322 FD333",
-    "memory": "FD317 FD326 FD334 FD335 FD336",
+    "starts of epochs": "FD310",
+    "validation": "FD318",
+    "beside the steps": "FD320",
+    "memory": "FD334 FD335 FD336",
     "uneven shares": "FD316 FD325",
 }
 """What is shown of a code -> the codes that it stands for."""

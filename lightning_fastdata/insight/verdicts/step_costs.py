@@ -10,9 +10,7 @@ from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
-    OPTIMIZE,
     PIN,
-    STALL_LOW,
     TRANSFER_HIGH,
     Advice,
     Finding,
@@ -20,7 +18,6 @@ from lightning_fastdata.insight.model.finding import (
     found,
     why_not,
 )
-from lightning_fastdata.insight.verdicts import pauses
 
 
 def own_evidence(e: Evidence) -> Evidence:
@@ -47,25 +44,7 @@ def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
     return replace(finding, advice=(replace(first, text=f"{label}: {first.text}"), *others))
 
 
-_FREE: Final = 0.01
-_GAP_HIGH: Final = 0.10
-_GAP_LEAST_MS: Final = 1.0
-"""What any training loop takes between two steps is no finding."""
-_SOON_S: Final = 24 * 3600
-"""Later is no danger to most trainings."""
-_HEADROOM_LOW: Final = 0.03
 _PADDING_HIGH: Final = 0.10
-
-
-def _hidden(e: Evidence) -> Finding | None:
-    wait, stall = e.of_step(e.wait_ms), e.stall_share
-    if wait is None or stall is None or wait < STALL_LOW or stall >= STALL_LOW:
-        return None
-    cause = (
-        f"the training process waits {wait:.0%} of each step for data, but the device has work "
-        f"meanwhile and stalls only {stall:.1%}"
-    )
-    return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
 
 
 def _phase(
@@ -113,26 +92,6 @@ def _augmentation(e: Evidence) -> Finding | None:
     idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.stalls
     remedy = (elsewhere, fewer) if idle else (fewer,)
     return _phase(e, "FD313", e.augment_ms, AUGMENT_HIGH, what, remedy, "the loader")
-
-
-def _host_gap(e: Evidence) -> Finding | None:
-    if e.device == "cpu":  # it is the host: what it does between steps is told of callbacks
-        return None
-    share = e.of_step(e.gap_ms)
-    if share is None or share < _GAP_HIGH or (e.gap_ms or 0.0) < _GAP_LEAST_MS:
-        return None
-    if pauses.held_up(e):
-        return None
-    return found(
-        "FD314",
-        share,
-        f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, although no "
-        "batch is waited for",
-        "read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, and "
-        "look for slow callbacks; a compiled model launches fewer kernels",
-        remedies.without(e, e.gap_ms),
-        "" if e.stalls else "the loader",
-    )
 
 
 def _padding(e: Evidence) -> Finding | None:
@@ -186,67 +145,9 @@ def _slow_rank(e: Evidence) -> Finding | None:
     )
 
 
-def _memory(e: Evidence) -> Finding | None:
-    room = e.machine.device_headroom_share
-    if not e.machine.alloc_retries or room is None or room >= _HEADROOM_LOW:
-        return None
-    return found(
-        "FD317",
-        1.0,
-        f"the device's allocator freed its cache and tried again {e.machine.alloc_retries} times; "
-        f"{room:.1%} of the memory was never used",
-        Advice(
-            text="a smaller batch_size with accumulate_grad_batches, or "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            for_speed=False,
-        ),
-        leave_alone="the loader",
-    )
-
-
-def _fills_up(e: Evidence) -> Finding | None:
-    seconds = e.machine.device_full_in_s
-    if seconds is None or seconds > _SOON_S:
-        return None
-    return found(
-        "FD326",
-        1.0,
-        "the device's memory that is held between steps grows from step to step: it is full "
-        f"in {max(1, round(seconds / 60))} min, if it goes on so",
-        Advice(
-            text="look for tensors that are kept with their graph, as losses in a list or in self: "
-            "keep loss.item() or loss.detach(); a memory snapshot of torch shows who keeps them",
-            for_speed=False,
-        ),
-        leave_alone="the loader",
-    )
-
-
-def _free(e: Evidence) -> Finding | None:
-    share = e.stall_share
-    if share is None or share >= _FREE or e.held_up:
-        return None
-    # Workers that compute beside the model take CPUs from it, which the stall does not show.
-    least = "at least " if e.device == "cpu" else ""
-    return Finding(
-        code="FD319",
-        severity="fine",
-        cause=f"data costs {share:.1%} of each step: without any stall, training would be "
-        f"{least}{1 / (1 - share):.2f} times as fast",
-        remedy="",
-        leave_alone="the loader",
-        advice=(OPTIMIZE,) if e.model_computes else (),
-    )
-
-
 RULES: Final = (
-    Rule("FD301", "waits are hidden", _hidden),
     Rule("FD312", "the copy to the device takes long", _transfer),
     Rule("FD313", "augmentation on the device takes long", _augmentation),
-    Rule("FD314", "the device waits for the host", _host_gap),
-    Rule("FD337", "batches are padded", _padding, after="FD314"),
+    Rule("FD337", "batches are padded", _padding, after="FD313"),
     Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
-    Rule("FD317", "the device is short of memory", _memory),
-    Rule("FD326", "the device's memory fills up", _fills_up, after="FD317"),
-    Rule("FD319", "data is free", _free),
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.evidence import Evidence, device_could_augment
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     OPTIMIZE,
     STALL_HIGH,
@@ -87,13 +87,6 @@ def _few_workers(e: Evidence) -> Finding | None:
     return _late(e, "FD102", _more_workers(e), least_ms=least_ms)
 
 
-def _augments_on_cpu(e: Evidence) -> Finding | None:
-    if not device_could_augment(e.summary.device, e.loader):
-        return None
-    remedy = Advice(text="run the transforms on the device", changes=("augment_on",))
-    return _late(e, "FD103", remedy)
-
-
 def _late_batches(e: Evidence) -> Finding | None:
     return _late(e, "FD104", _LEARN)
 
@@ -113,7 +106,6 @@ _FINDERS: Final = (
     ("FD000", "too few steps were timed", _too_few_steps),
     ("FD101", "batches are late, and the training process loads them", _no_workers),
     ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    ("FD103", "batches are late, and workers augment", _augments_on_cpu),
     ("FD104", "batches are late, and why is not known", _late_batches),
     ("FD002", "the device waits a little", _moderate_stall),
     ("FD001", "data is free", _free),
