@@ -35,8 +35,6 @@ from lightning_fastdata.prove.trials import (
     middle_step_s,
     turns,
 )
-from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.sources.attributes import held_objects
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -59,8 +57,6 @@ _WARM_BLOCKS: Final = 3
 """It has no more blocks than these to do so."""
 _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
-_LARGE_BYTES: Final = 64 * 2**20
-"""Of objects that each worker would copy."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
 
@@ -449,13 +445,7 @@ class Session:
         for place in val:
             share = 1.0 if whole else min(1.0, 0.4 * self.block_s / max(val_s, 1e-3))
             place.cut(max(_FIRST_STEPS, int(share * (place.batches or place.steps))))
-        self.trial.facts |= {
-            "batches": first.batches,
-            "steps_a_block": first.steps,
-            "epochs_a_block": self._repeats,
-            "validation_batches": sum(place.batches or place.steps for place in val),
-            "validations_an_epoch": self.validations if val else 0.0,
-        }
+        self.trial.facts["batches"] = first.batches
 
     def _part_ended(self, now_s: float) -> None:
         train, val = self._places["train"], self._places["val"]
@@ -515,17 +505,10 @@ class Session:
         remedies, refused = named(facts)
         self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
         self.trial.refused.extend(refused)
-        seen = [
-            (place.stage, place.own)
-            for places in self._places.values()
-            for place in places
-            if made.reader_of(place.own) in ("torch", "fast")
-        ]
         self.trial.facts |= {
             "changes": facts.changes,
-            "used_cpus": facts.used_cpus,
             "epochs": None if math.isinf(facts.epochs) else facts.epochs,
-            "calls": [asdict(call) for call in made.calls_of(seen)],
+            "validates": bool(self._places["val"]),
             "may_persist": facts.epochs > 1 and facts.changes in ("nothing", "unknown"),
         }
 
@@ -543,7 +526,6 @@ class Session:
         ]
         sizes = [sum(t.nbytes for t in made.tensors_in(batch)) for batch in train[0].kept]
         batch_bytes = sum(sizes) / max(1, len(sizes))
-        composes = find_composes(own.dataset) if is_loader else ()
         return LoaderFacts(
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
@@ -562,8 +544,6 @@ class Session:
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
-            objects=_large_objects(own.dataset) if is_loader else "",
-            pipeline=type(composes[0]).__name__ if composes else "",
         )
 
     def _write(self) -> None:
@@ -597,18 +577,6 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     except Exception as error:
         session.ended_by(error)
         raise
-
-
-def _large_objects(dataset: object) -> str:
-    """Return in words the largest list or dict of a dataset that workers would copy.
-
-    Only one of the dataset itself: of what it holds, a shallow copy has the same, and the training
-    as it is would read what is shared.
-    """
-    held = next(iter(held_objects(dataset)), None)
-    own = held is not None and held.name.count(".") == 1
-    large = held is not None and held.counted_bytes >= _LARGE_BYTES
-    return f"{held.name} ({held.kind})" if held is not None and own and large else ""
 
 
 def _tree() -> list[int]:

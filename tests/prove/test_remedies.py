@@ -7,7 +7,6 @@ import pytest
 from lightning_fastdata.prove.remedies import (
     FAST,
     PERSIST,
-    CallSeen,
     Change,
     LoaderFacts,
     Remedy,
@@ -67,7 +66,7 @@ def test_a_stream_keeps_its_workers():
 
 
 def test_another_loader_and_one_that_chooses_are_left_alone():
-    for reader in ("other", "chosen"):
+    for reader in ("other", "ours"):
         tried, not_tried = names(reader=reader)
         assert not tried
         assert not_tried
@@ -119,40 +118,21 @@ def test_the_best_of_each_kind_go_together():
     assert not any(each.change.persistent_workers for each in never)
 
 
-def test_the_code_is_what_the_user_has_with_the_change():
-    arguments = {"batch_size": "16", "shuffle": "True"}
-    call = CallSeen(stage="training", kind="DataLoader", dataset="Photos", arguments=arguments)
-    (line,) = code_of(Change(num_workers=4), [call], given_to_fit=True)
-    assert line == (
-        "train_loader = DataLoader(dataset, batch_size=16, shuffle=True, num_workers=4)"
-        "  # training, of Photos"
-    )
-    fast = code_of(Change(fast=True), [call], given_to_fit=True)
-    assert fast[1] == 'data = FastDataModule.from_loaders(train_loader, num_workers="auto")'
-    there = code_of(Change(fast=True), [call], given_to_fit=True, home="lightning_fastdata.other")
-    assert there == ["from lightning_fastdata.other import FastDataModule", *fast[1:]]
-    own = code_of(Change(fast=True), [call], given_to_fit=False)
-    assert own[1].startswith(
-        'train_loader = FastDataLoader(dataset, batch_size=16, shuffle=True, num_workers="a'
-    )
-    for change in (Change(cache="ram"), Change(fast=True, cache="ram")):
-        lines = code_of(change, [call], given_to_fit=True)
-        assert 'CachedDataset(dataset, "ram")' in lines[-1]
-        compile("\n".join(lines), "pasted", "exec")
-
-
-def test_objects_that_workers_would_copy_are_tried_in_shared_memory_if_nothing_changes_them():
-    held = "dataset.samples (list of 1.2 million dicts)"
-    assert "share(dataset)" in names(objects=held)[0]
-    assert "share(dataset)" not in names()[0]
-    for changes in ("steps", "epochs", "unknown"):
-        assert "share(dataset)" not in names(objects=held, changes=changes)[0]
-    call = CallSeen(
-        stage="training", kind="DataLoader", dataset="Photos", arguments={"batch_size": "8"}
-    )
-    assert code_of(Change(share=True), [call], given_to_fit=False) == [
-        "from lightning_fastdata import share",
-        "train_loader = DataLoader(share(dataset), batch_size=8)  # training, of Photos",
+def test_what_to_write_is_the_call_with_the_change():
+    how = {"given_to_fit": True, "validates": False}
+    flags = Change(num_workers=4, persistent_workers=True)
+    assert code_of(flags, **how) == [
+        "loader = DataLoader(dataset, ..., num_workers=4, persistent_workers=True)"
     ]
-    both = Change(share=True) | Change(num_workers=2)
-    assert (both.share, both.num_workers) == (True, 2)
+    fast = code_of(Change(fast=True), **how)
+    assert fast[1] == 'data = FastDataModule.from_loaders(train_loader, num_workers="auto")'
+    there = code_of(Change(fast=True), **how, home="lightning_fastdata.other")
+    assert there == ["from lightning_fastdata.other import FastDataModule", *fast[1:]]
+    both = code_of(Change(fast=True), given_to_fit=True, validates=True)
+    assert "from_loaders(train_loader, val_loader, " in both[1]
+    own = code_of(Change(fast=True), given_to_fit=False, validates=False)
+    assert own[1] == 'loader = FastDataLoader(dataset, ..., num_workers="auto")'
+    for change in (Change(cache="ram"), Change(fast=True, cache="ram")):
+        lines = code_of(change, **how)
+        assert 'CachedDataset(dataset, "ram")' in lines[-1]
+        compile("\n".join(lines), "written", "exec")
