@@ -442,18 +442,6 @@ def test_mlflow_keeps_the_report_of_each_method(tmp_path, monkeypatch):
         assert stage in json.loads(file.read_text())["stages"]
 
 
-def test_mlflow_keeps_nothing_where_no_report_is_written(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from lightning.pytorch.loggers import MLFlowLogger
-    from mlflow import MlflowClient
-
-    store = (tmp_path / "store").as_uri()
-    logger = MLFlowLogger("reports", tracking_uri=store)
-    fit(tmp_path, DataThroughputCallback(summary=False, report=False), logger)
-    assert not any("report" in e.path for e in MlflowClient(store).list_artifacts(logger.run_id))
-
-
 def test_comet_keeps_the_report(tmp_path):
     """CometLogger(online=False) keeps nothing, so Comet's own offline experiment is asked."""
     comet = pytest.importorskip("comet_ml")

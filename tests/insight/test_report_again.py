@@ -61,18 +61,6 @@ def test_the_command_prints_the_summary_again(trained, capsys, name):
     assert capsys.readouterr().out == f"{callback.report.text()}\n"
 
 
-def test_the_folders_of_two_runs_are_compared(trained, tmp_path, capsys):
-    _, folder = trained
-    report = json.loads((folder / "report.json").read_text())
-    report["stages"]["train"]["step"]["mean_ms"] *= 2
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    main(["compare", str(folder), str(tmp_path)])
-    out = capsys.readouterr().out
-    (row,) = [line for line in out.splitlines() if line.startswith(" stages.train.step.mean_ms ")]
-    assert row.split()[-1] == "+100.0%"
-    assert f"{folder / 'report.json'}" in out
-
-
 def test_a_folder_with_several_reports_or_none_names_what_there_is(tmp_path, trained):
     report = (trained[1] / "report.json").read_text()
     for version in ("version_0", "version_1"):

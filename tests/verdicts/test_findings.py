@@ -24,7 +24,7 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 
 MS = 1e6
 CODES = [
@@ -413,18 +413,6 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
     for others, code in ((1.0, "FD315"), (0.3, "FD306")):
         machine = MachineSeen(machine_cpus=2.0, other_cpus=others)
         assert findings(replace(TABLE["FD315"][0], machine=machine))[0].code == code
-
-
-@given(
-    wanted=st.floats(0.1, 64), cpus=st.floats(1, 64), others=st.floats(0, 64),
-)  # fmt: skip
-def test_programs_share_cpus_thread_by_thread(wanted, cpus, others):
-    left = left_over(wanted, cpus, others)
-    assert left <= cpus
-    if wanted + others <= cpus:
-        assert left == cpus
-    else:
-        assert left == pytest.approx(max(cpus - others, cpus * wanted / (wanted + others)))
 
 
 def test_more_actors_are_told_up_to_the_cpus_that_are_free():

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import sys
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,6 @@ from lightning_fastdata.insight.model.evidence import (
     Evidence,
     LoaderFacts,
     closed_options,
-    model_computes,
 )
 from lightning_fastdata.insight.model.finding import (
     FAMILIES,
@@ -43,7 +40,6 @@ from lightning_fastdata.insight.model.finding import (
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
 from lightning_fastdata.tuning.moves import Move
-from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.tuning.tuner import Tuner
 from verdicts.test_findings import CODES, TABLE, late
 from verdicts.workloads import Samples
@@ -103,13 +99,6 @@ def test_what_is_given_gains_speaks_of_a_tenth_and_changes_nothing_that_is_close
     joined = first.gain is None and beside
     assert told.remedy == first.text or joined
     assert set(told.remedy.split(", or ")) <= {first.text, *beside}
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_no_finding_asks_for_an_option_that_is_closed(code):
-    closed = dict.fromkeys(chain(OPTIONS, (f"val.{each}" for each in OPTIONS)), "chosen")
-    for found in findings(replace(TABLE[code][0], closed=closed)):
-        assert not [each for each in OPTIONS if f"{each}=" in found.remedy], found
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -372,41 +361,6 @@ def test_workers_are_not_told_to_take_the_cpus_of_others():
     assert "num_workers 0 -> 3" in beside.remedy
 
 
-# The model
-
-
-def test_the_model_is_to_be_optimized_only_where_it_was_seen_to_compute():
-    for seen, told in ((True, True), (False, False), (None, False)):
-        for evidence in (Evidence(), Evidence(step_ms=40.0, wait_ms=0.1, stall_ms=0.1)):
-            verdict = judge(stage(0.1), evidence=replace(evidence, model_computes=seen))
-            assert any("optimize" in each.remedy for each in verdict.findings) is told
-            assert not any("optimize" in each.leave_alone for each in verdict.findings)
-
-
-@pytest.mark.parametrize(
-    ("summary", "times", "computes"),
-    [
-        ({}, {"cpu_s": 9.8}, True),
-        ({}, {"cpu_s": 2.0}, False),  # the step sleeps, or waits for a lock
-        ({}, {"cpu_s": 6.0, "runqueue_s": 3.9}, False),  # others have the CPUs
-        ({"device": "cuda"}, {"cpu_s": 9.9}, False),  # the host may be what is slow
-        ({"device": "cuda", "hidden": 9.0}, {"cpu_s": 1.0}, True),
-        ({"device": "cuda", "hidden": 9.0, "gap": 8.0}, {"cpu_s": 1.0}, False),
-    ],
-)
-def test_computing_is_seen_by_the_cpu_that_it_has_or_the_work_that_a_device_has_left(
-    summary, times, computes
-):
-    hidden, gap = summary.get("hidden", 0.0), summary.get("gap", 0.0)
-    steps = stage(0.1, device=summary.get("device", "cpu"))
-    more = {
-        "wait": replace(steps.wait, mean_ms=0.1 + hidden),
-        "gap": replace(steps.gap, mean_ms=gap),
-    }
-    spent = TrainingTimes(**{"wall_s": 10.0, "waited_s": 0.0, **times})
-    assert model_computes(replace(steps, **more), spent) is computes
-
-
 def test_headroom_where_workers_share_the_cpus_is_a_lower_bound():
     for device in ("cpu", "cuda"):
         report = RunReport(stages=(stage(device=device),)).as_dict()
@@ -500,32 +454,6 @@ def test_little_of_them_is_not_told(tmp_path, how, trainer):
     report = fitted(tmp_path, Model(**how), **trainer)
     assert report.verdict.kind == "compute-bound"
     assert not {"FD310", "FD320"} & {each.code for each in report.verdict.findings}
-
-
-# Words
-
-
-def told_texts():
-    more = [
-        Evidence(step_ms=50.0, stall_ms=0.1, epochs=4, loaders_anew=anew,
-                 loader=LoaderFacts(persistent_workers=kept),
-                 wall=run_of(compute=2.0, validation=4.0, gc=2.0, callbacks=2.0, checkpoints=2.0,
-                             logging=2.0, epoch_starts=3.0, val_waits=waits))
-        for anew in (True, False) for kept in (None, True, False) for waits in (0.0, 3.5)
-    ]  # fmt: skip
-    for evidence in chain((TABLE[code][0] for code in CODES), more):
-        for found in judge(stage(), evidence=evidence).findings:
-            yield from (found.cause, found.remedy, found.leave_alone)
-
-
-def test_sentences_have_fewer_than_twenty_words():
-    for text in told_texts():
-        for sentence in re.split(r"[.;:] |, (?:or|and|which|so|because|although|as|but) ", text):
-            assert len(sentence.split()) < 20, sentence
-
-
-def test_nobody_is_told_of_stamps():
-    assert not [text for text in told_texts() if "stamp" in text]
 
 
 def test_about_a_dozen_families_have_every_code_once():

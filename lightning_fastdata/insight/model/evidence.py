@@ -38,8 +38,6 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
-_COMPUTES: Final = 0.9
-"""Of the time of steps."""
 _SEVERAL_THREADS: Final = 1.3
 """CPUs: up to there, what sends batches away explains it."""
 
@@ -180,9 +178,6 @@ class Evidence:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Option -> why nobody is told to change it: the package chose it, this run has tried another
     value, or the package would not take one. Those of validation begin with ``"val."``."""
-    model_computes: bool | None = None
-    """The time of a step was seen to be the model's own: a CPU that computes and waits for nothing,
-    or a device that has work while the host waits."""
     loaders_anew: bool = False
     """The trainer makes its loaders anew in the course of the training."""
     transfer_ms: float | None = None
@@ -352,21 +347,6 @@ def stage_times(
         runqueue_s=used.runqueue_s,
         loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
     )
-
-
-def model_computes(summary: StageSummary, times: TrainingTimes) -> bool:
-    """Return whether the time of steps was seen to be the model's own.
-
-    Where the host computes, its thread had a CPU nearly all the time; a device had work while the
-    host waited for it, and hardly a gap.
-    """
-    step, wait, stall, gap = (
-        0.0 if phase is None else phase.mean_ms
-        for phase in (summary.step, summary.wait, summary.stall, summary.gap)
-    )
-    if summary.device == "cpu":
-        return times.step_cpus >= _COMPUTES and times.step_queued <= 1 - _COMPUTES
-    return wait - stall >= STALL_LOW * step > 0 and gap <= (1 - _COMPUTES) * step
 
 
 def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:

@@ -95,8 +95,6 @@ class Advice:
 
 KEEP: Final = Advice(text="LoaderOptions(persistent_workers=True)", changes=("persistent_workers",))
 PIN: Final = Advice(text="LoaderOptions(pin_memory=True)", changes=("pin_memory",))
-OPTIMIZE: Final = Advice(text="optimize the model, which takes the time", for_speed=False)
-"""Only where compute was seen to be the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import Final
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
-    OPTIMIZE,
     STALL_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
@@ -99,7 +98,7 @@ def _moderate_stall(e: Evidence) -> Finding | None:
 
 
 def _free(e: Evidence) -> Finding | None:
-    return _fine(e, "FD001", (OPTIMIZE,) if e.model_computes else ())
+    return _fine(e, "FD001")
 
 
 _FINDERS: Final = (
@@ -135,10 +134,10 @@ def _late(e: Evidence, code: str, remedy: Advice, *, least_ms: float = 0.0) -> F
     return found(code, stall.share, cause, () if small else remedy, gain, leave)
 
 
-def _fine(e: Evidence, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
+def _fine(e: Evidence, code: str) -> Finding:
     """Return the finding that hardly any batch is waited for."""
     leave = _leave_alone(e.summary, "")
-    finding = found(code, None, waiting_text(e.summary), advice, leave_alone=leave)
+    finding = found(code, None, waiting_text(e.summary), (), leave_alone=leave)
     return replace(finding, severity="fine")
 
 

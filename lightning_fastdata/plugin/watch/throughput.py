@@ -354,8 +354,9 @@ class ThroughputHooks(NeedsConstruction):
         if file is not None:
             with survived("The report was not written"):
                 report.write_json(file)
-                if run.logs:
-                    boards.log_file(run.trainer.loggers, file)
+        if file is not None and run.logs and file.is_file():
+            with survived("The report was not attached"):
+                boards.log_file(run.trainer.loggers, file)
         if report.verdict is not None:
             with survived("The verdict was not shown"):
                 run.show_last(report)
