@@ -114,7 +114,7 @@ def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> D
         "generator": loader.generator,
         **({"timeout": loader.timeout} if loader.timeout else {}),
         "in_order": loader.in_order,
-        "pin_memory": loader.pin_memory or change.pin_memory,
+        "pin_memory": loader.pin_memory,
         **_order(loader, cut, keyed=change.fast),
     }
     if loader.collate_fn not in (default_collate, default_convert):

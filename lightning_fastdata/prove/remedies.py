@@ -33,7 +33,6 @@ class Change:
 
     num_workers: int | None = None
     persistent_workers: bool = False
-    pin_memory: bool = False
     fast: bool = False
     """This package's loader, which chooses who reads."""
     cache: str | None = None
@@ -50,7 +49,6 @@ class Change:
         return Change(
             num_workers=number,
             persistent_workers=self.persistent_workers or other.persistent_workers,
-            pin_memory=self.pin_memory or other.pin_memory,
             fast=self.fast or other.fast,
             cache=self.cache or other.cache,
         )
@@ -93,8 +91,6 @@ class LoaderFacts:
     num_workers: int
     cpus: int
     """Usable ones."""
-    cuda: bool
-    """A CUDA device trains."""
     used_cpus: float
     """CPUs that the training and its workers used."""
     step_share: float = 1.0
@@ -102,14 +98,11 @@ class LoaderFacts:
     start_share: float = 0.0
     """Of an epoch, what its start takes until the first batch is there, 0 to 1."""
     persistent: bool = False
-    pinned: bool = False
     stream: bool = False
     """The dataset is iterable: it has no index."""
     changes: Changes = "nothing"
     """What was seen to change the dataset, its collate_fn or its own sampler while it is read;
     ``"unknown"``: they cannot be compared."""
-    in_globals: bool = False
-    """Only globals of the user's modules changed in its steps, which the dataset may read."""
     cached: bool = False
     keeps_bytes: float = 0.0
     """What all samples take, as they come out of the loader."""
@@ -135,7 +128,10 @@ def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
         return [], [Refused(name="workers, persistence and pinning", why=why)]
     # What is most likely to help comes first, as the time may not do for all.
     workers, others = _workers(facts), _others(facts)
-    wanted = [*others[:1], *workers[:1], *_flags(facts), *others[1:], *workers[1:]]
+    starts = facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE
+    wanted = [*others[:1], *workers[:1], *others[1:], *workers[1:]]
+    if starts:
+        wanted.insert(2, PERSIST)
     remedies, refused = [], []
     for remedy in wanted:
         why = _why_not(remedy.change, facts)
@@ -168,15 +164,6 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
     ]
 
 
-def _flags(facts: LoaderFacts) -> list[Remedy]:
-    found = []
-    if facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE:
-        found.append(PERSIST)
-    if facts.cuda and not facts.pinned:
-        found.append(Remedy(name="pin_memory=True", change=Change(pin_memory=True), effort=1))
-    return found
-
-
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
     if not facts.cached:
@@ -201,9 +188,7 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
         return "the training has one epoch, and this helps from the second on"
     moves = change.num_workers is not None or change.fast
     if facts.changes == "steps":
-        what = "its steps change what is read"
-        if facts.in_globals:
-            what = "its steps change globals, which may be read (a loop in a function has none)"
+        what = "its steps change what is read (globals count; a loop in a function has none)"
         if change.cache:
             return f"{what}, and a cache keeps what was read before"
         if change.persistent_workers:
@@ -233,9 +218,8 @@ def together(
         may_persist: Workers that were not there before may stay between epochs.
     """
     plain = [name for name in gains if remedies[name].change.num_workers is not None]
-    flags = [remedies[name] for name in gains if _is_flag(remedies[name].change)]
-    if plain and may_persist and PERSIST.name not in remedies:
-        flags.insert(0, PERSIST)
+    untried = plain and may_persist and PERSIST.name not in remedies
+    flags = [PERSIST] if untried or PERSIST.name in gains else []
     # Several numbers: the start of many workers is what they lose by, and where they stay, there
     # is none.
     best = sorted(plain, key=gains.__getitem__, reverse=True)[:2]
@@ -245,10 +229,6 @@ def together(
     ways = (*workers, [*workers[0], *cache], [*fast, *cache])
     joined = [_joined(parts) for parts in ways if len(parts) > 1]
     return list({both.name: both for both in joined}.values())
-
-
-def _is_flag(change: Change) -> bool:
-    return change.persistent_workers or change.pin_memory
 
 
 def _joined(parts: list[Remedy]) -> Remedy:
@@ -289,5 +269,4 @@ def code_of(
     number = '"auto"' if change.fast else change.num_workers
     arguments += [] if number is None else [f"num_workers={number}"]
     arguments += ["persistent_workers=True"] * change.persistent_workers
-    arguments += ["pin_memory=True"] * change.pin_memory
     return [*lines, f"loader = {kind}({', '.join(arguments)})"]

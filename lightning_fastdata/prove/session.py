@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.device.backend import synchronize
@@ -59,10 +59,6 @@ _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
-
-
-_Seen: TypeAlias = tuple[Fingerprint, Fingerprint]
-"""What is read at one moment, with the globals of the user's modules and without."""
 
 
 class TrialEndedError(SystemExit):
@@ -189,12 +185,10 @@ class Session:
         """Of the block that runs: epoch, step and wall time of each part, and CPUs of others."""
         self._probes = 0
         self._bad = False
-        self._looks: dict[int, _Seen | None] = {}
-        self._before: dict[int, _Seen | None] = {}
+        self._looks: dict[int, Fingerprint | None] = {}
+        self._before: dict[int, Fingerprint | None] = {}
         """As it was before the step that runs."""
         self._changes: set[Changes] = set()
-        self._beside_globals = False
-        """What changed in a step was not in globals alone."""
         self._open: list[Generator[Batch]] = []
         self._in_place = False
         self._began_s = 0.0
@@ -341,7 +335,6 @@ class Session:
             self._changes.add("unknown")
         elif before != after:
             self._changes.add("steps")
-            self._beside_globals |= before[1] != after[1]
         self._looks[id(place)] = after
 
     def _look_between(self, place: Place) -> None:
@@ -350,19 +343,15 @@ class Session:
         if now is not None and before != now:
             self._changes.add("epochs")
 
-    def _look(self, place: Place) -> _Seen | None:
+    def _look(self, place: Place) -> Fingerprint | None:
         began_s = clock.monotonic()
-        with_globals, without = (
-            fingerprint(
-                *made.what_is_read(place.own),
-                within_s=_LOOK_S,
-                roughly=True,
-                with_globals=each,
-            )
-            for each in (True, False)
+        seen = fingerprint(
+            *made.what_is_read(place.own),
+            within_s=_LOOK_S,
+            roughly=True,
         )
         place.aside_s += clock.monotonic() - began_s
-        return None if with_globals is None or without is None else (with_globals, without)
+        return seen
 
     def _changed(self) -> Changes:
         order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
@@ -530,16 +519,13 @@ class Session:
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
             cpus=limit.usable_cpus,
-            cuda=self.device.type == "cuda",
             used_cpus=sum(self._used) / max(1, len(self._used)),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
-            pinned=bool(own.pin_memory) if is_loader else False,
             stream=made.is_stream(own),
             changes=self._changed(),
-            in_globals=not self._beside_globals,
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),

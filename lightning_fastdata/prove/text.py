@@ -67,12 +67,6 @@ class Conclusion:
         if remedy.change.cache and epochs:
             in_all = epochs / (1 + (epochs - 1) / self.gain.factor)
             says.append(f"in the {epochs:.0f} epochs of this script that is {in_all:.3g}x in all")
-        for name, gain in _rows(self.trial):
-            if name in self.trial.remedies and gain and gain.factor > self.gain.factor:
-                says.append(
-                    f"{name} was about as quick when both were first tried, and changes more; its "
-                    "figure is from then"
-                )
         return tuple(says)
 
     @property

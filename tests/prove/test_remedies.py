@@ -16,7 +16,7 @@ from lightning_fastdata.prove.remedies import (
 )
 
 PLAIN = {
-    "reader": "torch", "num_workers": 0, "cpus": 2, "cuda": False, "used_cpus": 0.2,
+    "reader": "torch", "num_workers": 0, "cpus": 2, "used_cpus": 0.2,
     "start_share": 0.1, "free_bytes": 1e9, "keeps_bytes": 1e6,
 }  # fmt: skip
 CACHE = "a cache in memory"
@@ -45,13 +45,6 @@ def test_what_the_changing_world_refuses_is_not_tried(changes, workers, refused)
     assert set(not_tried) == refused
     assert not tried & refused
     assert all(not_tried.values())
-
-
-def test_where_globals_alone_change_the_reason_says_so():
-    for in_globals in (True, False):
-        _, refused = names(changes="steps", num_workers=0, in_globals=in_globals)
-        assert refused
-        assert all(("globals" in why) == in_globals for why in refused.values())
 
 
 def test_what_cannot_be_compared_is_tried_and_said():
@@ -88,12 +81,6 @@ def test_workers_that_keep_up_are_not_changed():
     tried, _ = names(num_workers=2, step_share=0.0)
     assert PERSIST.name in tried
     assert not any(name.startswith("num_workers") for name in tried)
-
-
-def test_pinning_is_for_a_device():
-    assert "pin_memory=True" in names(cuda=True)[0]
-    assert "pin_memory=True" not in names(cuda=True, pinned=True)[0]
-    assert "pin_memory=True" not in names()[0]
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size():
