@@ -14,13 +14,13 @@ from lightning_fastdata.insight.report.run_report import SCHEMA_VERSION
 
 _MAX_BYTES: Final = 64 << 20
 """Reports have some 100 kB."""
-_COMPARED: Final = re.compile(
-    r"stages\.\w+\.(steps|duration_s|samples_per_s\w*|stall_share|cold_wait_ms"
-    r"|\w+\.(mean|p95)_ms|causes\.wait\.\w+)"
-    r"|wall\.(total_s|samples_per_s|parts_s\.\w+)"
-    r"|device_minutes_waited|verdict\.(kind|code)|(machine|versions)\..+"
+_MEASURED: Final = re.compile(
+    r"stages\.\w+\.(steps|samples_per_s\w*|stall_share|cold_wait_ms|\w+\.mean_ms"
+    r"|(step|stall)\.p95_ms|causes\.wait\.\w+)|wall\.(total_s|samples_per_s|parts_s\.\w+)"
 )
 """What is shown of two reports, by its place in the JSON."""
+_ABOUT: Final = re.compile(r"verdict\.(kind|code)|(machine|versions)\..+")
+"""What is shown where it differs."""
 
 
 def read_report(path: Path) -> Mapping[str, Any]:
@@ -69,18 +69,16 @@ def side_by_side(a: Path, b: Path) -> str:
     """
     of_a, of_b = (dict(_leaves(read_report(path))) for path in (a, b))
     both = {name: (of_a.get(name), of_b.get(name)) for name in (*of_a, *of_b)}
-    shown = {name: pair for name, pair in both.items() if _COMPARED.fullmatch(name)}
-    numbers = {n: pair for n, pair in shown.items() if any(map(_is_number, pair)) and any(pair)}
-    lines = [f" a  {a}", f" b  {b}", ""]
+    numbers = {n: pair for n, pair in both.items() if _MEASURED.fullmatch(n) and any(pair)}
     width = max(map(len, numbers), default=0)
-    lines += [f" {'':<{width}}  {'a':>9}  {'b':>9}  {'change':>8}"]
+    lines = [f" a  {a}", f" b  {b}", "", f" {'':<{width}}  {'a':>9}  {'b':>9}  {'change':>8}"]
     for name, pair in numbers.items():
         one, two = map(_written, pair)
-        lines.append(f" {name:<{width}}  {one:>9}  {two:>9}  {_change(*pair):>8}")
+        lines.append(f" {name:<{width}}  {one:>9}  {two:>9}  {_change(*pair):>8}".rstrip())
     lines += [
-        f" note  {name}: {one or 'none'} in a, {two or 'none'} in b"
-        for name, (one, two) in shown.items()
-        if name not in numbers and one != two
+        f" note  {name}: {_written(one)} in a, {_written(two)} in b"
+        for name, (one, two) in both.items()
+        if _ABOUT.fullmatch(name) and one != two
     ]
     return "\n".join(printable(line, keep="") for line in lines)
 
@@ -92,10 +90,6 @@ def _leaves(value: object, place: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, part in value.items():
         yield from _leaves(part, f"{place}.{key}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _written(value: object) -> str:
