@@ -1,7 +1,6 @@
 """A finding is one cause of a slow step, its remedy, and what it would gain; a rule looks for one.
 
-All that rules advise passes one gate before anybody is told of it. What it leaves out stays in the
-report, with the reason.
+All that rules advise passes one gate before anybody is told of it.
 """
 
 from __future__ import annotations
@@ -98,15 +97,6 @@ PIN: Final = Advice(text="LoaderOptions(pin_memory=True)", changes=("pin_memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """Advice that is not given."""
-
-    text: str
-    why: str
-    """What it would have to be, and is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One cause, in words for people and a code for programs."""
 
@@ -124,8 +114,6 @@ class Finding:
     """What does not help, or is fine as it is."""
     advice: tuple[Advice, ...] = ()
     """What a rule proposes, the best first. Empty behind the gate, which makes ``remedy`` of it."""
-    left_out: tuple[LeftOut, ...] = ()
-    """What was better than the remedy, if it could be given."""
 
     @property
     def family(self) -> str:
@@ -256,29 +244,20 @@ def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
         closed: Option -> why it is not to be changed, see ``Evidence.closed``.
     """
     given: list[Advice] = []
-    left_out: list[LeftOut] = []
     for advice in finding.advice:
-        why = why_not(advice, advice.gain or finding.gain, closed)
-        if why is not None:
-            left_out.append(LeftOut(text=advice.text, why=why))
-        elif not given or (given[0].gain is None and advice.joins):
+        allowed = may_be_given(advice, advice.gain or finding.gain, closed)
+        if allowed and (not given or (given[0].gain is None and advice.joins)):
             given.append(advice)
-    finding = replace(finding, advice=(), left_out=tuple(left_out))
+    finding = replace(finding, advice=())
     if not given:
         return replace(finding, severity="fine", remedy="")
     remedy = ", or ".join(advice.text for advice in given)
     return replace(finding, remedy=remedy, gain=given[0].gain or finding.gain)
 
 
-def why_not(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -> str | None:
-    """Return why an advice with this gain is not to be given; None: it is."""
-    for option in advice.changes:
-        if option in closed:
-            return f"{option}: {closed[option]}"
-    if not advice.for_speed:
-        return None
-    if advice.part < _LEAST_PART:
-        return f"it speaks of {advice.part:.0%} of the wait"
-    if gain is None:
-        return "what it gains is not known"
-    return None if gain.worthwhile else f"it gains {gain.factor - 1:.1%}"
+def may_be_given(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -> bool:
+    """Return whether an advice with this gain may be given."""
+    if set(advice.changes) & set(closed):
+        return False
+    worthwhile = advice.part >= _LEAST_PART and gain is not None and gain.worthwhile
+    return worthwhile or not advice.for_speed

@@ -16,7 +16,7 @@ from lightning_fastdata.insight.model.finding import (
     Finding,
     Rule,
     found,
-    why_not,
+    may_be_given,
 )
 
 
@@ -114,7 +114,7 @@ def _padding(e: Evidence) -> Finding | None:
     left = (1 - padding.share) / (1 - padding.least_share)  # of the tokens, with the remedy
     saved_ms = (1 - left) * compute.mean_ms
     gain = remedies.without(e, saved_ms)
-    if why_not(advice, gain, e.closed) is not None:
+    if not may_be_given(advice, gain, e.closed):
         return None
     return found(
         "FD337",
