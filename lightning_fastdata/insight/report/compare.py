@@ -14,6 +14,8 @@ from lightning_fastdata.insight.report.run_report import SCHEMA_VERSION
 
 _MAX_BYTES: Final = 64 << 20
 """Reports have some 100 kB."""
+_DEEPEST: Final = 8
+"""Reports are nested less deeply; a file that was made to break the reader may be more."""
 _MEASURED: Final = re.compile(
     r"stages\.\w+\.(steps|samples_per_s\w*|stall_share|cold_wait_ms|\w+\.mean_ms"
     r"|(step|stall)\.p95_ms|causes\.wait\.\w+)|wall\.(total_s|samples_per_s|parts_s\.\w+)"
@@ -85,7 +87,7 @@ def side_by_side(a: Path, b: Path) -> str:
 
 def _leaves(value: object, place: str = "") -> Iterator[tuple[str, object]]:
     """Yield all that a report holds, by its place: keys, joined by dots."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or place.count(".") > _DEEPEST:
         yield place.removeprefix("."), value
         return
     for key, part in value.items():

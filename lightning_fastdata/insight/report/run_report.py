@@ -40,7 +40,7 @@ _NARROWEST, _WIDEST = 60, 120
 _BAR_SPACE = 42
 """Columns of a phase's row that are not bar."""
 _LONG_PATH = re.compile(r"[^\s()'\"]*/[^\s()'\"/]+/([^\s()'\"/]+/[^\s()'\"/]+)")
-"""A path with more than its last two parts: the page of the report has it in full."""
+"""A path with more than its last two parts: the JSON has it in full."""
 
 _T = TypeVar("_T")
 

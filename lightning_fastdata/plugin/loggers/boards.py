@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,19 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fastdata.errors import printable, require
+from lightning_fastdata.errors import require
 from lightning_fastdata.insight.measure.metrics import (
     Columns,
-    StageSummary,
     StepTiming,
     Values,
     columns_of,
 )
-from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
-from lightning_fastdata.insight.model.finding import gain_text
+from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime
 from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
-from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.causes import cause_lines
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -83,8 +78,6 @@ _CHARTS: Final = {
         "data_band/stall_p95_ms",
     ),
 }
-_DUNDER: Final = re.compile(r"(?<![`\w.])([\w.]*__\w+__)(?![`\w])")
-"""A name as ``Photos.__getitem__``, which Markdown takes for bold letters."""
 _STACK: Final = (
     ("compute", "compute_ms", "#4c9f70"),
     ("augment", "augment_ms", "#b07aa1"),
@@ -200,43 +193,6 @@ def _means(values: Values, parts: Sequence[npt.NDArray[np.intp]]) -> Values:
     return np.array([values[part].mean() for part in parts])
 
 
-def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
-    """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
-    lines = [
-        f"### {verdict.kind}: {verdict.sentence}",
-        "",
-        "| phase | mean ms | share | p50 | p95 | max |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {name} | {phase.mean_ms:.1f} | {phase.share:.0%} | {phase.p50_ms:.1f} | "
-        f"{phase.p95_ms:.1f} | {phase.max_ms:.1f} |"
-        for name, phase in summary.phases.items()
-    ]
-    for found in verdict.findings:
-        lines += ["", f"**{found.code}** {found.cause}", ""]
-        if found.remedy:
-            lines.append(f"- try: **{found.remedy}**")
-        if found.remedy and found.gain is not None:
-            lines.append(f"- gain: {gain_text(found.gain)}")
-        if found.leave_alone:
-            lines.append(f"- skip: {found.leave_alone}")
-    causes = () if summary.causes is None else cause_lines(summary.causes)
-    if facts := [*verdict.evidence, *causes]:
-        lines += ["", "Also measured:", "", *(f"- {fact}" for fact in facts)]
-    if wall is not None:
-        lines += ["", f"The run so far, {wall_text(wall, summary.stage)}."]
-    return _DUNDER.sub(r"`\1`", "\n".join(lines))
-
-
-def summary_markdown(report: RunReport) -> str:
-    """Return what is printed at the end of a run, and below it the verdict with its tables."""
-    printed = f"```\n{report.text(WIDTH)}\n```"
-    if report.verdict is None:
-        return printed
-    return f"{printed}\n\n{verdict_markdown(report.verdict, report.stages[0], report.wall)}"
-
-
 def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:
     """Give metrics to every logger, with ``/`` replaced by the logger's own separator.
 
@@ -248,12 +204,12 @@ def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -
         logger.log_metrics({_key(logger, name): v for name, v in metrics.items()}, step=step)
 
 
-def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> None:
-    """Show a text, under a name as ``group/name``, on every logger that has a place for it.
+def log_summary(loggers: Iterable[Logger], name: str, report: RunReport, step: int) -> None:
+    """Show the summary of a run, under a name as ``group/name``, on every logger that has a place.
 
     TensorBoard, W&B, MLflow and Comet have one. ``step`` is the position on the step axis.
     """
-    markdown = printable(markdown)
+    markdown = f"```\n{report.text(WIDTH)}\n```"
     for logger in loggers:
         key, experiment = _key(logger, name), _part(logger, "experiment")
         if log := _method(logger, "log_text", "key", "columns", "data", "step"):
@@ -267,7 +223,7 @@ def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> 
 
 
 def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure], step: int) -> None:
-    """Show a figure on every logger that has a place for it, as `log_text` does a text.
+    """Show a figure on every logger that has a place for it, as `log_summary` does a text.
 
     ``draw`` makes the figure; it is called only if a logger takes it.
     """

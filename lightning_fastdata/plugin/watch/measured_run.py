@@ -325,40 +325,32 @@ class MeasuredRun:
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
     def judged(self) -> Verdict | None:
-        """Judge the run so far, write its report, and show the verdict if it is another one.
+        """Judge the run so far, write its report, and show it if its verdict is another one.
 
         The run may end without a chance to write another report. None if no step ended yet.
         """
         summary = self.recording.main.summary()
         if summary is None:
             return None
+        report = None
         with self.judge.spending():
-            wall = self.wall()
-            verdict = self.judge.judged(summary, self._validation(), wall)
+            verdict = self.judge.judged(summary, self._validation(), self.wall())
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.file is not None:
                     report.write_json(self.file)
-        self._judged_s = clock.monotonic()
-        self.show(verdict, summary, wall)
+        self._judged_s = now_s = clock.monotonic()
+        aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
+        if report is not None and (aged or verdict.code != self._shown):
+            self._shown, self._shown_at_s = verdict.code, now_s
+            self.show(report)
         return verdict
 
-    def show(self, verdict: Verdict, summary: StageSummary, wall: WallTime | None) -> None:
-        """Show a verdict to the loggers of texts: another one, or figures five minutes newer."""
-        now_s = clock.monotonic()
-        aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
-        if self.logs and (aged or verdict.code != self._shown):
-            self._shown, self._shown_at_s = verdict.code, now_s
-            self._log_text(boards.verdict_markdown(verdict, summary, wall))
-
-    def show_last(self, report: RunReport) -> None:
-        """Show the summary of the whole run, as it is printed, to the loggers of texts."""
+    def show(self, report: RunReport) -> None:
+        """Show the summary, as it is printed, to the loggers of texts."""
         if self.logs:
-            self._log_text(boards.summary_markdown(report))
-
-    def _log_text(self, text: str) -> None:
-        name = f"{self.recording.main.stamps.prefix}/verdict"
-        boards.log_text(self.trainer.loggers, name, text, self.step)
+            name = f"{self.recording.main.stamps.prefix}/verdict"
+            boards.log_summary(self.trainer.loggers, name, report, self.step)
 
     def _minutes_waited(self, wall: WallTime, ranks: RankRecords | None) -> float | None:
         """Return how long all devices waited for data so far; None outside of fits."""

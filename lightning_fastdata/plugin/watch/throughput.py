@@ -359,7 +359,7 @@ class ThroughputHooks(NeedsConstruction):
                 boards.log_file(run.trainer.loggers, file)
         if report.verdict is not None:
             with survived("The verdict was not shown"):
-                run.show_last(report)
+                run.show(report)
         if self.summary:
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)
