@@ -25,12 +25,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from provable import REAL
 from turns import machine
 from verdicts import environment, hogs
+
+from lightning_fastdata.prove.text import conclude
+from lightning_fastdata.prove.trials import AS_IS, FREE, Trial, bound_of, of_dict
 
 HERE = Path(__file__).parent
 MEASURED_S = 3.0
@@ -110,17 +114,37 @@ def proved(name: str, budget: str) -> dict[str, Any]:
             return {"error": done.stderr[-2000:]}
         left = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
         return {
-            **json.loads(file.read_text()), "text": done.stdout, "said": done.stderr[-1500:],
+            **known_of(of_dict(json.loads(file.read_text()))),
+            "text": done.stdout, "said": done.stderr[-1500:],
             "seconds": time.perf_counter() - began, "left": left,
         }  # fmt: skip
+
+
+def known_of(trial: Trial) -> dict[str, Any]:
+    """Return what a trial says, as plain JSON types."""
+    found = conclude(trial)
+    arms = {block.arm for block in trial.blocks}
+    known: dict[str, Any] = {
+        "outcome": found.outcome, "verdict": found.verdict, "blocks": [*map(asdict, trial.blocks)],
+        "batches": trial.facts.get("batches"),
+        "epoch_s": {
+            arm: statistics.fmean(b.epoch_s for b in trial.blocks if b.arm == arm) for arm in arms
+        },
+        "free": bound_of(trial).factor if FREE in arms else None,
+    }  # fmt: skip
+    if found.remedy is not None and found.gain is not None:
+        known["recommended"] = {
+            "name": found.remedy, "gain": asdict(found.gain),
+            "change": asdict(trial.remedies[found.remedy].change),
+        }  # fmt: skip
+    return known
 
 
 def got(name: str, found: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Fit as it was and changed, in turn; return how many times as fast an epoch is."""
     change = found["recommended"]["change"]
-    rows = {row["name"]: row for row in found["rows"]}
-    epoch_s = (rows[key]["epoch_s"] for key in ("as it is", found["recommended"]["name"]))
-    settling = math.ceil(SETTLED_STEPS / (found["facts"]["batches"] or SETTLED_STEPS))
+    epoch_s = (found["epoch_s"][key] for key in (AS_IS, found["recommended"]["name"]))
+    settling = math.ceil(SETTLED_STEPS / (found["batches"] or SETTLED_STEPS))
     slow, fast = (
         (what, before, before + min(40, max(2, math.ceil(MEASURED_S / each_s))))
         for what, before, each_s in zip(
@@ -170,7 +194,7 @@ def judged(row: dict[str, Any]) -> dict[str, Any] | None:
     if not recommended or "got" not in row:
         return None
     promised, came = recommended["gain"], row["got"]["factor"]
-    high = promised["high"] or math.inf
+    high = promised["high"]
     return {
         "promised": promised["factor"], "low": promised["low"], "high": high, "got": came,
         "error": came / promised["factor"] - 1, "inside": promised["low"] <= came <= high,
@@ -185,14 +209,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         found = row["found"]
-        free = next(
-            (
-                r["gain"]["factor"]
-                for r in found.get("rows", [])
-                if r["name"].startswith("the same")
-            ),
-            None,
-        )
+        free = found.get("free")
         cells = [row["name"], "-" if free is None else f"{free:.2f}"]
         how = judged(row)
         if how is None:

@@ -37,7 +37,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tuning.simulate import batch_costs, simulate
 
-RECORDED = (2, True)
+RECORDED = 2
 """Workers, and whether in order."""
 SETTLED = 20
 """The first batches are not measured: workers start and fill what is ahead."""
@@ -47,8 +47,7 @@ DISTURBED = 0.04
 """Of the CPUs, taken by others."""
 ATTEMPTS = 4
 BATCHES = 100
-ANY_ORDER = ((1, True), (3, True), (4, False), (8, True))
-IN_ORDER = ((1, True), (3, True), (4, True), (8, True))
+OTHERS = (1, 3, 4, 8)
 
 
 def spin(seconds: float) -> None:
@@ -106,29 +105,29 @@ class Workload:
     """The step uses a CPU, and does not wait for a device."""
     executor: str = "workers"
     """Who reads."""
-    others: tuple[tuple[int, bool], ...] = ANY_ORDER
-    """What is predicted: workers, and whether in order."""
+    others: tuple[int, ...] = OTHERS
+    """What is predicted: numbers of workers."""
     settings: dict[str, Any] = field(default_factory=dict)
     """More arguments of the loader."""
 
 
 WORKLOADS = {
     "io": Workload(step_s=0.015, blocked_s=0.004),
-    "cpu": Workload(step_s=0.010, cpu_s=0.0015, others=IN_ORDER),
+    "cpu": Workload(step_s=0.010, cpu_s=0.0015),
     "mixed": Workload(step_s=0.012, blocked_s=0.002, cpu_s=0.001),
     "slow collate": Workload(step_s=0.012, blocked_s=0.0005, settings={"collate_fn": slow_collate}),
     "slow samples": Workload(
         step_s=0.010, blocked_s=0.001, slow_s=0.3,
-        others=((1, True), (2, False), (4, True), (4, False), (8, False)),
+        others=(1, 4),
     ),
     "large batches": Workload(step_s=0.020, blocked_s=0.001, floats=150_000, batch_size=32),
-    "step on a CPU": Workload(step_s=0.010, cpu_s=0.001, step_on_cpu=True, others=IN_ORDER),
+    "step on a CPU": Workload(step_s=0.010, cpu_s=0.001, step_on_cpu=True),
     "cheap": Workload(step_s=0.015),
     "torch, io": Workload(step_s=0.015, blocked_s=0.003, executor="torch"),
-    "torch, cpu": Workload(step_s=0.010, cpu_s=0.0015, executor="torch", others=IN_ORDER),
+    "torch, cpu": Workload(step_s=0.010, cpu_s=0.0015, executor="torch"),
     "torch, slow samples": Workload(
         step_s=0.010, blocked_s=0.001, slow_s=0.3, executor="torch",
-        others=((1, True), (2, False), (4, True), (4, False), (8, False)),
+        others=(1, 4),
     ),
 }  # fmt: skip
 QUICK = ("io", "cpu", "mixed", "slow samples")
@@ -192,21 +191,21 @@ class Run:
     """Of the batches that were measured, if they were recorded."""
 
 
-def loader_of(work: Workload, workers: int, in_order: bool, batches: int) -> FastDataLoader:
+def loader_of(work: Workload, workers: int, batches: int) -> FastDataLoader:
     """Return a loader with so many batches, and those that are left out at both ends."""
     samples = Samples(
         (SETTLED + batches + TAIL) * work.batch_size, blocked_s=work.blocked_s, cpu_s=work.cpu_s,
         slow_s=work.slow_s, floats=work.floats,
     )  # fmt: skip
     return FastDataLoader(
-        samples, work.batch_size, num_workers=workers, executor=work.executor, in_order=in_order,
+        samples, work.batch_size, num_workers=workers, executor=work.executor,
         **work.settings,
     )  # fmt: skip
 
 
-def train(work: Workload, workers: int, in_order: bool, batches: int, *, record: bool) -> Run:
+def train(work: Workload, workers: int, batches: int, *, record: bool) -> Run:
     """Train in a plain loop."""
-    loader = loader_of(work, workers, in_order, batches)
+    loader = loader_of(work, workers, batches)
     records: deque[Any] = deque()
     if record:
         loader.record_stamps(records)
@@ -239,35 +238,33 @@ def train(work: Workload, workers: int, in_order: bool, batches: int, *, record:
     )
 
 
-def undisturbed(
-    work: Workload, workers: int, in_order: bool, batches: int, *, record: bool = False
-) -> Run:
+def undisturbed(work: Workload, workers: int, batches: int, *, record: bool = False) -> Run:
     """Return the first run that others left alone, or the one that they disturbed least."""
     runs: list[Run] = []
     while len(runs) < ATTEMPTS and (not runs or runs[-1].others > DISTURBED):
-        runs.append(train(work, workers, in_order, batches, record=record))
+        runs.append(train(work, workers, batches, record=record))
     return min(runs, key=lambda run: run.others)
 
 
 def compare(name: str, work: Workload, batches: int) -> list[dict[str, Any]]:
     """Record, predict, measure; return a row for each of the other loaders."""
-    recorded = undisturbed(work, *RECORDED, batches, record=True)
+    recorded = undisturbed(work, RECORDED, batches, record=True)
     costs = batch_costs(recorded.stamps, step_queued=recorded.step_queued)
     rows = []
-    for workers, in_order in work.others:
+    for workers in work.others:
         setup = setup_of(
-            loader_of(work, workers, in_order, batches),
+            loader_of(work, workers, batches),
             cpus=float(read_cpu_limit().usable_cpus),
             step_cpus=recorded.step_cpus,
         )
         if setup is None:
             raise ValueError(f"The model does not know executor {work.executor!r}.")
         predicted = simulate(costs, setup).step_ms
-        measured = undisturbed(work, workers, in_order, batches)
+        measured = undisturbed(work, workers, batches)
         others = max(recorded.others, measured.others)
         rows.append(
             {
-                "workload": name, "workers": workers, "in_order": in_order, "others": others,
+                "workload": name, "workers": workers, "others": others,
                 "predicted_ms": predicted, "measured_ms": measured.step_ms,
             }
         )  # fmt: skip
@@ -277,10 +274,9 @@ def compare(name: str, work: Workload, batches: int) -> list[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     """Return a comparison as text."""
-    order = "" if row["in_order"] else ", any order"
     error = row["predicted_ms"] / row["measured_ms"] - 1
     return (
-        f"{row['workload']:<19} {row['workers']} workers{order:<11}  predicted "
+        f"{row['workload']:<19} {row['workers']} workers  predicted "
         f"{row['predicted_ms']:7.2f} ms  measured {row['measured_ms']:7.2f} ms  {error:+6.1%}"
     )
 
@@ -289,7 +285,7 @@ def settled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each loader: the medians of its undisturbed rounds, or else of all."""
     loaders: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        loaders.setdefault((row["workload"], row["workers"], row["in_order"]), []).append(row)
+        loaders.setdefault((row["workload"], row["workers"]), []).append(row)
     found = []
     for same in loaders.values():
         clean = [row for row in same if row["others"] <= DISTURBED]

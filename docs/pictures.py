@@ -4,7 +4,7 @@
     python docs/pictures.py --output      # only what the first block of README and start.md prints
 
 A training of three epochs with validation, whose storage answers in 3 ms, is read by one worker;
-its page and TensorBoard's are shown to a browser without a window. What the browser shows is
+TensorBoard's page of it is shown to a browser without a window. What the browser shows is
 checked, too: our group comes first among ours, with six scalars, and the last text is the summary.
 """
 
@@ -71,8 +71,8 @@ class Scans(Dataset):
         return torch.rand(3, 32, 32), index % 10
 
 
-def train(folder: str) -> Path:
-    """Train, and return the page of the report."""
+def train(folder: str) -> None:
+    """Train, with TensorBoard's logger."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -107,7 +107,6 @@ def train(folder: str) -> Path:
     )
     data = FastDataModule.from_datasets(Scans(), Scans(), batch_size=16, num_workers=1)
     trainer.fit(Model(), datamodule=data)
-    return Path(str(trainer.log_dir)) / "report.html"
 
 
 class Browser:
@@ -216,7 +215,7 @@ def write_output() -> None:
         printed = done.stdout.replace(f"{os.path.realpath(folder)}/", "")
     text = printed[printed.index("fastdata · train · ") :].rstrip() + "\n"
     head, *paragraphs = re.split(r"\n(?= \w)", text)
-    left_out = r" (?:transfer|\d|val|note|page)"
+    left_out = r" (?:transfer|\d|val|note)"
     shown = [one.strip("─\n") for one in paragraphs if not re.match(left_out, one)]
     short = "\n".join([head, *map(on_one_line, shown)]) + "\n"
     for page, output in ((start, text), (readme, short)):
@@ -250,12 +249,9 @@ def main() -> None:
     if shutil.which(options.browser) is None:
         sys.exit(f"There is no {options.browser!r}; give another one with --browser.")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as profile:
-        page = train(folder)
+        train(folder)
         browser = Browser(options.browser, profile)
         try:
-            browser.open(page.as_uri(), (1000, 1300))
-            browser.until("fastdata")
-            browser.picture("report.png")
             with tensorboard(folder, options.port) as address:
                 show_board(browser, address)
         finally:

@@ -110,7 +110,6 @@ def no_earlier_trainings(monkeypatch, tmp_path_factory):
     """Begin without what another test, or a training on this machine, has kept."""
     folder = tmp_path_factory.getbasetemp() / f"cache-{os.urandom(6).hex()}"
     monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(folder))
-    monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", f"{folder}-live")
 
 
 @pytest.fixture(autouse=True)

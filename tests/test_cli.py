@@ -13,8 +13,6 @@ from lightning_fastdata.cli import main
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit, read_cpu_limit
 from lightning_fastdata.host.machine import doctor_text, loading_limits
 from lightning_fastdata.host.memory import DeviceMemory, HostMemory
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report.run_report import RunReport
 
 GIB = 2**30
 
@@ -94,56 +92,10 @@ def test_an_error_of_ours_ends_in_one_sentence(tmp_path):
         main(["report", str(tmp_path)])
 
 
-@pytest.fixture
-def reports(tmp_path):
-    """The files of a run with 50 ms a step and of one with 40 ms."""
-    paths = []
-    for name, compute_ms in (("a", 40.0), ("b", 30.0)):
-        history = StepHistory()
-        for i in range(10):
-            history.append(
-                StepTiming(
-                    step=i,
-                    samples=32,
-                    cold=False,
-                    wait_ms=10.0,
-                    stall_ms=10.0,
-                    compute_ms=compute_ms,
-                    step_ms=10.0 + compute_ms,
-                )
-            )
-        stage = history.summarize("train", duration_s=1.0)
-        paths.append(str(RunReport(stages=(stage,)).write_json(tmp_path / f"{name}.json")))
-    return paths
-
-
 @pytest.mark.parametrize("name", ["compair", "tune"])
 def test_an_unknown_command_is_answered_with_the_known_ones(name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name])
     assert ended.value.code == 2
-    known = "run, prove, top, report, compare, doctor, replay"
+    known = "run, prove, report, compare, doctor, replay"
     assert f"choose from {known}" in capsys.readouterr().err.replace("'", "")
-
-
-@each(
-    ("arguments", "code", "said"),
-    [
-        (["--fail-if", "step_ms > +10%"], 0, "ok    step_ms > +10%  it is -20.0%"),
-        (["--fail-if", "step_ms > +10%", "--fail-if", "stall_percent > 24"], 1, "stall_percent"),
-        (["--fail-if", "steptime > +10%"], 2, "step_ms"),
-        (["--fail-if", "transfer_ms > 1"], 2, "was not measured"),
-        (["--fail-if", "step_ms"], 2, "cannot be read"),
-        (["--fail-if"], 2, "expected one argument"),
-        (["missing.json"], 2, "unrecognized arguments"),
-    ],
-)
-def test_compare_ends_in_0_1_or_2_by_its_conditions(reports, capsys, arguments, code, said):
-    ended = 0
-    try:
-        main(["compare", *reports, *arguments])
-    except SystemExit as exited:
-        ended = exited.code
-    told = capsys.readouterr()
-    assert ended == code
-    assert said in (told.err if code == 2 else told.out)

@@ -38,7 +38,6 @@ LIGHT = (
     "import lightning_fastdata",
     "import lightning_fastdata.errors, lightning_fastdata.host.cpu",
     "import lightning_fastdata.cli",
-    "import lightning_fastdata.insight.live",
 )
 """What loads no torch either."""
 ROOMS = (

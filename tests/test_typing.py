@@ -127,7 +127,7 @@ def main(model: LightningModule) -> None:
     elsewhere = LoaderOptions(split=True, executor=Ray(num_cpus=2))
     photos = Photos.from_datasets(Scans(), Scans(), batch_size=8, options=elsewhere)
     assert_type(photos, Photos)
-    watch = DataThroughputCallback(log_images=True)
+    watch = DataThroughputCallback(every_n_steps=5)
     Trainer(max_epochs=1, callbacks=[watch]).fit(model, datamodule=photos)
     assert_type(watch.report, RunReport | None)
     kept = CachedDataset(FastImageFolder(Path("photos"), size=224), "disk")
@@ -138,7 +138,7 @@ MISSPELT = {
     "batch_size=8, options=": "batchsize=8, options=",
     'augment_on="cpu"': 'augment_on="tpu"',
     "seed=1": "sead=1",
-    "log_images=": "log_image=",
+    "every_n_steps=": "every_n_step=",
     "split=True": "splits=True",
     "num_cpus=2": "cpus=2",
 }

@@ -89,7 +89,6 @@ def test_every_package_that_is_imported_is_declared():
         "PIL": "pillow",
         "albucore": "albumentations",  # brought along
         "cv2": "opencv_python_headless",
-        "markupsafe": "jinja2",  # brought along
     }
     foreign = imported - sys.stdlib_module_names - {"lightning_fastdata"}
     assert {names.get(one, one) for one in foreign} - declared == MAY_BE_THERE

@@ -35,10 +35,6 @@ installed = importlib.metadata.distribution("lightning-fastdata")
 assert installed.version == lightning_fastdata.__version__
 assert [entry.load() for entry in installed.entry_points]
 assert importlib.resources.files(lightning_fastdata).joinpath("py.typed").is_file()
-
-from lightning_fastdata.insight.report.html import TEMPLATES
-
-assert "page.html" in TEMPLATES.list_templates()
 """
 
 

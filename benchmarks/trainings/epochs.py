@@ -24,22 +24,6 @@ def validated(_: Path, form: Any, val_form: Any, sample_s: float, val_batches: i
     return Made(load=load, val=val, model=Model(0.01), trainer={"val_check_interval": 20})
 
 
-class SlowToValidate(Model):
-    """A model whose validation computes for as long as was said."""
-
-    def __init__(self, step_s: float, val_s: float) -> None:
-        super().__init__(step_s)
-        self.val_s = val_s
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        time.sleep(self.val_s)
-
-
-def validated_long(_: Path, form: Any, val_s: float) -> Made:
-    load = Load(dataset=Rows(16 * 40, 200), form=form, options={"num_workers": 1})
-    return Made(load=load, val=load, model=SlowToValidate(0.01, val_s), trainer={"max_epochs": 3})
-
-
 class Remaking(Model):
     """A model that builds its dataset whenever it is asked for its loader."""
 
@@ -154,17 +138,8 @@ EPOCHS = [
         },
     ),
     *several(
-        "validation that computes",
-        Accepted(codes=("FD331",), kinds=("held up by validation",), words=("limit_val_batches",)),
-        validated_long,
-        {
-            "20 ms": {"form": "fast", "val_s": 0.02},
-            "20 ms, torch's DataLoader": {"form": "torch", "val_s": 0.02},
-        },
-    ),
-    *several(
         "loaders made anew each epoch",
-        Accepted(codes=("FD332",), kinds=("paused between epochs",), words=("reload_dataload",)),
+        Accepted(codes=("FD310",), kinds=("paused between epochs",), words=("reload_dataload",)),
         remade,
         {
             "0.3 s": {"form": "fast", "made_s": 0.3},

@@ -34,7 +34,7 @@ def setting_of(remedy: str) -> dict[str, Any]:
 
 
 LEAST_GAIN = 1.03
-NOT_FOR_SPEED = ("FD000", "FD001", "FD317", "FD319", "FD326")
+NOT_FOR_SPEED = ("FD000", "FD001")
 """Codes whose advice averts an error, gets more known, or is about the model."""
 
 

@@ -216,9 +216,9 @@ def hooked(_: Path, form: Any, hook: str, seconds: float) -> Made:
     return Made(load=load, model=Normalizing(hook, seconds))
 
 
-def held_up(by: str, code: str, *words: str) -> Accepted:
-    """Return what is to be said of something between steps."""
-    return Accepted(codes=(code,), kinds=(f"held up by {by}",), words=words, cost="between steps")
+def held_up(*words: str) -> Accepted:
+    """Return what is to be said of something beside steps."""
+    return Accepted(codes=("FD320",), kinds=("held up",), words=words, cost="between steps")
 
 
 LOOPING = [
@@ -274,7 +274,7 @@ LOOPING = [
         },
     ),
     *several(
-        "slow callback", held_up("a callback", "FD320", "ConfusionPlotter"), watched,
+        "slow callback", held_up("ConfusionPlotter"), watched,
         {
             "10 ms in on_train_batch_end": {
                 "form": "fast", "hook": "on_train_batch_end", "seconds": 0.01,
@@ -296,14 +296,14 @@ LOOPING = [
         },
     ),
     *several(
-        "garbage collector", held_up("the garbage collector", "FD333", "gc.freeze"), littered,
+        "garbage collector", held_up("gc.freeze"), littered,
         {
             "each 4th step, torch's loader": {"form": "torch", "every": 4},
             "each 10th step": {"form": "fast", "every": 10},
         },
     ),
     *several(
-        "slow hook of the module", held_up("a callback", "FD320", "Watching"), watched,
+        "slow hook of the module", held_up("Watching"), watched,
         {
             "12 ms in on_train_batch_end": {
                 "form": "fast", "hook": "of the module", "seconds": 0.012,
@@ -312,14 +312,14 @@ LOOPING = [
         },
     ),
     *several(
-        "slow logger", held_up("logging", "FD322", "log"), logged,
+        "slow logger", held_up("log"), logged,
         {
             "10 ms in each step": {"form": "fast", "every": 1, "seconds": 0.01},
             "50 ms in every fifth, torch's loader": {"form": "torch", "every": 5, "seconds": 0.05},
         },
     ),
     *several(
-        "frequent checkpoints", held_up("checkpoints", "FD321"), saved,
+        "frequent checkpoints", held_up("save"), saved,
         {
             "every 5 steps, 16 MB": {
                 "form": "fast", "every": 5, "floats": 4_000_000, "batches": 120,

@@ -18,8 +18,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.batch_images import BatchImages as BatchImages
-    from lightning_fastdata.augment.batch_images import left_undone as left_undone
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
@@ -27,15 +25,15 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
+    from lightning_fastdata.augment.undone import left_undone as left_undone
 
 _HOME = {
-    "BatchImages": "batch_images",
     "BatchTransform": "transform",
     "Draws": "replay.program",
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
-    "left_undone": "batch_images",
+    "left_undone": "undone",
     "register": "registry",
     "warn_of_unkeyed": "pipeline.unkeyed",
 }

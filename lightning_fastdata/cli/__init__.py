@@ -1,4 +1,4 @@
-"""The command line: ``fastdata run``, ``prove``, ``top``, ``report``, ``compare``, ``doctor``..."""
+"""The command line: ``fastdata run``, ``prove``, ``report``, ``compare``, ``doctor``..."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from lightning_fastdata.cli.commands import (
     takes_replay,
     takes_report,
     takes_run,
-    takes_top,
-    top,
 )
 from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.errors import FastDataError
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = {
     run: takes_run,
     prove: takes_prove,
-    top: takes_top,
     report: takes_report,
     compare: takes_compare,
     doctor: lambda _: None,
@@ -37,7 +34,7 @@ _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = 
 }
 """Each command, and what tells its parser what it takes."""
 _UNUSABLE: Final = 2
-"""As argparse ends; 1 is what `prove` and `compare` say of what they have found."""
+"""As argparse ends; 1 is what `prove` says where it recommends a change."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,22 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.metadata import entry_points
-from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
-_EVERY_S: Final = 1.0
 
 
 def doctor() -> None:
@@ -46,13 +42,11 @@ def replay(
     ranks: int | None = None,
     seed: int | None = None,
     save: str | None = None,
-    out: str | None = None,
 ) -> None:
     """Print what a training step got, made again without training."""
     import torch
 
     from lightning_fastdata.plugin.data.replay import replayed
-    from lightning_fastdata.plugin.loggers.pictures import draw_batch
 
     number = batch if step is None else step
     given = [each is not None for each in (epoch, batch, step)]
@@ -71,10 +65,11 @@ def replay(
     )
     sys.stdout.write(f"{found.text()}\n")
     if save is not None:
-        _write(save, lambda: torch.save(found.saved(), save))
-    if out is not None:
-        picture = draw_batch(module, found.batch, epoch=found.epoch, number=found.number)
-        _write(out, lambda: picture.save(out, "PNG"))
+        try:
+            torch.save(found.saved(), save)
+        except (OSError, RuntimeError) as error:  # torch's of a folder that is missing
+            raise OptionsError(f"{save} cannot be written: {error}.") from error
+        sys.stdout.write(f"{save} written.\n")
 
 
 def takes_replay(parser: ArgumentParser) -> None:
@@ -90,7 +85,6 @@ def takes_replay(parser: ArgumentParser) -> None:
     add("--ranks", type=int, help="That trained together. Default: the checkpoint's, or 1.")
     add("--seed", type=int, help="Default: that of the checkpoint, or of the data module.")
     add("--save", help="File to write it to, for torch.load(weights_only=True).")
-    add("--out", help="PNG file for its picture.")
 
 
 def _saved_loader(checkpoint: str) -> Mapping[str, Any]:
@@ -157,15 +151,6 @@ def open_datamodule(spec: str) -> Any:
     return made
 
 
-def _write(path: str, write: Callable[[], object]) -> None:
-    """Have a file written, and say so; a file that cannot be written is an OptionsError."""
-    try:
-        write()
-    except (OSError, RuntimeError) as error:  # torch's of a folder that is missing
-        raise OptionsError(f"{path} cannot be written: {error}.") from error
-    sys.stdout.write(f"{path} written.\n")
-
-
 def run(command: Sequence[str], *, module: bool = False, report: str | None = None) -> None:
     """Run a script; each Lightning Trainer that it makes gets a DataThroughputCallback.
 
@@ -225,47 +210,13 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
     raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
 
 
-def top(*, once: bool = False) -> None:
-    """Show how trainings of this user on this machine are going, and where they hang.
-
-    Where the output is no terminal, one page is printed.
-    """
-    from lightning_fastdata.insight.live import live_folder, page_text, read_all
-
-    def page() -> str:
-        now_s = clock.unix_s()
-        return page_text(read_all(live_folder(), now_s), now_s)
-
-    if once or not sys.stdout.isatty():
-        sys.stdout.write(f"{page()}\n")
-        return
-    with suppress(KeyboardInterrupt):
-        while True:
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[:columns] for line in page().splitlines()[: rows - 1]]
-            # The cursor goes home, and the screen is cleared.
-            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(lines) + "\n")
-            sys.stdout.flush()
-            clock.sleep(_EVERY_S)
-
-
-def report(run: str, *, open: bool = False) -> None:  # noqa: A002
+def report(run: str) -> None:
     """Print the summary of a run again."""
     from lightning_fastdata.insight.report.compare import read_report
-    from lightning_fastdata.insight.report.run_report import page_line, print_lines
+    from lightning_fastdata.insight.report.run_report import print_lines
 
-    file = report_file(Path(run))
-    summary = read_report(file)["summary"]
-    print_lines([(printable(text, keep=""), how) for text, how in line] for line in summary)
-    page = file.with_suffix(".html")
-    if page.is_file():
-        sys.stdout.write(f"{page_line(page)}\n")
-    if open:
-        import webbrowser
-
-        if not page.is_file():
-            raise OptionsError(f"There is no page beside {file}.")
-        webbrowser.open(page.resolve().as_uri())
+    summary = read_report(report_file(Path(run)))["summary"]
+    print_lines(printable(line, keep="") for line in summary)
 
 
 def report_file(run: Path) -> Path:
@@ -285,32 +236,16 @@ def report_file(run: Path) -> Path:
     raise OptionsError(f"{run} has no report.json.{listed} Name a folder of a run, or its report.")
 
 
-def takes_top(parser: ArgumentParser) -> None:
-    """Add the arguments of ``top``."""
-    parser.add_argument("--once", action="store_true", help="Print one page and end.")
-
-
 def takes_report(parser: ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("run", help="The folder of a run, or its report.json.")
-    parser.add_argument("--open", action="store_true", help="Open its page in the browser.")
 
 
-def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
-    """Print what differs between two runs.
+def compare(a: str, b: str) -> None:
+    """Print two runs side by side, and what differs."""
+    from lightning_fastdata.insight.report.compare import side_by_side
 
-    Exit codes: 0; 1 if a condition holds; 2 if a report or a condition cannot be read, or a
-    condition cannot be decided.
-    """
-    from lightning_fastdata.insight.report.compare import compare_files
-
-    comparison = compare_files(report_file(Path(a)), report_file(Path(b)), fail_if)
-    if json:
-        sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
-    else:
-        sys.stdout.write(f"{comparison.text()}\n")
-    if comparison.failed:
-        raise SystemExit(1)
+    sys.stdout.write(f"{side_by_side(report_file(Path(a)), report_file(Path(b)))}\n")
 
 
 def takes_run(parser: ArgumentParser) -> None:
@@ -330,17 +265,6 @@ def takes_run(parser: ArgumentParser) -> None:
 
 
 def takes_compare(parser: ArgumentParser) -> None:
-    """Add the arguments of ``compare``, whose condition may be given several times."""
+    """Add the arguments of ``compare``."""
     parser.add_argument("a", help="The folder or the report.json of the run to compare with.")
     parser.add_argument("b", help="The same of the run that is compared.")
-    parser.add_argument(
-        "--fail-if",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="What must not be, any number of times: 'step_ms > +10%%' is a change of b over a in "
-        "percent, 'stall_share > +0.02' a change, 'stall_percent > 5' the value of b; with "
-        "'val.' before the name, of validation. Exit codes: 0, 1 if a condition holds, 2 if a "
-        "report or a condition cannot be read.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")

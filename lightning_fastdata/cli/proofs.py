@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,7 +53,10 @@ def prove(
     budget_s = seconds_of(budget)
     program = program_of(command, "prove", module=module)
     if json is not None:
-        _check_writable(Path(json))
+        try:
+            Path(json).touch()
+        except OSError as error:  # before minutes went into what it gets
+            raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
     script = " ".join(command)
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
         settings = ProveSettings(
@@ -86,7 +90,7 @@ def prove(
         sys.stderr.write("\nThe script printed at last:\n")
         sys.stderr.writelines(f"  {line}\n" for line in printed[-_SHOWN_LINES:])
     if json is not None:
-        Path(json).write_text(f"{json_lines.dumps(found.as_dict(), indent=1)}\n", "utf-8")
+        Path(json).write_text(json_lines.dumps(asdict(trial)), "utf-8")
     if interrupted or found.exit_code:
         raise SystemExit(_INTERRUPTED if interrupted else found.exit_code)
 
@@ -104,17 +108,6 @@ def seconds_of(text: str) -> float:
     if seconds < _LEAST_S:
         raise OptionsError(f"budget is {text!r}; below {_LEAST_S:.0f} s nothing can be compared.")
     return seconds
-
-
-def _check_writable(file: Path) -> None:
-    """Raise OptionsError where a file cannot be written, before minutes went into what it gets."""
-    was_there = file.exists()
-    try:
-        file.open("ab").close()
-    except OSError as error:
-        raise OptionsError(f"{file} cannot be written: {error.strerror or error}.") from error
-    if not was_there:
-        file.unlink()
 
 
 @contextmanager
@@ -227,7 +220,7 @@ def takes_prove(parser: ArgumentParser) -> None:
         "Exit codes: 0 if nothing is to be changed, 1 if a change is recommended, 2 if it is not "
         "known or the arguments cannot be used, 130 if it was interrupted.",
     )
-    parser.add_argument("--json", help="File for what is found.")
+    parser.add_argument("--json", help="File for the trial: its blocks, remedies and facts.")
     parser.add_argument(
         "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
     )

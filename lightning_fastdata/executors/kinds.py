@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.executors.standby import Ways
     from lightning_fastdata.executors.stream_position import StreamPosition
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -317,11 +316,3 @@ class StreamReader(Executor, Protocol):
     @property
     def stream_drew(self) -> bool:
         """Whether a stream was seen to draw from global generators."""
-
-
-@runtime_checkable
-class WatchedExecutor(Protocol):
-    """An executor with side processes that notes what they do."""
-
-    def now(self) -> ExecutorNow:
-        """Return what is under way; any thread may ask."""

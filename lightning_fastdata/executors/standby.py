@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
@@ -319,10 +318,6 @@ class StandbyExecutor:
         """Return whether what side processes have read has changed nothing of what they read."""
         self._idle = self._idle or self._pool.read_the_same(digest, within_s)
         return self._idle
-
-    def now(self) -> ExecutorNow:
-        """Return what is under way; any thread may ask."""
-        return self._pool.now()
 
     def close(self) -> None:
         """Stop all side processes; batches handed out stay valid."""

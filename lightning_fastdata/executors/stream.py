@@ -25,7 +25,7 @@ from lightning_fastdata.executors.pool.faults import (
 )
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
-from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
+from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.executors.stream_position import StreamHistory, StreamNote, StreamPosition
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
@@ -121,11 +121,6 @@ class StreamExecutor:
     def children(self) -> dict[int, ChildProcess]:
         """The side processes by their numbers."""
         return self._crew.children
-
-    def now(self) -> ExecutorNow:
-        """Return what is under way; any thread may ask."""
-        batches = [batch for lane in list(self._lanes) for batch in list(lane.batches)]
-        return executor_now(self.children, batches)
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None

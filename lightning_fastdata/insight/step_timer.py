@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Generic
 
-from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import default_type, device_of
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
@@ -60,8 +59,8 @@ class StepTimer:
         self._reading: dict[Stage, object] = {}
         """Stage -> the newest iteration of one of its loaders."""
         self._running: LoopStage | None = None
-        self._samples: int | None = None
-        """Of the step that is open; None: none is."""
+        self._size: tuple[int, float] | None = None
+        """Samples and tokens of the step that is open; None: none is."""
 
     def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
@@ -108,7 +107,7 @@ class StepTimer:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """A part of whichever step is open when it is entered; without effect if none is."""
-        stage = self._running if self._samples is not None else None
+        stage = self._running if self._size is not None else None
         timeline = None if stage is None else stage.timeline
         if timeline is not None:
             getattr(timeline, f"{name}_began")()
@@ -120,9 +119,9 @@ class StepTimer:
 
     def step_ended(self) -> None:
         """End the step here. What the loop does until it asks for the next batch is a gap."""
-        samples, self._samples = self._samples, None
-        if samples is not None and self._running is not None:
-            self._running.step_ended(samples)
+        size, self._size = self._size, None
+        if size is not None and self._running is not None:
+            self._running.step_ended(*size)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -175,7 +174,8 @@ class StepTimer:
                 except StopIteration:
                     return
                 stage.timeline.wait_ended()
-                self._samples = batch_samples(held[0])
+                stage.padding.look(held[0])
+                self._size = stage.size_of(held[0])
                 yield held.pop()  # so that the memory is free when the loop lets go of it
                 if self._reading.get(name) is not reader:
                     raise OptionsError(
@@ -199,7 +199,7 @@ class StepTimer:
     def _left(self, stage: LoopStage) -> None:
         """Forget the step of a stage that has not ended."""
         if self._running is stage:
-            self._running = self._samples = None
+            self._running = self._size = None
         stage.epoch_ended()
 
 

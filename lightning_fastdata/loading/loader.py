@@ -90,8 +90,6 @@ from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
 if TYPE_CHECKING:
     from torch import Generator
 
-    from lightning_fastdata.executors.pool.stalls import ExecutorNow
-
 
 _CHANGED_WHILE_READ: Final = (
     "Step {{}} of the training changed {name}, or its sampler, while it is read. It is read in the "
@@ -482,11 +480,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     def _record(self) -> None:
         if isinstance(self._inner, KeptExecutor):
             self._inner.record(self.all_records)
-
-    def now(self) -> list[ExecutorNow]:
-        """Return what is under way in side processes of this package; any thread may ask."""
-        inner = self._inner
-        return inner.now() if isinstance(inner, KeptExecutor) else []
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""

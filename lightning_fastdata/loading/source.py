@@ -51,7 +51,6 @@ from lightning_fastdata.executors.kinds import (
     Executor,
     Resources,
     StreamReader,
-    WatchedExecutor,
     executor_for,
     kind_of,
     open_executor,
@@ -79,7 +78,6 @@ from lightning_fastdata.tuning.tuner import Tuner, log
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
-    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.loading.position import Run
 
@@ -434,10 +432,6 @@ class KeptExecutor:
         for executor in self._at_work():
             executor.record(records)
 
-    def now(self) -> list[ExecutorNow]:
-        """Return what is under way in side processes; any thread may ask."""
-        return [each.now() for each in self._at_work() if isinstance(each, WatchedExecutor)]
-
     def finish(self, batch: Batch) -> Batch:
         """Return the batch as it is delivered."""
         if self.aside and self.indices is not None:
@@ -758,7 +752,6 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
         workers=workers,
         look_ahead=ahead,
         scheduling=scheduling,
-        in_order=loader.in_order,
         cpus=cpus,
         step_cpus=step_cpus,
         inline=kind.caller_reads,

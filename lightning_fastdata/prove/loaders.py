@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     default_collate,
     default_convert,
 )
@@ -22,18 +20,16 @@ from torch.utils.data import (
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import is_drawn_at_start
-from lightning_fastdata.prove.remedies import CallSeen, Change, Reader
-from lightning_fastdata.sources.shared import share
+from lightning_fastdata.prove.remedies import Change, Reader
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import leaves, replace_leaves
-from lightning_fastdata.types import STAGE_WORDS, Batch, Stage
+from lightning_fastdata.types import Batch
 
 
 def reader_of(loader: object) -> Reader:
     """Return whose loader it is, which decides how it can be changed."""
     if isinstance(loader, FastDataLoader):
-        of_module = loader.transform is not None or loader.staged is not None
-        return "chosen" if loader.chosen or of_module else "fast"
+        return "ours"
     if not isinstance(loader, DataLoader):
         return "other"
     own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
@@ -104,16 +100,13 @@ class Cut(Sampler[Any]):
         yield from taken
 
 
-def remade(
-    loader: DataLoader[Any], change: Change, cut: Cut | None = None, *, cache_folder: str = ""
-) -> DataLoader[Any]:
+def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> DataLoader[Any]:
     """Return a loader of the same batches with some arguments changed.
 
     Args:
-        loader: Of torch or of this package.
+        loader: Of torch.
         change: What is to be other.
         cut: The part of an epoch to read; None: all of it.
-        cache_folder: Where samples are kept that the change asks to keep; empty: as it says.
     """
     workers = loader.num_workers if change.num_workers is None else change.num_workers
     given: dict[str, Any] = {
@@ -121,14 +114,14 @@ def remade(
         "generator": loader.generator,
         **({"timeout": loader.timeout} if loader.timeout else {}),
         "in_order": loader.in_order,
-        "pin_memory": loader.pin_memory or change.pin_memory,
+        "pin_memory": loader.pin_memory,
         **_order(loader, cut, keyed=change.fast),
     }
     if loader.collate_fn not in (default_collate, default_convert):
         given["collate_fn"] = loader.collate_fn
-    dataset = share(copy(loader.dataset)) if change.share else loader.dataset
+    dataset: Any = loader.dataset
     if change.cache:
-        dataset = CachedDataset(dataset, cache_folder or change.cache)
+        dataset = CachedDataset(dataset, change.cache)
     if change.fast:
         return FastDataLoader(dataset, num_workers="auto", **given)
     given |= {"num_workers": workers}
@@ -136,14 +129,6 @@ def remade(
         given["persistent_workers"] = loader.persistent_workers or change.persistent_workers
         given["multiprocessing_context"] = loader.multiprocessing_context
         given["prefetch_factor"] = loader.prefetch_factor
-    if isinstance(loader, FastDataLoader):
-        executor = loader.executor if workers and loader.num_workers else None
-        kept: dict[str, Any] = {
-            "seed": loader.seed,
-            "on_bad_sample": loader.on_bad_sample,
-            "executor": executor,
-        }
-        return FastDataLoader(dataset, **given, **kept)
     return DataLoader(dataset, **given)
 
 
@@ -169,58 +154,6 @@ def is_shuffled(loader: DataLoader[Any]) -> bool:
         return False
     source: object = sampler.data_source
     return source is loader.dataset and sampler.num_samples == len(sampler.data_source)
-
-
-def calls_of(loaders: Sequence[tuple[Stage, DataLoader[Any]]]) -> list[CallSeen]:
-    """Return how loaders were made, in words of Python, as far as it can be told.
-
-    Where they have several datasets, these are named by their stages.
-    """
-    datasets: dict[int, str] = {}
-    for stage, loader in loaders:
-        alike = sum(name.startswith(stage) for name in datasets.values())
-        name = f"{stage}_dataset{f'_{alike + 1}' if alike else ''}"
-        datasets.setdefault(id(loader.dataset), name)
-    if len(datasets) == 1:
-        datasets = dict.fromkeys(datasets, "dataset")
-    return [_call_of(loader, stage, datasets[id(loader.dataset)]) for stage, loader in loaders]
-
-
-def _call_of(loader: DataLoader[Any], stage: Stage, dataset_name: str) -> CallSeen:
-    given: dict[str, str] = {}
-    batches = loader.batch_sampler
-    if batches is not None and type(batches) is not BatchSampler and loader.batch_size is None:
-        given["batch_sampler"] = "batch_sampler"
-    else:
-        given["batch_size"] = str(loader.batch_size)
-        if is_stream(loader):
-            pass
-        elif is_shuffled(loader):
-            given["shuffle"] = "True"
-        elif type(loader.sampler) is not SequentialSampler:
-            given["sampler"] = "sampler"
-    defaults: tuple[object, ...] = (default_collate, default_convert, None)
-    for name in ("collate_fn", "worker_init_fn", "generator"):
-        if getattr(loader, name) not in defaults:
-            given[name] = name
-    if loader.drop_last:
-        given["drop_last"] = "True"
-    if loader.num_workers:
-        given["num_workers"] = str(loader.num_workers)
-        if loader.persistent_workers:
-            given["persistent_workers"] = "True"
-        if loader.prefetch_factor not in (None, 2):
-            given["prefetch_factor"] = str(loader.prefetch_factor)
-    if loader.pin_memory:
-        given["pin_memory"] = "True"
-    kind = "FastDataLoader" if isinstance(loader, FastDataLoader) else "DataLoader"
-    return CallSeen(
-        stage=STAGE_WORDS[stage],
-        kind=kind,
-        dataset=type(loader.dataset).__name__,
-        dataset_name=dataset_name,
-        arguments=given,
-    )
 
 
 def copied(batch: Batch) -> Batch:

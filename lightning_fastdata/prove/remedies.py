@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 Changes: TypeAlias = Literal["nothing", "steps", "epochs", "unknown"]
-Reader: TypeAlias = Literal["torch", "fast", "chosen", "other"]
+Reader: TypeAlias = Literal["torch", "ours", "other"]
 
 _CPU_BOUND: Final = 0.7
 """Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
@@ -33,13 +33,10 @@ class Change:
 
     num_workers: int | None = None
     persistent_workers: bool = False
-    pin_memory: bool = False
     fast: bool = False
     """This package's loader, which chooses who reads."""
     cache: str | None = None
     """Where samples are kept: ``"ram"`` or ``"disk"``."""
-    share: bool = False
-    """Lists and dicts of the dataset are in memory that all workers have together."""
 
     @property
     def lasts(self) -> bool:
@@ -52,10 +49,8 @@ class Change:
         return Change(
             num_workers=number,
             persistent_workers=self.persistent_workers or other.persistent_workers,
-            pin_memory=self.pin_memory or other.pin_memory,
             fast=self.fast or other.fast,
             cache=self.cache or other.cache,
-            share=self.share or other.share,
         )
 
 
@@ -91,13 +86,11 @@ class LoaderFacts:
     """What decides which remedies there are."""
 
     reader: Reader
-    """``"torch"``: a plain DataLoader; ``"fast"``: ours with a number of workers; ``"chosen"``:
-    ours, which chooses; ``"other"``: a class of loaders of its own, or several loaders."""
+    """``"torch"``: a plain DataLoader; ``"ours"``: a FastDataLoader; ``"other"``: a class of
+    loaders of its own, or several loaders."""
     num_workers: int
     cpus: int
     """Usable ones."""
-    cuda: bool
-    """A CUDA device trains."""
     used_cpus: float
     """CPUs that the training and its workers used."""
     step_share: float = 1.0
@@ -105,14 +98,11 @@ class LoaderFacts:
     start_share: float = 0.0
     """Of an epoch, what its start takes until the first batch is there, 0 to 1."""
     persistent: bool = False
-    pinned: bool = False
     stream: bool = False
     """The dataset is iterable: it has no index."""
     changes: Changes = "nothing"
     """What was seen to change the dataset, its collate_fn or its own sampler while it is read;
     ``"unknown"``: they cannot be compared."""
-    in_globals: bool = False
-    """Only globals of the user's modules changed in its steps, which the dataset may read."""
     cached: bool = False
     keeps_bytes: float = 0.0
     """What all samples take, as they come out of the loader."""
@@ -120,14 +110,9 @@ class LoaderFacts:
     """What a cache in memory may take."""
     epochs: float = math.inf
     """Of the training."""
-    objects: str = ""
-    """The largest list or dict that workers would copy, in words; empty: none is large."""
-    pipeline: str = ""
-    """An Albumentations pipeline that the dataset holds; empty: none that is known."""
 
 
 FAST: Final = "the loader of this package"
-SHARE: Final = "share(dataset)"
 PERSIST: Final = Remedy(
     name="persistent_workers=True", change=Change(persistent_workers=True), effort=1
 )
@@ -138,12 +123,15 @@ def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
     if facts.reader == "other":
         why = "the batches come from no plain DataLoader, which alone can be made anew"
         return [], [Refused(name="another loader", why=why)]
-    if facts.reader == "chosen":
-        why = "this package chooses them for the loader already"
+    if facts.reader == "ours":
+        why = 'num_workers="auto" chooses them for a loader of this package'
         return [], [Refused(name="workers, persistence and pinning", why=why)]
     # What is most likely to help comes first, as the time may not do for all.
     workers, others = _workers(facts), _others(facts)
-    wanted = [*others[:1], *workers[:1], *_flags(facts), *others[1:], *workers[1:]]
+    starts = facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE
+    wanted = [*others[:1], *workers[:1], *others[1:], *workers[1:]]
+    if starts:
+        wanted.insert(2, PERSIST)
     remedies, refused = [], []
     for remedy in wanted:
         why = _why_not(remedy.change, facts)
@@ -154,10 +142,6 @@ def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
             remedies.append(replace(remedy, says=(*remedy.says, said)))
         else:
             remedies.append(remedy)
-    if facts.pipeline:
-        where = "no CUDA device trains" if not facts.cuda else "it changes the dataset itself"
-        why = f"{where}; FastDataModule(augment=...) decides it by a trial of its own"
-        refused.append(Refused(name=f"augmentation of {facts.pipeline} on the device", why=why))
     return remedies, refused
 
 
@@ -180,20 +164,8 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
     ]
 
 
-def _flags(facts: LoaderFacts) -> list[Remedy]:
-    found = []
-    if facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE:
-        found.append(PERSIST)
-    if facts.cuda and not facts.pinned:
-        found.append(Remedy(name="pin_memory=True", change=Change(pin_memory=True), effort=1))
-    return found
-
-
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
-    if facts.objects and facts.changes == "nothing":  # what is shared can no longer change
-        says = f"{facts.objects} is held once, and can no longer be changed"
-        found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
         found.append(
             Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3, says=(_FILLED,))
@@ -216,9 +188,7 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
         return "the training has one epoch, and this helps from the second on"
     moves = change.num_workers is not None or change.fast
     if facts.changes == "steps":
-        what = "its steps change what is read"
-        if facts.in_globals:
-            what = "its steps change globals, which may be read (a loop in a function has none)"
+        what = "its steps change what is read (globals count; a loop in a function has none)"
         if change.cache:
             return f"{what}, and a cache keeps what was read before"
         if change.persistent_workers:
@@ -248,25 +218,17 @@ def together(
         may_persist: Workers that were not there before may stay between epochs.
     """
     plain = [name for name in gains if remedies[name].change.num_workers is not None]
-    flags = [remedies[n] for n in gains if _is_flag(remedies[n].change)]
-    if plain and may_persist and PERSIST.name not in remedies:
-        flags.insert(0, PERSIST)
+    untried = plain and may_persist and PERSIST.name not in remedies
+    flags = [PERSIST] if untried or PERSIST.name in gains else []
     # Several numbers: the start of many workers is what they lose by, and where they stay, there
     # is none.
-    workers = [[remedies[n], *flags] for n in sorted(plain, key=gains.__getitem__, reverse=True)]
-    workers = workers[:2] or [flags]
-    cache = [remedies[n] for n in gains if remedies[n].change.cache]
-    fast = [remedies[n] for n in gains if remedies[n].change.fast]
-    joined = {}
-    for parts in (*workers, [*workers[0], *cache], [*fast, *cache]):
-        if len(parts) > 1:
-            both = _joined(parts)
-            joined[both.name] = both
-    return list(joined.values())
-
-
-def _is_flag(change: Change) -> bool:
-    return change.persistent_workers or change.pin_memory
+    best = sorted(plain, key=gains.__getitem__, reverse=True)[:2]
+    workers = [[remedies[name], *flags] for name in best] or [flags]
+    cache = [remedies[name] for name in gains if remedies[name].change.cache]
+    fast = [remedies[name] for name in gains if remedies[name].change.fast]
+    ways = (*workers, [*workers[0], *cache], [*fast, *cache])
+    joined = [_joined(parts) for parts in ways if len(parts) > 1]
+    return list({both.name: both for both in joined}.values())
 
 
 def _joined(parts: list[Remedy]) -> Remedy:
@@ -281,76 +243,30 @@ def _joined(parts: list[Remedy]) -> Remedy:
     )
 
 
-_SHORT: Final = {"training": "train", "validation": "val"}
-"""Stages, as variables are named for them."""
-
-# -- what to write ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSeen:
-    """How a loader was made, as far as it can be told from the loader."""
-
-    stage: str
-    """``"training"`` or ``"validation"``."""
-    kind: str
-    """Its class."""
-    dataset: str
-    """The class of its dataset."""
-    dataset_name: str = "dataset"
-    """What the lines to paste call it; other datasets have other names."""
-    arguments: Mapping[str, str]
-    """Name -> as it is written in Python; those that differ from the defaults."""
-
-
 def code_of(
-    change: Change,
-    calls: list[CallSeen],
-    *,
-    given_to_fit: bool,
-    home: str = "lightning_fastdata",
+    change: Change, *, given_to_fit: bool, validates: bool, home: str = "lightning_fastdata"
 ) -> list[str]:
-    """Return the lines to paste.
+    """Return what to write; ``...`` stands for the arguments that a loader of the script has.
 
     Args:
         change: What is to be other.
-        calls: The loaders that it concerns.
         given_to_fit: ``trainer.fit(model, loader, ...)`` was given the loaders.
+        validates: There is a loader of validation, too.
         home: The module that has the data module which the Trainer takes.
     """
     if change.fast and given_to_fit and not change.cache:
-        given = "train_loader, val_loader" if len(calls) > 1 else "train_loader"
+        given = "train_loader, val_loader" if validates else "train_loader"
         return [
             f"from {home} import FastDataModule",
             f'data = FastDataModule.from_loaders({given}, num_workers="auto")',
             "trainer.fit(model, datamodule=data)",
         ]
-    new = change.fast and any(call.kind == "DataLoader" for call in calls)
-    names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
-    names += ["share"] * change.share
+    names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * change.fast
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
-    stages: list[str] = []
-    for call in calls:
-        dataset = call.dataset_name
-        if change.share:
-            dataset = f"share({dataset})"
-        if change.cache:
-            dataset = f'CachedDataset({dataset}, "{change.cache}")'
-        arguments = dict(call.arguments)
-        if change.fast:
-            for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"):
-                arguments.pop(name, None)
-            arguments["num_workers"] = '"auto"'
-        if change.num_workers is not None:
-            arguments["num_workers"] = str(change.num_workers)
-        if change.persistent_workers:
-            arguments["persistent_workers"] = "True"
-        if change.pin_memory:
-            arguments["pin_memory"] = "True"
-        kind = "FastDataLoader" if change.fast else call.kind
-        given = ", ".join([dataset, *(f"{name}={text}" for name, text in arguments.items())])
-        stages.append(call.stage)
-        number = f"_{alike}" if (alike := stages.count(call.stage)) > 1 else ""
-        made = f"{_SHORT[call.stage]}_loader{number}"
-        lines.append(f"{made} = {kind}({given})  # {call.stage}, of {call.dataset}")
-    return lines
+    kind = "FastDataLoader" if change.fast else "DataLoader"
+    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
+    arguments = [dataset, "..."]
+    number = '"auto"' if change.fast else change.num_workers
+    arguments += [] if number is None else [f"num_workers={number}"]
+    arguments += ["persistent_workers=True"] * change.persistent_workers
+    return [*lines, f"loader = {kind}({', '.join(arguments)})"]

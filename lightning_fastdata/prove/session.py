@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.device.backend import synchronize
@@ -35,8 +35,6 @@ from lightning_fastdata.prove.trials import (
     middle_step_s,
     turns,
 )
-from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.sources.attributes import held_objects
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -59,14 +57,8 @@ _WARM_BLOCKS: Final = 3
 """It has no more blocks than these to do so."""
 _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
-_LARGE_BYTES: Final = 64 * 2**20
-"""Of objects that each worker would copy."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
-
-
-_Seen: TypeAlias = tuple[Fingerprint, Fingerprint]
-"""What is read at one moment, with the globals of the user's modules and without."""
 
 
 class TrialEndedError(SystemExit):
@@ -193,12 +185,10 @@ class Session:
         """Of the block that runs: epoch, step and wall time of each part, and CPUs of others."""
         self._probes = 0
         self._bad = False
-        self._looks: dict[int, _Seen | None] = {}
-        self._before: dict[int, _Seen | None] = {}
+        self._looks: dict[int, Fingerprint | None] = {}
+        self._before: dict[int, Fingerprint | None] = {}
         """As it was before the step that runs."""
         self._changes: set[Changes] = set()
-        self._beside_globals = False
-        """What changed in a step was not in globals alone."""
         self._open: list[Generator[Batch]] = []
         self._in_place = False
         self._began_s = 0.0
@@ -345,7 +335,6 @@ class Session:
             self._changes.add("unknown")
         elif before != after:
             self._changes.add("steps")
-            self._beside_globals |= before[1] != after[1]
         self._looks[id(place)] = after
 
     def _look_between(self, place: Place) -> None:
@@ -354,19 +343,15 @@ class Session:
         if now is not None and before != now:
             self._changes.add("epochs")
 
-    def _look(self, place: Place) -> _Seen | None:
+    def _look(self, place: Place) -> Fingerprint | None:
         began_s = clock.monotonic()
-        with_globals, without = (
-            fingerprint(
-                *made.what_is_read(place.own),
-                within_s=_LOOK_S,
-                roughly=True,
-                with_globals=each,
-            )
-            for each in (True, False)
+        seen = fingerprint(
+            *made.what_is_read(place.own),
+            within_s=_LOOK_S,
+            roughly=True,
         )
         place.aside_s += clock.monotonic() - began_s
-        return None if with_globals is None or without is None else (with_globals, without)
+        return seen
 
     def _changed(self) -> Changes:
         order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
@@ -449,13 +434,7 @@ class Session:
         for place in val:
             share = 1.0 if whole else min(1.0, 0.4 * self.block_s / max(val_s, 1e-3))
             place.cut(max(_FIRST_STEPS, int(share * (place.batches or place.steps))))
-        self.trial.facts |= {
-            "batches": first.batches,
-            "steps_a_block": first.steps,
-            "epochs_a_block": self._repeats,
-            "validation_batches": sum(place.batches or place.steps for place in val),
-            "validations_an_epoch": self.validations if val else 0.0,
-        }
+        self.trial.facts["batches"] = first.batches
 
     def _part_ended(self, now_s: float) -> None:
         train, val = self._places["train"], self._places["val"]
@@ -515,17 +494,10 @@ class Session:
         remedies, refused = named(facts)
         self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
         self.trial.refused.extend(refused)
-        seen = [
-            (place.stage, place.own)
-            for places in self._places.values()
-            for place in places
-            if made.reader_of(place.own) in ("torch", "fast")
-        ]
         self.trial.facts |= {
             "changes": facts.changes,
-            "used_cpus": facts.used_cpus,
             "epochs": None if math.isinf(facts.epochs) else facts.epochs,
-            "calls": [asdict(call) for call in made.calls_of(seen)],
+            "validates": bool(self._places["val"]),
             "may_persist": facts.epochs > 1 and facts.changes in ("nothing", "unknown"),
         }
 
@@ -543,27 +515,21 @@ class Session:
         ]
         sizes = [sum(t.nbytes for t in made.tensors_in(batch)) for batch in train[0].kept]
         batch_bytes = sum(sizes) / max(1, len(sizes))
-        composes = find_composes(own.dataset) if is_loader else ()
         return LoaderFacts(
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
             cpus=limit.usable_cpus,
-            cuda=self.device.type == "cuda",
             used_cpus=sum(self._used) / max(1, len(self._used)),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
-            pinned=bool(own.pin_memory) if is_loader else False,
             stream=made.is_stream(own),
             changes=self._changed(),
-            in_globals=not self._beside_globals,
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
-            objects=_large_objects(own.dataset) if is_loader else "",
-            pipeline=type(composes[0]).__name__ if composes else "",
         )
 
     def _write(self) -> None:
@@ -597,18 +563,6 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     except Exception as error:
         session.ended_by(error)
         raise
-
-
-def _large_objects(dataset: object) -> str:
-    """Return in words the largest list or dict of a dataset that workers would copy.
-
-    Only one of the dataset itself: of what it holds, a shallow copy has the same, and the training
-    as it is would read what is shared.
-    """
-    held = next(iter(held_objects(dataset)), None)
-    own = held is not None and held.name.count(".") == 1
-    large = held is not None and held.counted_bytes >= _LARGE_BYTES
-    return f"{held.name} ({held.kind})" if held is not None and own and large else ""
 
 
 def _tree() -> list[int]:

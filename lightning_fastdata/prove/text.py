@@ -1,14 +1,14 @@
-"""A trial in words: a table, one line of verdict, what to write; and as JSON."""
+"""A trial in words: a table, one line of verdict, what to write."""
 
 from __future__ import annotations
 
 import statistics
 import textwrap
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.prove.remedies import CallSeen, code_of
+from lightning_fastdata.prove.remedies import code_of
 from lightning_fastdata.prove.trials import (
     AS_IS,
     FREE,
@@ -25,7 +25,6 @@ from lightning_fastdata.prove.trials import (
 
 Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not known"]
 
-SCHEMA_VERSION: Final = 1
 EXIT_CODES: Final[dict[Outcome, int]] = {
     "nothing to gain": 0,
     "nothing found": 0,
@@ -68,61 +67,12 @@ class Conclusion:
         if remedy.change.cache and epochs:
             in_all = epochs / (1 + (epochs - 1) / self.gain.factor)
             says.append(f"in the {epochs:.0f} epochs of this script that is {in_all:.3g}x in all")
-        for name, gain in _rows(self.trial):
-            if name in self.trial.remedies and gain and gain.factor > self.gain.factor:
-                says.append(
-                    f"{name} was about as quick when both were first tried, and changes more; its "
-                    "figure is from then"
-                )
         return tuple(says)
 
     @property
     def exit_code(self) -> int:
         """0: nothing is to be changed; 1: a change is recommended; 2: it is not known."""
         return EXIT_CODES[self.outcome]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON types; numbers that are not known are None."""
-        trial = self.trial
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "script": trial.script,
-            "outcome": self.outcome,
-            "verdict": self.verdict,
-            "recommended": None
-            if self.remedy is None
-            else {
-                "name": self.remedy,
-                "gain": _gain_dict(self.gain),
-                "code": list(self.code),
-                "says": list(self.says),
-                "change": asdict(trial.remedies[self.remedy].change),
-            },
-            "rows": [
-                {
-                    "name": name,
-                    "epoch_s": _mean(trial, name, "epoch_s"),
-                    "step_ms": _mean(trial, name, "step_ms"),
-                    "gain": _gain_dict(gain),
-                }
-                for name, gain in _rows(trial)
-            ],
-            "not_tried": [{"name": each.name, "why": each.why} for each in trial.refused],
-            "failed": dict(trial.failed),
-            "notes": list(trial.notes),
-            "facts": trial.facts,
-            "stopped": trial.stopped,
-            "blocks": [
-                {
-                    "arm": block.arm,
-                    "phase": block.phase,
-                    "epoch_s": block.epoch_s,
-                    "step_ms": block.step_ms,
-                    "others_cpus": block.others_cpus,
-                }
-                for block in trial.blocks
-            ],
-        }
 
     def text(self) -> str:
         """Return it for people."""
@@ -160,10 +110,13 @@ def conclude(trial: Trial) -> Conclusion:
     found = recommended(trial)
     if found is not None:
         name, gain = found
-        calls = [CallSeen(**each) for each in trial.facts.get("calls", [])]
-        given = bool(trial.facts.get("given_to_fit"))
-        home = trial.facts.get("home", "lightning_fastdata")
-        code = code_of(trial.remedies[name].change, calls, given_to_fit=given, home=home)
+        facts = trial.facts
+        code = code_of(
+            trial.remedies[name].change,
+            given_to_fit=bool(facts.get("given_to_fit")),
+            validates=bool(facts.get("validates")),
+            home=facts.get("home", "lightning_fastdata"),
+        )
         verdict = (
             f"{name}: an epoch takes {1 / gain.factor:.0%} of its time, {gain.factor:.2f}x as "
             f"fast ({gain.low:.2f} to {gain.high:.2f})."
@@ -234,15 +187,9 @@ def _table(trial: Trial, chosen: str | None) -> list[str]:
     return lines
 
 
-def _is_known(gain: Gain) -> bool:
-    """Return whether there were enough pairs for an interval that says something."""
-    return gain.high <= _KNOWN
-
-
 def _interval(gain: Gain) -> str:
-    if not _is_known(gain):
-        return "not known"
-    return f"{gain.low:.2f} to {gain.high:.2f}"
+    """Return it in words, where there were enough pairs for one that says something."""
+    return f"{gain.low:.2f} to {gain.high:.2f}" if gain.high <= _KNOWN else "not known"
 
 
 def _number(value: float | None) -> str:
@@ -255,13 +202,6 @@ def _number(value: float | None) -> str:
 def _mean(trial: Trial, name: str, what: str) -> float | None:
     known = [getattr(block, what) for block in trial.blocks if block.arm == name]
     return statistics.fmean(known) if known else None
-
-
-def _gain_dict(gain: Gain | None) -> dict[str, float | int | None] | None:
-    if gain is None:
-        return None
-    low, high = (gain.low, gain.high) if _is_known(gain) else (None, None)
-    return {"factor": gain.factor, "low": low, "high": high, "pairs": gain.pairs}
 
 
 def _wrapped(text: str, head: str) -> list[str]:

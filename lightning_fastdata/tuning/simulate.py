@@ -71,8 +71,6 @@ class LoaderSetup:
     """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
     free does. ``"sample"``: whoever is free makes some samples of a batch. ``"actors"``: as
     ``"queue"``, with CPUs of a cluster, which the training has not."""
-    in_order: bool = True
-    """Batches are delivered in order."""
     cpus: float = 1.0
     """CPUs this process and its workers may use."""
     step_cpus: float = 1.0
@@ -322,16 +320,12 @@ class EventModel:
         self._elsewhere = setup.scheduling == "actors"
         lanes = setup.workers if setup.scheduling == "batch" else 1
         self._lanes: list[deque[_Job]] = [deque() for _ in range(lanes)]
-        self._held = [0] * lanes
-        """Batches of each lane that are not delivered."""
-        self._turn = 0
         self._idle = list(range(setup.workers))
         self._running: list[_Job] = []
         self._open: dict[int, int] = {}
         """Tasks to do, of batches under way."""
         self._complete: dict[int, float] = {}
         """When the batches that wait for delivery were complete."""
-        self._lane_of: dict[int, int] = {}
         self._given = 0
         self._steps = 0
         self._sample_ns: float | None = None
@@ -357,7 +351,6 @@ class EventModel:
         self._pass(there - self._now_ns, cpus=0.0)
         self._pass(cost.taking_ns, cpus=self._taking_cpus)
         waited = self._now_ns - requested
-        self._held[self._lane_of.pop(batch)] -= 1
         if self._setup.scheduling == "batch":
             self._give()
         self._pass(self._cost(self._steps).step_ns, cpus=self._setup.step_cpus)
@@ -374,24 +367,11 @@ class EventModel:
     def _give(self) -> None:
         while len(self._open) + len(self._complete) < self._setup.look_ahead:
             number, self._given = self._given, self._given + 1
-            lane = self._next_lane()
-            self._held[lane] += 1
-            self._lane_of[number] = lane
+            lane = number % len(self._lanes)
             jobs = self._jobs(number, lane)
             self._open[number] = len(jobs)
             self._lanes[lane].extend(jobs)
         self._start()
-
-    def _next_lane(self) -> int:
-        """Return whose batch the next one is: in turn, or out of order whose queue has room."""
-        lanes = len(self._lanes)
-        most = math.ceil(self._setup.look_ahead / lanes)
-        for step in range(lanes):
-            lane = (self._turn + step) % lanes
-            if self._setup.in_order or self._held[lane] < most:
-                break
-        self._turn = lane + 1
-        return lane
 
     def _jobs(self, number: int, lane: int) -> list[_Job]:
         cost, setup = self._cost(number), self._setup
@@ -431,12 +411,10 @@ class EventModel:
                 break
 
     def _wait(self) -> tuple[int, float]:
-        """Go on until a batch is complete that may be delivered; return its number, and when."""
+        """Go on until the next batch is complete; return its number, and when that was."""
         awaited = min((*self._open, *self._complete))
-        while not self._complete or (self._setup.in_order and awaited not in self._complete):
+        while awaited not in self._complete:
             self._advance(math.inf, cpus=0.0)
-        if not self._setup.in_order:
-            awaited = min(self._complete, key=self._complete.__getitem__)
         return awaited, self._complete.pop(awaited)
 
     def _pass(self, work_ns: float, *, cpus: float) -> None:

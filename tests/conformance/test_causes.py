@@ -129,7 +129,7 @@ def test_reads_that_wait_are_told_apart_with_a_gain_if_they_are_independent(tmp_
     read = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     first = read["verdict"]["findings"][0]
     assert {
-        "code", "family", "severity", "cause", "remedy", "gain", "leave_alone", "left_out",
+        "code", "family", "severity", "cause", "remedy", "gain", "leave_alone",
     } == set(first)  # fmt: skip
     assert set(first["gain"]) == {"before_ms", "after_ms", "basis", "factor"}
     recent = read["stages"]["train"]["recent"]

@@ -62,7 +62,7 @@ def test_the_rank_whose_data_is_slow_is_named_first_with_its_host_and_reason(tra
     assert first["cause"].startswith(f"rank 1 on {socket.gethostname()} stalls ")
     assert "reading waited for storage" in first["cause"]
     assert first["gain"]["factor"] > 1
-    assert "FD319" not in {each["code"] for each in findings(result)}
+    assert "FD001" not in {each["code"] for each in findings(result)}
     assert f"ranks rank 1 on {socket.gethostname()} stalls" in result["text"]
     zero, one = result["report"]["ranks"]
     assert (zero["rank"], one["rank"]) == (0, 1)

@@ -281,7 +281,6 @@ def test_impossible_arguments_of_a_loader_are_told_by_its_constructor(given, arg
     [
         ({"every_n_steps": "a"}, "every_n_steps='a'"),
         ({"report": 3}, "report is 3"),
-        ({"log_images": "x"}, "log_images='x'"),
     ],
 )
 def test_impossible_arguments_of_the_callback_are_told_by_its_constructor(arguments, told):

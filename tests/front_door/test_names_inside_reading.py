@@ -255,16 +255,15 @@ def test_a_line_that_waits_for_a_socket_is_named(tmp_path):
     expect(longest(report), Remote.read, "recv")
 
 
-def test_finding_summary_report_and_page_name_the_line(tmp_path):
+def test_finding_summary_and_report_name_the_line(tmp_path):
     report, folder = fit(tmp_path, Waits(), executor="inline", num_workers=0)
     place = f"test_names_inside_reading.py:{line_of(Waits.read, 'waits here')}"
-    finding = next(found for found in report.verdict.findings if found.code in ("FD303", "FD309"))
+    finding = next(found for found in report.verdict.findings if found.code == "FD303")
     assert place in finding.cause
     assert "Waits.read" in finding.cause
     written = json.loads((folder / "report.json").read_text())
     line = written["stages"]["train"]["causes"]["lines"][0]
     assert place == f"{Path(line['file']).name}:{line['line']}"
-    assert place in (folder / "report.html").read_text()
     summary = " ".join(report.text(120).split())
     assert summary.count("Waits.read") == 1
 

@@ -160,7 +160,7 @@ def train():
         )
         trainer.fit(model, datamodule=module)
         seen[name] = sorted(model.seen)
-        seen[name + " report"] = os.path.exists(name + ".html")
+        seen[name + " report"] = os.path.exists(name + ".json")
     return seen
 
 

@@ -12,7 +12,6 @@ from virtual_time import virtual_time
 
 from lightning_fastdata import StepTimer
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import RunReport
 
 
@@ -44,9 +43,8 @@ def report(device, minutes):
 def test_people_are_told_once_how_long_gpus_waited():
     found = report("cuda", 75.26)
     assert found.text().count("75.3 GPU minutes waited") == 1
-    assert "<b>75.3</b><span>GPU minutes waited</span>" in report_html(found)
     for other in (report("cpu", 75.26), report("cuda", 0.0), replace(found, stages=())):
-        assert "GPU minutes" not in other.text() + report_html(other)
+        assert "GPU minutes" not in other.text()
     assert report("cpu", 75.26).as_dict()["device_minutes_waited"] == 75.26
 
 

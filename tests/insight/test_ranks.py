@@ -83,8 +83,8 @@ def evidence(*stalls, own=None, **arguments):
 
 
 def test_a_slower_rank_is_the_first_finding_and_data_is_not_called_free():
-    found = findings(evidence(0.1, 21.0, gap_ms=10.0))
-    assert [each.code for each in found] == ["FD316", "FD314"]
+    found = findings(evidence(0.1, 21.0, transfer_ms=10.0))
+    assert [each.code for each in found] == ["FD316", "FD312"]
     assert found[0].cause.startswith("rank 1 on host-b stalls 21.0 ms a step")
     assert found[0].severity == "high"
     # What is left is what the next slowest stalls.
@@ -92,8 +92,8 @@ def test_a_slower_rank_is_the_first_finding_and_data_is_not_called_free():
 
 
 def test_on_the_slowest_rank_itself_its_own_causes_come_first():
-    found = findings(evidence(21.0, 0.1, gap_ms=10.0))
-    assert [each.code for each in found] == ["FD314", "FD316"]
+    found = findings(evidence(21.0, 0.1, transfer_ms=10.0))
+    assert [each.code for each in found] == ["FD312", "FD316"]
     assert "rank 0 on host-a" in found[1].cause
 
 

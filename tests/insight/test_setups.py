@@ -12,18 +12,16 @@ from misses import each
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    SequentialSampler,
     TensorDataset,
     default_collate,
 )
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.source import setup_of, splits_batches
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tuning.simulate import TrainingTimes
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -103,43 +101,9 @@ def test_what_the_model_does_not_know_has_no_setup(settings):
 
 
 def test_the_setup_has_what_the_loader_was_given():
-    found = setup(executor="workers", num_workers=3, in_order=False)
-    assert (found.workers, found.in_order) == (3, False)
+    found = setup(executor="workers", num_workers=3)
+    assert found.workers == 3
     assert (found.cpus, found.step_cpus) == (4.0, 0.5)
-
-
-def test_the_executor_that_auto_chose_is_the_one_that_is_modelled():
-    loader = FastDataLoader(Waiting(), 4, executor="auto", num_workers=2)
-    assert loader.executor == "workers"
-    assert setup_of(loader, **HERE).scheduling == "sample"
-
-
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("workers", [1, 3, 6])
-@pytest.mark.parametrize("prefetch", [None, 1, 3])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"collate_fn": stacked}, {"batch_size": None}, {"dataset": Together()}, {"sampled": True}],
-)
-def test_the_loader_is_as_far_ahead_as_its_executor_is_told(workers, prefetch, settings):
-    settings = dict(settings)
-    dataset = settings.pop("dataset", Waiting(8, 0.0))
-    if settings.pop("sampled", False):
-        settings["batch_sampler"] = BatchSampler(SequentialSampler(dataset), 2, drop_last=False)
-    else:
-        settings.setdefault("batch_size", 2)
-    loader = FastDataLoader(
-        dataset, executor="workers", num_workers=workers, prefetch_factor=prefetch, **settings
-    )
-    batches = iter(loader)
-    next(batches)
-    try:
-        plan = batches.executor.plan
-        assert setup_of(loader, **HERE).look_ahead == plan.look_ahead
-        drawn = plan.default_collation and plan.batched
-        assert splits_batches(loader) == (drawn and dataset.__class__ is Waiting)
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 5])
@@ -166,18 +130,6 @@ def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_f
             loader.close()
     shared_out = any(len(batch.tasks) > 1 for batch in records)
     assert shared_out == (setup_of(loader, **HERE).scheduling == "sample")
-
-
-def test_a_transform_of_whole_batches_leaves_the_samples_shared_out():
-    loader = FastDataLoader(
-        Waiting(),
-        4,
-        executor="workers",
-        num_workers=2,
-        transform=as_batch_transform(doubled),
-        staged="train",
-    )
-    assert setup_of(loader, **HERE).scheduling == "sample"
 
 
 def test_a_pipeline_in_the_workers_has_each_batch_made_by_one():

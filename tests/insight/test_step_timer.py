@@ -334,7 +334,7 @@ class Begins:
 @pytest.mark.parametrize(
     ("begin_ms", "val_wait_ms", "kind", "said"),
     [
-        (0, 0, "compute-bound", "FD319"),
+        (0, 0, "compute-bound", "FD001"),
         (100, 0, "paused between epochs", "0.2 s of 0.6 s, 0.1 s each"),
         (0, 6, "starved in validation", "waited 0.2 s of its 0.2 s"),
     ],

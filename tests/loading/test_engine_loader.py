@@ -124,11 +124,17 @@ def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, persistent) -> None
     assert not torch.equal(epochs[0][0][0], epochs[1][0][0])
 
 
+WAS_READ = multiprocessing.Array("b", 40)
+READS = multiprocessing.Semaphore(0)
+
+
 class Large(Dataset):
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
+        WAS_READ[index] = 1
+        READS.release()
         return torch.full((24, 2**20), index, dtype=torch.uint8)
 
 
@@ -137,8 +143,9 @@ def test_large_batches_are_fetched_as_far_ahead_as_was_asked(prefetch_factor, ah
     loader = FastDataLoader(
         Large(), 2, num_workers=2, executor="workers", prefetch_factor=prefetch_factor
     )
+    WAS_READ[:] = [0] * 40
     batches = iter(loader)
     assert [int(next(batches)[0, 0, 0]) for _ in range(2)] == [0, 2]
-    (now,) = loader.now()
-    assert now.ready + now.under_way == ahead - 1  # and the one that was taken
+    while not all(WAS_READ[: 2 * (ahead + 1)]):  # those two are taken, and one is waited for
+        assert READS.acquire(timeout=60)
     assert [int(batch[0, 0, 0]) for batch in batches] == list(range(4, 40, 2))

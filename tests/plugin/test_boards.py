@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as lightning
@@ -13,16 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.stage import window_means
-from lightning_fastdata.insight.model.finding import gain_text
-from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import WIDTH
-from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 
@@ -101,13 +97,6 @@ def test_of_many_steps_a_column_is_the_mean_of_several():
     assert "several" in axes.get_xlabel()
 
 
-def test_names_of_python_are_no_bold_letters(history):
-    summary = history.summarize("train", duration_s=4.0)
-    verdict = replace(judge(summary), sentence="all of it is in Scans.__getitem__ (`x.__len__`)")
-    text = boards.verdict_markdown(verdict, summary)
-    assert "`Scans.__getitem__` (`x.__len__`)" in text
-
-
 def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
     steps = [
         StepTiming(step=i, compute_ms=10.0, stall_ms=5.0, step_ms=15.0, samples=1, cold=False)
@@ -132,18 +121,6 @@ def test_a_figure_of_hardly_any_steps_is_drawn(steps):
     assert figure.canvas.get_width_height() == (600, 420)
 
 
-def test_the_verdict_tells_each_finding_with_remedy_and_gain(history):
-    summary = history.summarize("train", duration_s=4.0)
-    verdict = judge(summary)
-    text = boards.verdict_markdown(verdict, summary)
-    assert text.startswith(f"### {verdict.kind}: {verdict.sentence}\n")
-    for found in verdict.findings:
-        assert f"**{found.code}** {found.cause}" in text
-        assert f"- try: **{found.remedy}**" in text
-        assert found.gain is None or f"- gain: {gain_text(found.gain)}" in text
-    assert "| compute | 41.6 |" in text
-
-
 class Photos(Dataset):
     def __len__(self):
         return 48
@@ -164,7 +141,7 @@ class Model(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
+def test_a_training_fills_every_chart_and_leaves_its_report(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="run", version=0)
     trainer = quiet_trainer(
         max_epochs=2,
@@ -181,23 +158,8 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     folder = Path(logger.log_dir)
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert told == json.loads(json.dumps(watch.report.as_dict()))
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page == report_html(watch.report)
     # The last text is the summary of the whole run, as it is printed.
     last = events.Tensors("data/verdict/text_summary")[-1]
     printed = watch.report.text(WIDTH)
     assert "fastdata · train · 24 steps" in printed
-    assert last.tensor_proto.string_val[0].decode().startswith(f"```\n{printed}\n```\n")
-
-
-@pytest.mark.parametrize("suffix", [".json", ".html"])
-def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix, capsys):
-    trainer = quiet_trainer(
-        max_epochs=None,
-        max_steps=2,
-        callbacks=[DataThroughputCallback(report=tmp_path / f"mine{suffix}")],
-    )
-    trainer.fit(Model(), DataLoader(Photos(), batch_size=4))
-    assert json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
-    assert (tmp_path / "mine.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert f" page  {tmp_path / 'mine.html'}\n" in capsys.readouterr().out
+    assert last.tensor_proto.string_val[0].decode() == f"```\n{printed}\n```"

@@ -7,7 +7,6 @@ import pytest
 from lightning_fastdata.prove.remedies import (
     FAST,
     PERSIST,
-    CallSeen,
     Change,
     LoaderFacts,
     Remedy,
@@ -17,7 +16,7 @@ from lightning_fastdata.prove.remedies import (
 )
 
 PLAIN = {
-    "reader": "torch", "num_workers": 0, "cpus": 2, "cuda": False, "used_cpus": 0.2,
+    "reader": "torch", "num_workers": 0, "cpus": 2, "used_cpus": 0.2,
     "start_share": 0.1, "free_bytes": 1e9, "keeps_bytes": 1e6,
 }  # fmt: skip
 CACHE = "a cache in memory"
@@ -48,13 +47,6 @@ def test_what_the_changing_world_refuses_is_not_tried(changes, workers, refused)
     assert all(not_tried.values())
 
 
-def test_where_globals_alone_change_the_reason_says_so():
-    for in_globals in (True, False):
-        _, refused = names(changes="steps", num_workers=0, in_globals=in_globals)
-        assert refused
-        assert all(("globals" in why) == in_globals for why in refused.values())
-
-
 def test_what_cannot_be_compared_is_tried_and_said():
     remedies, _ = named(LoaderFacts(**{**PLAIN, "changes": "unknown"}))
     assert all(any("cannot be compared" in said for said in each.says) for each in remedies)
@@ -67,7 +59,7 @@ def test_a_stream_keeps_its_workers():
 
 
 def test_another_loader_and_one_that_chooses_are_left_alone():
-    for reader in ("other", "chosen"):
+    for reader in ("other", "ours"):
         tried, not_tried = names(reader=reader)
         assert not tried
         assert not_tried
@@ -89,12 +81,6 @@ def test_workers_that_keep_up_are_not_changed():
     tried, _ = names(num_workers=2, step_share=0.0)
     assert PERSIST.name in tried
     assert not any(name.startswith("num_workers") for name in tried)
-
-
-def test_pinning_is_for_a_device():
-    assert "pin_memory=True" in names(cuda=True)[0]
-    assert "pin_memory=True" not in names(cuda=True, pinned=True)[0]
-    assert "pin_memory=True" not in names()[0]
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size():
@@ -119,40 +105,21 @@ def test_the_best_of_each_kind_go_together():
     assert not any(each.change.persistent_workers for each in never)
 
 
-def test_the_code_is_what_the_user_has_with_the_change():
-    arguments = {"batch_size": "16", "shuffle": "True"}
-    call = CallSeen(stage="training", kind="DataLoader", dataset="Photos", arguments=arguments)
-    (line,) = code_of(Change(num_workers=4), [call], given_to_fit=True)
-    assert line == (
-        "train_loader = DataLoader(dataset, batch_size=16, shuffle=True, num_workers=4)"
-        "  # training, of Photos"
-    )
-    fast = code_of(Change(fast=True), [call], given_to_fit=True)
-    assert fast[1] == 'data = FastDataModule.from_loaders(train_loader, num_workers="auto")'
-    there = code_of(Change(fast=True), [call], given_to_fit=True, home="lightning_fastdata.other")
-    assert there == ["from lightning_fastdata.other import FastDataModule", *fast[1:]]
-    own = code_of(Change(fast=True), [call], given_to_fit=False)
-    assert own[1].startswith(
-        'train_loader = FastDataLoader(dataset, batch_size=16, shuffle=True, num_workers="a'
-    )
-    for change in (Change(cache="ram"), Change(fast=True, cache="ram")):
-        lines = code_of(change, [call], given_to_fit=True)
-        assert 'CachedDataset(dataset, "ram")' in lines[-1]
-        compile("\n".join(lines), "pasted", "exec")
-
-
-def test_objects_that_workers_would_copy_are_tried_in_shared_memory_if_nothing_changes_them():
-    held = "dataset.samples (list of 1.2 million dicts)"
-    assert "share(dataset)" in names(objects=held)[0]
-    assert "share(dataset)" not in names()[0]
-    for changes in ("steps", "epochs", "unknown"):
-        assert "share(dataset)" not in names(objects=held, changes=changes)[0]
-    call = CallSeen(
-        stage="training", kind="DataLoader", dataset="Photos", arguments={"batch_size": "8"}
-    )
-    assert code_of(Change(share=True), [call], given_to_fit=False) == [
-        "from lightning_fastdata import share",
-        "train_loader = DataLoader(share(dataset), batch_size=8)  # training, of Photos",
+def test_what_to_write_is_the_call_with_the_change():
+    how = {"given_to_fit": True, "validates": False}
+    flags = Change(num_workers=4, persistent_workers=True)
+    assert code_of(flags, **how) == [
+        "loader = DataLoader(dataset, ..., num_workers=4, persistent_workers=True)"
     ]
-    both = Change(share=True) | Change(num_workers=2)
-    assert (both.share, both.num_workers) == (True, 2)
+    fast = code_of(Change(fast=True), **how)
+    assert fast[1] == 'data = FastDataModule.from_loaders(train_loader, num_workers="auto")'
+    there = code_of(Change(fast=True), **how, home="lightning_fastdata.other")
+    assert there == ["from lightning_fastdata.other import FastDataModule", *fast[1:]]
+    both = code_of(Change(fast=True), given_to_fit=True, validates=True)
+    assert "from_loaders(train_loader, val_loader, " in both[1]
+    own = code_of(Change(fast=True), given_to_fit=False, validates=False)
+    assert own[1] == 'loader = FastDataLoader(dataset, ..., num_workers="auto")'
+    for change in (Change(cache="ram"), Change(fast=True, cache="ram")):
+        lines = code_of(change, **how)
+        assert 'CachedDataset(dataset, "ram")' in lines[-1]
+        compile("\n".join(lines), "written", "exec")

@@ -140,8 +140,8 @@ def test_batches_carry_their_way_and_the_parts_of_their_waits_add_up(reads) -> N
 @pytest.mark.realtime
 def test_large_batches_that_cost_nothing_to_make_are_bound_by_their_way(reads) -> None:
     codes = reads.shows(LARGE, 40)
-    assert "16 MB in" in codes["FD327"].cause
-    assert codes["FD327"].gain.after_ms < codes["FD327"].gain.before_ms
+    assert "their actors" in codes["FD308"].cause
+    assert codes["FD308"].gain.after_ms < codes["FD308"].gain.before_ms
 
 
 @pytest.mark.realtime
@@ -149,9 +149,9 @@ def test_small_batches_that_take_long_need_more_actors_and_not_a_network(reads) 
     reads.loader.set_workers(1)
     reads.stamps(QUICK, 20)  # what was given to the others is done
     codes = reads.shows(LONG, 30)
-    assert "FD327" not in codes
+    assert "FD308" not in codes
     told = next(iter(codes.values()))
-    assert told.code in ("FD303", "FD309")
+    assert told.code == "FD303"
     assert told.remedy.startswith("LoaderOptions(num_workers=")
     assert told.gain.factor > 1.5
 

@@ -232,12 +232,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_command_prints_saves_and_draws_the_batch_of_a_step(folder, capsys) -> None:
+def test_the_command_prints_and_saves_the_batch_of_a_step(folder, capsys) -> None:
     space: dict = {}
     exec(SCRIPT, space)
     model = FolderModel()
     quiet_trainer(max_epochs=2).fit(model, datamodule=space["Folder"]())
-    step = ["--epoch", "1", "--batch", "2", "--save", "batch.pt", "--out", "seen.png"]
+    step = ["--epoch", "1", "--batch", "2", "--save", "batch.pt"]
     main(["replay", "train.py:Folder", *step])
     printed = capsys.readouterr().out
     saved = torch.load("batch.pt", weights_only=True)
@@ -250,7 +250,6 @@ def test_the_command_prints_saves_and_draws_the_batch_of_a_step(folder, capsys) 
     assert "epoch 1, batch 2, rank 0: 4 samples" in printed
     assert all(name in printed for name in names)
     assert "0 NaN, 0 inf" in printed
-    assert (folder / "seen.png").stat().st_size > 1000
 
 
 def test_a_checkpoint_tells_the_seed_and_a_step_counts_the_batches_of_all_epochs(

@@ -141,7 +141,7 @@ def _few_cpus(magnitude: tuple[int, float]) -> Training:
     return Training(dataset=dataset, step=step, loader={"num_workers": workers})
 
 
-# FD307 to FD309: collation, hand-over, a bit of everything.
+# FD307 and FD308: collation, hand-over.
 
 
 def _collation(collate_s: float) -> Training:
@@ -159,19 +159,6 @@ def _handover(magnitude: tuple[str, float]) -> Training:
 def _costs_of_handover(magnitude: tuple[str, float]) -> Costs:
     part, seconds = magnitude
     return replace(USUAL, **{f"{part}_s": lambda _: seconds})
-
-
-def _everything(batch_s: float) -> Training:
-    """35 % on a CPU, 30 % blocked, 30 % in collation, and what is left for the hand-over."""
-    return Training(
-        dataset=Samples(
-            _batches(batch_s) * BATCH,
-            cpu_s=0.35 * batch_s / BATCH,
-            blocked_s=0.30 * batch_s / BATCH,
-        ),
-        step=sleep_for(0.25 * batch_s),
-        loader={"num_workers": 1, "collate_fn": SlowCollate(0.30 * batch_s)},
-    )
 
 
 # FD310: epochs start anew.
@@ -218,10 +205,6 @@ def _validation(blocked_s: float) -> Evidence:
     finally:
         fed.loader.close()
         starved.loader.close()
-
-
-def _cheap(step_s: float) -> Training:
-    return Training(dataset=Samples(_batches(step_s, least=8) * BATCH), step=sleep_for(step_s))
 
 
 # FD323 and FD324: what the training process does by itself.
@@ -306,7 +289,6 @@ LOADING: tuple[Plant, ...] = (
         _handover,
         costs=_costs_of_handover,
     ),
-    of_training("FD309", "s of all parts of a batch", (0.01, 0.02, 0.03, 0.05, 0.08), _everything),
     of_training("FD310", "s that a worker starts", (0.05, 0.1, 0.2, 0.4, 0.8), _epoch_starts),
     Plant(code="FD315", what="computing programs for each CPU", magnitudes=(1, 2, 3, 4, 6),
           run=_neighbours),
@@ -316,7 +298,6 @@ LOADING: tuple[Plant, ...] = (
         magnitudes=(0.001, 0.002, 0.003, 0.004, 0.006),
         run=_validation,
     ),
-    of_training("FD319", "s of a step over cheap data", (0.05, 0.08, 0.12, 0.2, 0.3), _cheap),
     of_training("FD323", "s that a sampler computes for an index",
                 (0.0005, 0.001, 0.002, 0.004, 0.01), _sampler),
     of_training("FD324", "s that it takes to unpickle a batch",

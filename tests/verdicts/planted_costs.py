@@ -1,8 +1,7 @@
 """Causes apart from late batches, planted on a virtual machine.
 
-Not real is the device: its kernels are durations on :class:`VirtualStream` (FD301, FD314), the copy
-to it and its augmentation are durations of the host (FD312, FD313). The ranks of FD316 are
-processes of one machine, which wait for each other after each step.
+Not real is the device: the copy to it and its augmentation are durations of the host. The ranks of
+FD316 are processes of one machine, which wait for each other after each step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from rig.machine import VirtualBarrier, machine, sleep, work
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from verdicts.planted import BATCH, Plant, of_training
-from verdicts.virtual_stream import VirtualStream
 from verdicts.workloads import Samples, Training, train
 
 if TYPE_CHECKING:
@@ -24,20 +22,6 @@ if TYPE_CHECKING:
 
 _STEP_S = 0.02
 _STEPS = 50
-
-
-# FD301: the training process reads by itself, while the device has work.
-
-
-def _hidden(read_s: float) -> Training:
-    device = VirtualStream()
-
-    def step(batch: Any, timeline: Any) -> None:
-        device.launch(_STEP_S)
-        device.synchronize(left_s=3 * _STEP_S)  # the queue is full
-
-    dataset = Samples(_STEPS * BATCH, cpu_s=read_s / BATCH)
-    return Training(dataset=dataset, step=step, device=device, loader={"executor": "inline"})
 
 
 # FD312 and FD313: the batch is copied, and augmented.
@@ -61,23 +45,6 @@ def _augmentation(augment_s: float) -> Training:
         sleep(_STEP_S)
 
     return Training(dataset=Samples(_STEPS * BATCH), step=step)
-
-
-# FD314: something on the host runs between steps.
-
-
-def _host_gap(gap_s: float) -> Training:
-    device = VirtualStream()
-
-    def step(batch: Any, timeline: Any) -> None:
-        device.launch(_STEP_S)
-
-    def log() -> None:
-        device.synchronize()
-        work(gap_s)
-
-    dataset = Samples(_STEPS * BATCH)
-    return Training(dataset=dataset, step=step, device=device, between=log)
 
 
 # FD316: the data of one rank come late, and the others wait for it.
@@ -111,12 +78,8 @@ def _straggling_rank(magnitude: tuple[int, float]) -> Evidence:
 
 
 COSTS: tuple[Plant, ...] = (
-    of_training("FD301", "s to read a batch in 20 ms", (0.002, 0.005, 0.008, 0.012, 0.016),
-                _hidden),
     of_training("FD312", "s that a batch is copied", (0.005, 0.008, 0.012, 0.02, 0.04), _transfer),
     of_training("FD313", "s of an augmentation", (0.004, 0.006, 0.01, 0.02, 0.04), _augmentation),
-    of_training("FD314", "s that a logger computes which waits for the device",
-                (0.003, 0.005, 0.01, 0.02, 0.04), _host_gap),
     Plant(
         code="FD316",
         what="ranks, s that a sample of the last one sleeps",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from misses import each
 
 # At the end, so that its verdicts.py does not hide this package.
@@ -17,8 +14,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from trainings.followed import setting_of
 from trainings.parts import Healthy
 from trainings.registry import TRAININGS
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "verdicts.py"
 
 
 def test_there_are_as_many_trainings_as_the_documentation_says():
@@ -47,29 +42,3 @@ def test_there_are_as_many_trainings_as_the_documentation_says():
 )
 def test_only_what_is_a_setting_is_followed(remedy, changed):
     assert setting_of(remedy) == changed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # a busy machine may be slow
-def test_two_trainings_are_fitted_judged_and_followed(tmp_path):
-    names = ["latency, no workers: 2 ms, torch's DataLoader", "healthy: 5 ms, tensors"]
-    file = tmp_path / "verdicts.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--once", "--only", *names, "--json", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(file.read_text())["results"]
-    assert {row["name"] for row in results["runs"]} == set(names)
-    for row in results["runs"]:
-        assert "error" not in row
-        assert row["same_report"]
-        assert row["found"] == [each["code"] for each in row["report"]["verdict"]["findings"]]
-    assert results["summary"]["trainings"] == results["summary"]["healthy"] == 1
-    for row in results["followed"]:
-        assert set(row["changed"]) == {"num_workers"}
-        assert row["measured_ms"] > 0
-    assert names[0] in done.stdout

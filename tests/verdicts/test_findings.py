@@ -16,11 +16,7 @@ from thoroughness import max_examples
 import lightning_fastdata
 from lightning_fastdata.insight.measure.host_metrics import MachineSeen
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import (
-    Evidence,
-    LoaderFacts,
-    RemoteSeen,
-)
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.model.finding import SMALL_COSTS, gain_text
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings
@@ -28,15 +24,14 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 
 MS = 1e6
 CODES = [
-    *(f"FD3{row:02}" for row in range(1, 20)),
-    "FD323",
-    "FD324",
-    "FD327",
+    *("FD302", "FD303", "FD304", "FD305", "FD306", "FD307", "FD308", "FD315", "FD323", "FD324"),
+    *("FD310", "FD312", "FD313", "FD316", "FD318", "FD320"),
 ]
+LATE_BATCHES = frozenset(CODES[:10])
 DOCS = Path(__file__).parents[2] / "docs" / "verdicts"
 
 
@@ -93,10 +88,7 @@ BLUR = OperationShare(name="albumentations Blur", share=0.6, augments=True)
 IO = {"costs": costs(blocked=40.0), "setup": setup()}
 CPU = {"costs": costs(cpu=40.0), "setup": setup()}
 
-SHORT = MachineSeen(alloc_retries=12, device_headroom_share=0.01)
-CLUSTER = RemoteSeen(batch_bytes=9.6e6, way_ms=40.0, free_cpus=6.0)
 TABLE = {
-    "FD301": (Evidence(step_ms=40.0, wait_ms=20.0, stall_ms=0.5), "20"),
     "FD302": (late({"slow_sample_ms": 14.0, "read_cpu_ms": 10.0}, slow_samples=(SLOW,)), "58%"),
     "FD303": (late({"read_blocked_ms": 20.0, "read_cpu_ms": 4.0}, **IO), "83%"),
     "FD304": (
@@ -114,28 +106,20 @@ TABLE = {
     "FD307": (late({"collate_ms": 20.0}, costs=costs(collate=30.0), setup=setup()), "100%"),
     "FD308": (late({"handover_ms": 6.0, "read_ms": 4.0, "collate_ms": 4.0, "read_cpu_ms": 4.0,
                     "read_blocked_ms": 1.0}), "32%"),
-    "FD309": (
-        late({"read_cpu_ms": 8.0, "read_blocked_ms": 8.0, "collate_ms": 7.0}, busy_share=0.99,
-             costs=costs(cpu=16.0, blocked=16.0, collate=8.0), setup=setup()),
-        "99%",
-    ),
     "FD310": (Evidence(**FINE, epochs=2, wall=run_of(epoch_starts=0.8, compute=9.2)), "0.8 s each"),
-    "FD311": (late({"pin_ms": 20.0}), "100%"),
     "FD312": (Evidence(**FINE, transfer_ms=4.0), "10%"),
     "FD313": (Evidence(**FINE, augment_ms=8.0), "20%"),
-    "FD314": (Evidence(**FINE, gap_ms=10.0), "25%"),
     "FD315": (
         late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}, runqueue_share=0.6, **CPU),
         "1.0 of 8 CPUs",
     ),
     "FD316": (Evidence(**FINE, ranks=stalling(0.1, 9.0, 0.2, 0.1)), "rank 1 on a stalls 9.0 ms"),
-    "FD317": (Evidence(**FINE, machine=SHORT), "12 times"),
-    "FD326": (Evidence(**FINE, machine=MachineSeen(device_full_in_s=3000.0)), "in 50 min"),
+    "FD320": (
+        Evidence(**FINE, wall=run_of(checkpoints=2.0, gc=1.0, compute=7.0)), "checkpoints took 2.0"
+    ),
     "FD318": (Evidence(**FINE, wall=run_of(validation=2.0, compute=8.0)), "0.8 s of its 2.0"),
-    "FD319": (Evidence(**FINE), "0.2%"),
     "FD323": (late({"sampler_ms": 18.0, "handover_ms": 1.0, "read_cpu_ms": 5.0}), "75%"),
     "FD324": (late({"unpack_ms": 12.0, "handover_ms": 4.0, "read_cpu_ms": 8.0}), "50%"),
-    "FD327": (late({"network_ms": 16.0, "read_cpu_ms": 8.0}, remote=CLUSTER), "9.6 MB in 40 ms"),
 }  # fmt: skip
 
 
@@ -144,8 +128,9 @@ def test_the_first_finding_is_what_the_evidence_is_about(code):
     evidence, figure = TABLE[code]
     found = findings(evidence)[0]
     assert found.code == code
-    assert figure in found.cause or code == "FD301"
-    assert (found.remedy == "") == (found.severity == "fine") == (code in ("FD301", "FD319"))
+    assert figure in found.cause
+    assert found.remedy
+    assert found.severity != "fine"
 
 
 @each(("workers", "free"), [(0, 1), (1, 1), (1, 4), (4, 4), (9, 4)])
@@ -169,8 +154,7 @@ def test_nothing_measured_gives_no_findings():
 @each("code", CODES)
 def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
     evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
-    about_late_batches = {*CODES[1:9], "FD311", "FD315", *CODES[-3:]}
-    assert not about_late_batches & {found.code for found in findings(evidence)}
+    assert not LATE_BATCHES & {found.code for found in findings(evidence)}
 
 
 @pytest.mark.cases(5)
@@ -189,7 +173,7 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
 
 def test_findings_come_by_severity_then_by_clearly_larger_gains_then_by_the_table():
     everything = replace(
-        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, gap_ms=9.0, epochs=3,
+        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, epochs=3,
         wall=run_of(epoch_starts=75.0, validation=20.0, compute=5.0), ranks=stalling(1.0, 20.0),
     )  # fmt: skip
     found = findings(everything)
@@ -201,20 +185,7 @@ def test_findings_come_by_severity_then_by_clearly_larger_gains_then_by_the_tabl
             assert gains[1] < 1.5 * 1.5 * gains[0]
             assert gains[0] > 1.5 * gains[1] or one.code < other.code or gains[0] > gains[1]
     assert found[0].code == "FD310"
-    assert {"FD302", "FD310", "FD312", "FD313", "FD314", "FD316", "FD318"} <= {
-        each.code for each in found
-    }
-
-
-def test_what_asks_for_nothing_comes_after_what_costs():
-    hidden = replace(TABLE["FD301"][0], gap_ms=8.0)
-    assert [found.code for found in findings(hidden)] == ["FD314", "FD301"]
-
-
-def test_what_the_cpu_does_between_steps_is_no_device_that_waits():
-    assert "FD314" in {found.code for found in findings(Evidence(**FINE, gap_ms=10.0))}
-    on_cpu = Evidence(**{**FINE, "gap_ms": 10.0, "device": "cpu"})
-    assert [found.code for found in findings(on_cpu)] == ["FD319"]
+    assert {"FD302", "FD310", "FD312", "FD313", "FD316", "FD318"} <= {each.code for each in found}
 
 
 def test_neighbours_that_hold_up_what_would_be_late_anyway_come_second():
@@ -232,7 +203,22 @@ def test_a_storage_at_its_limit_is_slow_to_single_readers_and_no_sample_is_to_bl
     )  # fmt: skip
     assert [found.code for found in findings(evidence)] == ["FD304"]
     # Behind a sample that is slow by itself, workers run out of work.
-    assert findings(replace(evidence, busy_share=0.6))[0].code == "FD302"
+    assert "FD302" in {found.code for found in findings(replace(evidence, busy_share=0.6))}
+
+
+@pytest.mark.parametrize(
+    ("part", "cause", "remedy"),
+    [
+        ("pin_ms", "page-locked memory is 83%", "images as uint8"),
+        ("network_ms", "from their actors is 83%", "actors on nearer nodes"),
+    ],
+)
+def test_batches_that_are_made_and_not_here_are_told_by_their_way(part, cause, remedy):
+    evidence = late({part: 20.0, "read_cpu_ms": 4.0})
+    found = findings(evidence)[0]
+    assert found.code == "FD308"
+    assert cause in found.cause
+    assert remedy in found.remedy
 
 
 def test_a_hand_over_of_memory_is_answered_by_what_keeps_the_training_process_busy():
@@ -264,11 +250,9 @@ def test_saturated_cpus_are_answered_by_the_operation_that_costs_most():
     found = findings(TABLE["FD306"][0])[0]
     assert found.remedy.startswith("cheaper transforms (albumentations Blur takes 60% of reading)")
     assert found.gain.basis == "floor"
-    (fewer,) = found.left_out
-    assert (fewer.text, fewer.why) == ("LoaderOptions(num_workers=2)", "it gains 0.0%")
 
 
-@pytest.mark.parametrize("code", ["FD305", "FD306", "FD309"])
+@pytest.mark.parametrize("code", ["FD305", "FD306"])
 def test_a_device_is_advised_to_augment_only_where_it_could(code):
     evidence = replace(TABLE[code][0], setup=None)
     for could in (True, False, None):
@@ -283,15 +267,9 @@ def test_a_used_up_quota_counts_as_own_work_on_many_cpus():
     assert [found.code for found in findings(evidence)] == ["FD306"]
 
 
-def test_slow_samples_are_answered_by_the_smallest_change_that_passes_them():
-    some = list(costs(blocked=16.0, step=10.0))
-    for number in range(0, len(some), 10):
-        some[number] = replace(some[number], blocked_ns=316 * MS, slowest_ns=301 * MS)
-    evidence = replace(TABLE["FD302"][0], costs=tuple(some), setup=setup(4))
-    found = findings(evidence)[0]
-    assert "LoaderOptions(" in found.remedy
-    assert "/data/133.jpg" in found.remedy
-    assert found.gain.worthwhile
+def test_slow_samples_are_named():
+    found = findings(TABLE["FD302"][0])[0]
+    assert found.remedy == "repair these samples: /data/133.jpg (400 ms, others 2)"
 
 
 def test_pinned_batches_are_not_told_to_be_pinned():
@@ -414,26 +392,14 @@ def test_an_executor_without_workers_is_told_to_be_another_one():
     assert "executor='workers', num_workers=" in findings(evidence)[0].remedy
 
 
-def test_a_stream_whose_iter_opens_an_index_is_not_told_to_keep_its_workers():
-    wall = WallTime(
-        total_s=20.0, parts_s={"epoch_starts": 12.0, "wait": 8.0}, steps=100,
-        named_s={Activity("epoch_starts", "later epochs"): 12.0},
-    )  # fmt: skip
-    evidence = replace(
-        TABLE["FD310"][0], wall=wall, epochs=5, first_parts=WaitParts(read_cpu_ms=2500.0),
-        loader=LoaderFacts(persistent_workers=False),
-    )  # fmt: skip
-    assert "persistent_workers=True" in findings(evidence)[0].remedy
-    stream = replace(evidence.loader, streamed=True)
-    found = findings(replace(evidence, loader=stream))[0]
-    assert "persistent_workers" not in found.remedy
-    assert "__iter__" in found.remedy
-    unstamped = replace(evidence, loader=stream, first_parts=None)
-    found = findings(unstamped)[0]
-    assert "__iter__" in found.remedy
-    assert "persistent_workers=True" in found.remedy
-    found = findings(replace(unstamped, loader=replace(stream, persistent_workers=True)))[0]
-    assert "persistent_workers" not in found.remedy
+def test_a_stream_is_told_first_to_keep_what_its_iter_opens():
+    evidence = replace(TABLE["FD310"][0], loader=LoaderFacts(persistent_workers=False))
+    assert findings(evidence)[0].remedy.startswith("LoaderOptions(persistent_workers=True)")
+    for kept, told in ((False, True), (True, False)):
+        stream = LoaderFacts(persistent_workers=kept, streamed=True)
+        found = findings(replace(evidence, loader=stream))[0]
+        assert found.remedy.startswith("have the dataset keep what its __iter__ opens")
+        assert ("persistent_workers=True" in found.remedy) is told
 
 
 def test_hand_over_beside_busy_cpus_is_waiting_for_them():
@@ -447,23 +413,11 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
         assert findings(replace(TABLE["FD315"][0], machine=machine))[0].code == code
 
 
-@given(
-    wanted=st.floats(0.1, 64), cpus=st.floats(1, 64), others=st.floats(0, 64),
-)  # fmt: skip
-def test_programs_share_cpus_thread_by_thread(wanted, cpus, others):
-    left = left_over(wanted, cpus, others)
-    assert left <= cpus
-    if wanted + others <= cpus:
-        assert left == cpus
-    else:
-        assert left == pytest.approx(max(cpus - others, cpus * wanted / (wanted + others)))
-
-
 def test_more_actors_are_told_up_to_the_cpus_that_are_free():
-    few = late({"read_blocked_ms": 20.0}, remote=CLUSTER, costs=costs(blocked=80.0),
+    few = late({"read_blocked_ms": 20.0}, free_cpus=6.0, costs=costs(blocked=80.0),
                setup=setup(2, scheduling="actors"))  # fmt: skip
     assert findings(few)[0].remedy == "LoaderOptions(num_workers=8)"
     for free, told in ((1.0, "num_workers=3"), (0.0, ""), (None, "")):
-        remedy = findings(replace(few, remote=replace(CLUSTER, free_cpus=free)))[0].remedy
+        remedy = findings(replace(few, free_cpus=free))[0].remedy
         assert ("num_workers" in remedy) == bool(told)
         assert told in remedy

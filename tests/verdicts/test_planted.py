@@ -17,7 +17,6 @@ from verdicts.test_gate import OPTIONS, stage, unlawful
 from verdicts.workloads import train
 
 PLANTS = sorted(LOADING + COSTS, key=lambda plant: plant.code)
-NOTHING_TO_DO = ("FD301", "FD319")
 
 
 def planted(plant, magnitude):
@@ -34,7 +33,7 @@ def check_findings(plant):
             assert planted(plant, magnitude) == evidence
         found = findings(evidence)
         assert [each.code for each in found][:1] == [plant.code], (magnitude, found, evidence.parts)
-        assert (found[0].remedy == "") == (plant.code in NOTHING_TO_DO), (magnitude, found[0])
+        assert found[0].remedy, (magnitude, found[0])
     for closed in ({}, dict.fromkeys(OPTIONS, "chosen")) if plant in LOADING else ():
         told = judge(stage(), evidence=replace(evidence, closed=closed))
         verdict = RunReport(stages=(stage(),), verdict=told).as_dict()["verdict"]
@@ -55,6 +54,6 @@ def test_data_of_a_healthy_training_are_not_blamed():
 
 
 def test_every_cause_is_planted_in_five_magnitudes():
-    codes = [f"FD3{row:02}" for row in (*range(1, 20), 23, 24) if row not in (11, 17)]
+    codes = [f"FD3{row:02}" for row in (*range(2, 9), 10, 12, 13, 15, 16, 18, 23, 24)]
     assert [plant.code for plant in PLANTS] == codes
     assert all(len(set(map(str, plant.magnitudes))) == 5 for plant in PLANTS)

@@ -68,11 +68,11 @@ def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():
 
 
 def test_what_is_wrong_with_one_of_several_loaders_is_told_of_it():
-    evidence = late(setup=setup(1), loader=LoaderFacts(loader="loader 'a'"), gap_ms=20.0)
+    evidence = late(setup=setup(1), loader=LoaderFacts(loader="loader 'a'"), transfer_ms=20.0)
     found = {each.code: each for each in findings(evidence)}
     assert found["FD303"].cause.startswith("loader 'a': waiting for storage")
     assert found["FD303"].remedy.startswith("loader 'a': LoaderOptions(num_workers=")
-    assert "loader" not in found["FD314"].cause + found["FD314"].remedy
+    assert "loader" not in found["FD312"].cause + found["FD312"].remedy
 
 
 def test_labels_are_the_keys_of_the_nested_lists_and_dicts():

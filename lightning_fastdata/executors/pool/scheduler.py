@@ -26,7 +26,7 @@ from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
+from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
@@ -177,10 +177,6 @@ class PoolExecutor:
         self._batches.clear()
         self._todo.clear()
         self._now.exhausted = True
-
-    def now(self) -> ExecutorNow:
-        """Return what is under way; any thread may ask."""
-        return executor_now(self.children, self._batches)
 
     # What is under way
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang
-from lightning_fastdata.executors.pool.splitter import PendingBatch
 from lightning_fastdata.host import clock
 
 _LIMIT_S: Final = 60.0
@@ -161,59 +159,3 @@ def _stalled(seconds: float) -> str:
         "server). If it only takes long, raise timeout; 0 "
         "waits for ever. The side processes:"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerNow:
-    """What a side process does now."""
-
-    child: ChildProcess
-    state: Literal["starting", "idle", "reading"]
-    """``"idle"``: it has no task, or hands one over."""
-    index: object
-    """Of the sample that it reads; None: none, or it is not known, as in a stream."""
-    noted: tuple[int, ...]
-    """Another one as soon as it goes on to another sample or task."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorNow:
-    """What is under way in the side processes of an executor."""
-
-    workers: tuple[WorkerNow, ...]
-    ready: int
-    """Batches that are made, and not taken yet."""
-    under_way: int
-    """Batches that are being made."""
-
-
-def executor_now(
-    children: Mapping[int, ChildProcess], batches: Iterable[PendingBatch]
-) -> ExecutorNow:
-    """Return what some side processes do, and what has become of the batches they make."""
-    under_way = list(batches)
-    by_number = {batch.number: batch for batch in under_way}
-    workers = []
-    for child in list(children.values()):
-        starting = not child.began
-        number, at, _ = noted = child.progress.noted()
-        batch = by_number.get(number)
-        workers.append(
-            WorkerNow(
-                child=child,
-                state="starting" if starting else "reading" if number >= 0 else "idle",
-                index=None if batch is None else _index_at(batch, at),
-                noted=noted,
-            )
-        )
-    ready = sum(batch.is_ready for batch in under_way)
-    return ExecutorNow(workers=tuple(workers), ready=ready, under_way=len(under_way) - ready)
-
-
-def _index_at(batch: PendingBatch, at: int) -> object:
-    if isinstance(batch.indices, StreamAsk):
-        return None
-    try:
-        return batch.index_at(at)
-    except (IndexError, TypeError):  # it was renewed meanwhile
-        return None

@@ -142,6 +142,8 @@ class StageSummary:
     """Mean host wait of the cold steps: what starting an epoch costs."""
     samples_per_s: float | None = None
     """Samples of warm steps over their ``step_ms``."""
+    tokens_per_s: float | None = None
+    """Tokens of these samples, padding left out, over the same time; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
     long_steps: tuple[StepTiming, ...] = ()
@@ -166,6 +168,8 @@ class StageSummary:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
             found.append(f"{self.samples_per_s:.0f} samples/s")
+        if self.tokens_per_s is not None:
+            found.append(f"{self.tokens_per_s:.0f} tokens/s")
         return found
 
     @property
@@ -303,6 +307,7 @@ class StepHistory:
             samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
             causes=None,
+            tokens_per_s=None,
             **phases,
         )
 

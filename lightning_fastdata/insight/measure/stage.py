@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
@@ -29,10 +30,10 @@ from lightning_fastdata.insight.measure.metrics import (
     p50_and_p95,
     warm_steps,
 )
+from lightning_fastdata.insight.measure.padding import PaddingMeter
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
     closed_options,
-    model_computes,
     read_loader,
     stage_evidence,
     stage_times,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Batch, Stage
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -74,6 +75,9 @@ class StageMeter:
         events = EventClock(device=self._device) if has_streams(self._device) else None
         self.timeline = StepTimeline(device=events)
         self.stamps.restart()
+        self.padding = PaddingMeter()
+        self._counted = 0.0, 0
+        """Tokens, without padding, and samples of the steps of which these are known."""
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
@@ -90,8 +94,14 @@ class StageMeter:
         self.began()
         self.timeline.wait_began()
 
-    def step_ended(self, samples: int) -> None:
-        """Close the step, in which the model got so many samples."""
+    def size_of(self, batch: Batch) -> tuple[int, float]:
+        """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
+        return batch_samples(batch), self.padding.tokens_of(batch)
+
+    def step_ended(self, samples: int, tokens: float = 0.0) -> None:
+        """Close the step, in which the model got so many samples, and tokens if that is known."""
+        if tokens:
+            self._counted = self._counted[0] + tokens, self._counted[1] + samples
         self.timeline.compute_ended(samples)
         now = clock.monotonic()
         if self._last is not None:
@@ -110,6 +120,12 @@ class StageMeter:
         history = self.timeline.history
         new, self._logged_steps = history.steps - self._logged_steps, history.steps
         means = window_means(history.newest(new), self.prefix) if new else {}
+        rate, (tokens, samples) = (
+            means.get(f"{self.prefix}/throughput_samples_per_s"),
+            self._counted,
+        )
+        if rate is not None and samples:
+            means[f"{self.prefix}/throughput_tokens_per_s"] = rate * tokens / samples
         return {**means, **self.stamps.metrics()}
 
     def summary(self) -> StageSummary | None:
@@ -122,8 +138,13 @@ class StageMeter:
             duration_s=self._duration_s,
             device=self._device.type,
         )
+        rate, (tokens, samples) = summary.samples_per_s, self._counted
         waited = [t for t in summary.long_steps if (t.stall_ms or 0.0) > (t.compute_ms or 0.0)]
-        return dataclasses.replace(summary, causes=self.stamps.summary(without=len(waited)))
+        return dataclasses.replace(
+            summary,
+            causes=self.stamps.summary(without=len(waited)),
+            tokens_per_s=rate * tokens / samples if rate is not None and samples else None,
+        )
 
     def evidence(
         self,
@@ -152,8 +173,8 @@ class StageMeter:
                 step_queued=times.step_queued,
                 val=val,
             ),
-            model_computes=model_computes(summary, times),
             read_rates=None if slowest is None else slowest.rates,
+            padding=self.padding.found(),
             stream_samples=() if slowest is None else slowest.stream_samples(),
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
@@ -14,6 +13,7 @@ from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.padding import Padding
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.memory import MemorySeen
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
@@ -37,8 +37,6 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
-_COMPUTES: Final = 0.9
-"""Of the time of steps."""
 _SEVERAL_THREADS: Final = 1.3
 """CPUs: up to there, what sends batches away explains it."""
 
@@ -166,8 +164,8 @@ class Evidence:
     """What the training had of its machine."""
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
-    remote: RemoteSeen | None = None
-    """What its batches tell of the cluster whose actors make them."""
+    free_cpus: float | None = None
+    """CPUs of the cluster whose actors make the batches that nobody held, as last seen."""
     epochs: int | None = None
     device_could_augment: bool | None = None
     """Workers transform samples beside a device that could, and that is not known to be slower."""
@@ -178,21 +176,16 @@ class Evidence:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Option -> why nobody is told to change it: the package chose it, this run has tried another
     value, or the package would not take one. Those of validation begin with ``"val."``."""
-    model_computes: bool | None = None
-    """The time of a step was seen to be the model's own: a CPU that computes and waits for nothing,
-    or a device that has work while the host waits."""
     loaders_anew: bool = False
     """The trainer makes its loaders anew in the course of the training."""
-    first_parts: WaitParts | None = None
-    """Where the loader's wait for the first batch of an epoch went."""
     transfer_ms: float | None = None
     transfer_hook: str = ""
     """The user's hook that moves it, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
     augment_ms: float | None = None
     augment_hook: str = ""
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
-    gap_ms: float | None = None
-    """The device had nothing to do, although no batch was waited for."""
+    padding: Padding | None = None
+    """How much of the batches is padding."""
     memory: MemorySeen | None = None
     """Of the training process and its workers."""
     ranks: tuple[RankTiming, ...] = ()
@@ -286,14 +279,13 @@ def stage_evidence(
         stall_ms=_mean(summary.stall),
         transfer_ms=_mean(summary.transfer),
         augment_ms=_mean(summary.augment),
-        gap_ms=gap_ms,
         wall=loop_time(summary, val),
         epochs=summary.cold_steps,
         setup=setup,
         costs=recorded_costs(stamps, step_queued=step_queued, below_s=long_ms / 1e3),
         busy_share=None if setup is None else busy_share(stamps, setup.workers),
         runqueue_share=runqueue_share(stamps),
-        remote=RemoteSeen.of(stamps),
+        free_cpus=free_cpus(stamps),
         device_could_augment=None
         if facts is None
         else device_could_augment(summary.device, facts, seen=seen),
@@ -303,7 +295,6 @@ def stage_evidence(
     return replace(
         evidence,
         parts=causes.wait,
-        first_parts=causes.first_wait,
         overtaken_share=causes.overtaken_share,
         slow_samples=causes.slow_samples,
         operations=causes.operations,
@@ -353,21 +344,6 @@ def stage_times(
     )
 
 
-def model_computes(summary: StageSummary, times: TrainingTimes) -> bool:
-    """Return whether the time of steps was seen to be the model's own.
-
-    Where the host computes, its thread had a CPU nearly all the time; a device had work while the
-    host waited for it, and hardly a gap.
-    """
-    step, wait, stall, gap = (
-        0.0 if phase is None else phase.mean_ms
-        for phase in (summary.step, summary.wait, summary.stall, summary.gap)
-    )
-    if summary.device == "cpu":
-        return times.step_cpus >= _COMPUTES and times.step_queued <= 1 - _COMPUTES
-    return wait - stall >= STALL_LOW * step > 0 and gap <= (1 - _COMPUTES) * step
-
-
 def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
     """Return the busy part of the time that steady batches took, 0 to 1; None for 0 workers."""
     busy = span = 0.0
@@ -395,32 +371,7 @@ def runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
     return sum(task.runqueue_ns or 0 for task in known) / length if length else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSeen:
-    """What was seen of a cluster."""
-
-    batch_bytes: float
-    """Of a batch, the mean."""
-    way_ms: float | None = None
-    """From its end in an actor until it is here, while it is waited for: the median."""
-    free_cpus: float | None = None
-    """CPUs of the cluster that nobody held, as last seen."""
-
-    @classmethod
-    def of(cls, stamps: Sequence[BatchStamps]) -> RemoteSeen | None:
-        """Return it by the stamps of a loader; None: no actor made its batches."""
-        made = [(batch, task) for batch in stamps for task in batch.tasks]
-        ways = [(batch, task, task.way) for batch, task in made if task.way is not None]
-        if not ways:
-            return None
-        lasted = [
-            max(0, way.landed_ns - task.ended_ns)
-            for batch, task, way in ways
-            if batch.requested_ns <= task.ended_ns
-        ]
-        seen = [way.free_cpus for *_, way in ways if way.free_cpus is not None]
-        return cls(
-            batch_bytes=statistics.fmean(way.size_bytes for *_, way in ways),
-            way_ms=statistics.median(lasted) / 1e6 if lasted else None,
-            free_cpus=seen[-1] if seen else None,
-        )
+def free_cpus(stamps: Sequence[BatchStamps]) -> float | None:
+    """Return the CPUs of a cluster that nobody held, as seen last; None: there is no cluster."""
+    ways = (task.way for batch in reversed(stamps) for task in reversed(batch.tasks))
+    return next((way.free_cpus for way in ways if way and way.free_cpus is not None), None)

@@ -1,7 +1,6 @@
 """A finding is one cause of a slow step, its remedy, and what it would gain; a rule looks for one.
 
-All that rules advise passes one gate before anybody is told of it. What it leaves out stays in the
-report, with the reason.
+All that rules advise passes one gate before anybody is told of it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ Kind: TypeAlias = Literal[
     "unknown",
     "paused between epochs",
     "starved in validation",
-    "held up by validation",
-    "held up by the garbage collector",
-    "held up by a callback",
-    "held up by checkpoints",
-    "held up by logging",
+    "held up",
     "held up by other programs",
 ]
 
@@ -43,7 +38,7 @@ _LEAST_PART: Final = 0.1
 """Of the wait: advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
-ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104"}
+ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD104"}
 """All findings without stamps: a cause of late batches replaces them."""
 
 
@@ -99,17 +94,6 @@ class Advice:
 
 KEEP: Final = Advice(text="LoaderOptions(persistent_workers=True)", changes=("persistent_workers",))
 PIN: Final = Advice(text="LoaderOptions(pin_memory=True)", changes=("pin_memory",))
-OPTIMIZE: Final = Advice(text="optimize the model, which takes the time", for_speed=False)
-"""Only where compute was seen to be the model's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """Advice that is not given."""
-
-    text: str
-    why: str
-    """What it would have to be, and is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +114,6 @@ class Finding:
     """What does not help, or is fine as it is."""
     advice: tuple[Advice, ...] = ()
     """What a rule proposes, the best first. Empty behind the gate, which makes ``remedy`` of it."""
-    left_out: tuple[LeftOut, ...] = ()
-    """What was better than the remedy, if it could be given."""
 
     @property
     def family(self) -> str:
@@ -140,19 +122,19 @@ class Finding:
 
 
 FAMILIES: Final = {
-    "data is fine": "FD000 FD001 FD002 FD301 FD319",
+    "data is fine": "FD000 FD001 FD002",
     "late batches": "FD104",
     "too few workers": "FD101 FD102",
     "slow storage": "FD303 FD304",
     "slow samples": "FD302",
-    "costly transforms": "FD103 FD305 FD309",
+    "costly transforms": "FD305",
     "full CPUs": "FD306 FD315",
-    "costly hand-over": "FD307 FD308 FD311 FD323 FD324 FD327",
-    "copy, augmentation": "FD312 FD313",
-    "starts of epochs": "FD310 FD332",
-    "validation": "FD318 FD331",
-    "Python between steps": "FD314 FD320 FD321 FD322 FD333",
-    "memory": "FD317 FD326 FD334 FD335 FD336",
+    "costly hand-over": "FD307 FD308 FD323 FD324",
+    "copy, augmentation, padding": "FD312 FD313 FD337",
+    "starts of epochs": "FD310",
+    "validation": "FD318",
+    "beside the steps": "FD320",
+    "memory": "FD334 FD335 FD336",
     "uneven shares": "FD316 FD325",
 }
 """What is shown of a code -> the codes that it stands for."""
@@ -262,29 +244,20 @@ def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
         closed: Option -> why it is not to be changed, see ``Evidence.closed``.
     """
     given: list[Advice] = []
-    left_out: list[LeftOut] = []
     for advice in finding.advice:
-        why = why_not(advice, advice.gain or finding.gain, closed)
-        if why is not None:
-            left_out.append(LeftOut(text=advice.text, why=why))
-        elif not given or (given[0].gain is None and advice.joins):
+        allowed = may_be_given(advice, advice.gain or finding.gain, closed)
+        if allowed and (not given or (given[0].gain is None and advice.joins)):
             given.append(advice)
-    finding = replace(finding, advice=(), left_out=tuple(left_out))
+    finding = replace(finding, advice=())
     if not given:
         return replace(finding, severity="fine", remedy="")
     remedy = ", or ".join(advice.text for advice in given)
     return replace(finding, remedy=remedy, gain=given[0].gain or finding.gain)
 
 
-def why_not(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -> str | None:
-    """Return why an advice with this gain is not to be given; None: it is."""
-    for option in advice.changes:
-        if option in closed:
-            return f"{option}: {closed[option]}"
-    if not advice.for_speed:
-        return None
-    if advice.part < _LEAST_PART:
-        return f"it speaks of {advice.part:.0%} of the wait"
-    if gain is None:
-        return "what it gains is not known"
-    return None if gain.worthwhile else f"it gains {gain.factor - 1:.1%}"
+def may_be_given(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -> bool:
+    """Return whether an advice with this gain may be given."""
+    if set(advice.changes) & set(closed):
+        return False
+    worthwhile = advice.part >= _LEAST_PART and gain is not None and gain.worthwhile
+    return worthwhile or not advice.for_speed

@@ -87,32 +87,13 @@ def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup 
     if now is None or not evidence.costs:
         return None
     most = _MOST_WORKERS
-    if evidence.remote is not None:
-        most = now.workers + int(evidence.remote.free_cpus or 0.0)
+    if now.scheduling == "actors":
+        most = now.workers + int(evidence.free_cpus or 0.0)
     elif computing:
         most = min(most, max(1, int(now.cpus)))
     numbers = {n for n in WORKERS if n <= most} | {now.workers}
     candidates = [now if n == now.workers else with_workers(now, n) for n in sorted(numbers)]
     return choose(evidence.costs, candidates)[0]
-
-
-def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
-    """Return the smallest change that lets batches pass or outrun slow ones.
-
-    In this order: nothing, further ahead, out of order, both, more workers; where the training
-    process reads by itself, workers.
-    """
-    now = evidence.setup
-    if now is None or not evidence.costs:
-        return None
-    if not now.workers:
-        return best_workers(evidence)
-    ahead = (now.look_ahead, 2 * now.look_ahead, 4 * now.look_ahead)
-    orders = (True, False) if now.in_order else (False,)
-    candidates = [replace(now, look_ahead=n, in_order=order) for order in orders for n in ahead]
-    most = max(_MOST_WORKERS, now.workers)
-    more = [with_workers(now, n) for n in (2 * now.workers, 4 * now.workers) if n <= most]
-    return choose(evidence.costs, [*candidates, *more])[0]
 
 
 def advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
@@ -122,11 +103,6 @@ def advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
         changes["executor"] = "workers"
     if wanted.workers != now.workers:
         changes["num_workers"] = wanted.workers
-    unasked = now if wanted.workers == now.workers else with_workers(now, wanted.workers)
-    if wanted.workers and wanted.look_ahead != unasked.look_ahead:
-        changes["prefetch_factor"] = math.ceil(wanted.look_ahead / wanted.workers)
-    if wanted.in_order != now.in_order:
-        changes["in_order"] = wanted.in_order
     written = ", ".join(f"{option}={value!r}" for option, value in changes.items())
     return Advice(text=f"LoaderOptions({written})", changes=tuple(changes), gain=gain)
 

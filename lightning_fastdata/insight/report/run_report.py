@@ -1,9 +1,8 @@
-"""A run reported to people and to programs: a summary in styled lines, JSON, a page."""
+"""A run reported to people and to programs: a summary in lines, and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import math
 import os
@@ -12,11 +11,10 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
-from lightning_fastdata.errors import has_package, printable
+from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.measure.metrics import MOST_RECENT, Columns, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
@@ -31,33 +29,23 @@ from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 """Raised when the form of the JSON report changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
 
-_PHASE_COLORS = {"wait": "red", "transfer": "cyan", "augment": "magenta", "compute": "green"}
-_KIND_COLORS = {
-    "data-bound": "bold white on red",
-    "balanced": "bold black on yellow",
-    "compute-bound": "bold white on green",
-    "unknown": "bold reverse",
-}
-_PAUSE_COLOR = "bold white on magenta"
 _TO_ASCII = str.maketrans("─·→…█▉▊▋▌▍▎▏", "-|>.#####   ")
 _INDENT = 7
 _NARROWEST, _WIDEST = 60, 120
 _BAR_SPACE = 42
 """Columns of a phase's row that are not bar."""
 _LONG_PATH = re.compile(r"[^\s()'\"]*/[^\s()'\"/]+/([^\s()'\"/]+/[^\s()'\"/]+)")
-"""A path with more than its last two parts: the page of the report has it in full."""
+"""A path with more than its last two parts: the JSON has it in full."""
 
 _T = TypeVar("_T")
 
-Line: TypeAlias = "list[tuple[str, str]]"
-"""Pieces of one line: text and rich style."""
 WIDTH: Final = 100
-"""Columns for which lines are laid out in a notebook and on boards."""
+"""Columns for which lines are laid out on boards."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -65,8 +53,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 class RunReport:
     """Everything worth keeping of one run.
 
-    ``print(report.text())`` gives plain text; a notebook shows the summary, and folded below it the
-    page of :meth:`write_html`.
+    ``print(report)`` gives the summary, :meth:`write_json` everything.
     """
 
     stages: tuple[StageSummary, ...]
@@ -97,7 +84,7 @@ class RunReport:
         """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "summary": [[list(piece) for piece in line] for line in self.lines()],
+            "summary": self.lines(),
             "ended": self.ended,
             "stages": {
                 stage.stage: _stage_as_dict(stage, self.recent.get(stage.stage))
@@ -122,31 +109,12 @@ class RunReport:
         so_far = "" if self.ended else " so far"
         return f"<RunReport: {stages or 'nothing was measured'}{so_far}{verdict}>"
 
-    def _repr_html_(self) -> str:
-        from lightning_fastdata.insight.report.html import report_html
-
-        # In a frame of its own: the page's style is not the notebook's.
-        page = html.escape(report_html(self), quote=True)
-        style = "width:100%;height:40em;border:0"
-        frame = f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
-        folded = f"<details><summary>the whole report</summary>{frame}</details>"
-        return f"{text_html(self.text(WIDTH))}{folded}"
-
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and return the path; its folder is created.
 
         Readers see the old file or the new one, never a part.
         """
         return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
-
-    def write_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as one page of HTML, as `write_json` does.
-
-        The page needs nothing else: no network, no scripts.
-        """
-        from lightning_fastdata.insight.report.html import report_html
-
-        return write_atomically(Path(path), report_html(self))
 
     def text(self, width: int = 80, *, ascii: bool = False) -> str:  # noqa: A002
         """Return the summary as plain text.
@@ -155,31 +123,32 @@ class RunReport:
             width: Columns; the text is laid out for 60 at least and for 120 at most.
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
-        return plain(self.lines(width), ascii_only=ascii)
+        text = "\n".join(self.lines(width))
+        return as_ascii(text) if ascii else text
 
-    def lines(self, width: int = 80) -> list[Line]:
-        """Return the summary as :meth:`text` does, in pieces with a style of rich each."""
+    def lines(self, width: int = 80) -> list[str]:
+        """Return the lines of the summary, laid out as by :meth:`text`."""
         width = min(_WIDEST, max(_NARROWEST, width))
-        lines: list[Line] = []
+        lines: list[str] = []
         verdict = self.verdict
         if not self.stages:
-            lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
+            lines += [rule("fastdata ", width), " nothing was measured"]
         else:
             first = self.stages[0]
             so_far = "" if self.ended else "so far "
             lines.append(rule(f"fastdata · {first.title} {so_far}", width))
             lines += _verdict_lines(verdict, width)
-            lines += [[], *_phase_rows(first, width), []]
+            lines += ["", *_phase_rows(first, width), ""]
             lines += _figure_lines(self, width)
         if verdict is not None:
             lines += _finding_lines(verdict, self.stages, width)
         for label, move in _labelled("done", self.moves[-_MOST_MOVES:]):
-            lines += _words(label, str(move), width, "")
+            lines += _words(label, str(move), width)
         for stage in self.stages[1:]:
-            lines += _words(stage.stage, "  ·  ".join(stage.words), width, "")
-        lines += _words("ranks", ranks_line(self.ranks) or "", width, "")
+            lines += _words(stage.stage, "  ·  ".join(stage.words), width)
+        lines += _words("ranks", ranks_line(self.ranks) or "", width)
         for note in self.notes:
-            lines += _words("note", note, width, "dim")
+            lines += _words("note", note, width)
         lines.append(rule("", width))
         return lines
 
@@ -217,105 +186,60 @@ def verdict_line(verdict: Verdict) -> str:
     return printable(f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]")
 
 
-def page_line(page: Path) -> str:
-    """Return the line below a summary that says where the page of the report is."""
-    return f" page  {printable(str(page), keep='')}"
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines, drawn with ASCII signs where the output takes no others."""
+    utf = (sys.stdout.encoding or "ascii").lower().startswith("utf")
+    text = "\n".join(lines)
+    sys.stdout.write(f"{text if utf else as_ascii(text)}\n")
 
 
-def plain(lines: Iterable[Line], *, ascii_only: bool = False) -> str:
-    """Return lines as text without their styles."""
-    texts = ("".join(piece for piece, _ in line) for line in lines)
-    return "\n".join((as_ascii(text) if ascii_only else text).rstrip() for text in texts)
-
-
-def print_lines(lines: Iterable[Line]) -> None:
-    """Print lines: in colours on a terminal where there is rich, and plain elsewhere."""
-    if not (sys.stdout.isatty() and has_package("rich")):
-        utf = (sys.stdout.encoding or "ascii").lower().startswith("utf")
-        sys.stdout.write(f"{plain(lines, ascii_only=not utf)}\n")
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
-    console = Console(force_jupyter=False)
-    for line in lines:
-        console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
-
-
-def rule(title: str, width: int) -> Line:
+def rule(title: str, width: int) -> str:
     """Return a line across the page that begins with a title."""
-    return [(title, "bold"), ("─" * max(0, width - len(title)), "dim")]
+    return title + "─" * max(0, width - len(title))
 
 
-def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
+def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[str]:
     if verdict is None:
         return
-    badge = (f" {verdict.kind.upper()} ", _KIND_COLORS.get(verdict.kind, _PAUSE_COLOR))
-    indent = len(badge[0])
-    for i, part in enumerate(textwrap.wrap(printable(verdict.sentence), width - indent - 2)):
-        yield [(" " * indent, "") if i else badge, (f"  {part}", "")]
+    badge = f" {verdict.kind.upper()}   "
+    parts = textwrap.wrap(printable(verdict.sentence), width - len(badge))
+    for i, part in enumerate(parts):
+        yield f"{' ' * len(badge) if i else badge}{part}"
 
 
-def _phase_rows(stage: StageSummary, width: int) -> Iterable[Line]:
+def _phase_rows(stage: StageSummary, width: int) -> Iterable[str]:
     """Return a row for each measured phase."""
     length = min(40, width - _BAR_SPACE)
     for name, phase in stage.phases.items():
-        yield [
-            (f" {name:<9} ", "bold" if name == "wait" else ""),
-            (f"{bar(phase.share, length):<{length}}", _PHASE_COLORS[name]),
-            (f" {phase.mean_ms:8.1f} ms {phase.share:>4.0%}", ""),
-            (f"  p95 {phase.p95_ms:7.1f}", "dim"),
-        ]
+        yield (
+            f" {name:<9} {bar(phase.share, length):<{length}} {phase.mean_ms:8.1f} ms "
+            f"{phase.share:>4.0%}  p95 {phase.p95_ms:7.1f}"
+        )
 
 
-def figures(report: RunReport) -> list[tuple[str | None, str]]:
-    """Return the figures at the top of a report, each with what it is; None: not known."""
+def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
+    """Return the rates of a run, and where its time went."""
     first, wall = report.stages[0], report.wall
     on_device = first.device != "cpu"
     # What the model would do with the CPUs that load, if it computes on them, is not known.
     gain = first.speedup_possible if on_device else None
-    free = None if gain is None else first.samples_per_s_if_data_were_free
-    waited = report.device_minutes_waited if on_device else None
-    whole = STAGE_WORDS.get(first.stage, first.stage)
-    return [
-        (written(None if wall is None else wall.samples_per_s), f"samples/s in the whole {whole}"),
-        (written(first.samples_per_s), "samples/s in a step"),
-        (written(free), "if data were free"),
-        (written(gain, "{:.2f}x"), "to gain, at most"),
-        (written(None if first.step is None else first.step.mean_ms, "{:.1f}"), "ms a step"),
-        (written(first.stall_share, "{:.0%}"), "of it waiting for data"),
-        (written(waited or None, "{:.1f}"), "GPU minutes waited"),
-    ]
+    if wall is not None and wall.samples_per_s is not None and first.samples_per_s is not None:
+        whole = STAGE_WORDS.get(first.stage, first.stage)
+        yield f" {wall.samples_per_s:.0f} samples/s in the whole {whole}"
+    if first.samples_per_s is not None:
+        rates = [f"{first.samples_per_s:.0f} samples/s in a step"]
+        if gain is not None and first.samples_per_s_if_data_were_free is not None:
+            rates += [f"{first.samples_per_s_if_data_were_free:.0f} if data were free"]
+            rates += [f"{gain:.2f}x to gain"]
+        joined = "  ·  ".join(rates)
+        yield from (f" {each}" for each in ([joined] if len(joined) < width else rates))
+    if wall is not None:
+        yield from _words("", wall_text(wall, first.stage), width)
+    if on_device and report.device_minutes_waited:
+        yield from _words("", f"{report.device_minutes_waited:.1f} GPU minutes waited", width)
 
 
-def written(number: float | None, form: str = "{:.0f}") -> str | None:
-    """Return a number in a form; None for what was not measured."""
-    return None if number is None else form.format(number)
-
-
-def _figure_lines(report: RunReport, width: int) -> Iterable[Line]:
-    """Return the rates of a run, and where its time went."""
-    rate_of_run, rate, free, gain, *_, waited = (
-        "" if number is None else f"{number} {what.partition(',')[0]}"
-        for number, what in figures(report)
-    )
-    if rate_of_run and rate:
-        yield [(f" {rate_of_run}", "")]
-    line = [(f" {rate}", "")]
-    for text, style in filter(itemgetter(0), ((free, ""), (gain, "bold"))):
-        if sum(len(piece) for piece, _ in line) + len(text) + 5 > width:
-            yield line
-            line = [(f" {text}", style)]
-        else:
-            line += [("  ·  ", "dim"), (text, style)]
-    yield from [line] if rate else []
-    if report.wall is not None:
-        yield from _words("", wall_text(report.wall, report.stages[0].stage), width, "dim")
-    yield from _words("", waited, width, "dim")
-
-
-def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[Line]:
+def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[str]:
     """Return why, what to try with what it would gain, and what to leave alone."""
     shown = [found for found in verdict.findings if found.remedy][:_MOST_REMEDIES]
     causes = [found.cause for found in shown or verdict.findings[:1]]
@@ -326,13 +250,13 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
         why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):
-        yield from _words(label, line, width, "")
+        yield from _words(label, line, width)
     for label, found in _labelled("try", shown):
         gain = "" if found.gain is None else f": {gain_text(found.gain)}"
-        yield from _words(label, _LONG_PATH.sub(r".../\1", found.remedy) + gain, width, "")
+        yield from _words(label, _LONG_PATH.sub(r".../\1", found.remedy) + gain, width)
     first = verdict.findings[0]
-    yield from _words("skip", first.leave_alone, width, "dim")
-    yield from _words("", f"[{first.family}, {first.code}]", width, "dim")
+    yield from _words("skip", first.leave_alone, width)
+    yield from _words("", f"[{first.family}, {first.code}]", width)
 
 
 def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
@@ -351,11 +275,11 @@ def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
     return cause_lines(first.causes, brief=True)
 
 
-def _words(label: str, text: str, width: int, style: str) -> Iterable[Line]:
+def _words(label: str, text: str, width: int) -> Iterable[str]:
     """Return the text wrapped beside its label, its later lines further in than its first."""
     parts = textwrap.wrap(printable(text), width - _INDENT, subsequent_indent="  ")
     for i, part in enumerate(parts):
-        yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
+        yield f" {label if i == 0 else '':<{_INDENT - 2}} {part}"
 
 
 def as_ascii(text: str) -> str:
@@ -368,17 +292,3 @@ def bar(fraction: float, width: int) -> str:
     cells = min(1.0, max(0.0, fraction)) * width
     full, eighths = divmod(round(cells * 8), 8)
     return "█" * full + (_EIGHTHS[eighths] if eighths else "")
-
-
-def text_html(text: str) -> str:
-    """Return a text as HTML for a notebook: as it is, and escaped."""
-    return f'<pre style="white-space:pre;overflow-x:auto">{html.escape(text)}</pre>'
-
-
-class Explanation(str):
-    """A text in lines, also where it is the last expression of a notebook's cell."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return text_html(printable(self))

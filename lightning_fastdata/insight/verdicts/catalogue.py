@@ -46,9 +46,6 @@ RULES: Final[tuple[Rule, ...]] = tuple(
         key=lambda rule: (rule.after or rule.code, rule.code),
     )
 )
-TITLES: Final[dict[str, str]] = {rule.code: rule.title for rule in reversed(RULES)}
-TITLES.update((rule.code, rule.title) for rule in without_stamps.RULES)
-"""Code -> what it stands for."""
 _SEVERITIES: Final = ("high", "moderate", "fine")
 _OF_STEPS: Final = ("FD312", "FD313")
 """Besides data and the model, what makes a step longer."""

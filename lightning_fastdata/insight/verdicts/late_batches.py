@@ -52,10 +52,31 @@ _FEW: Final = 0.5
 """Of the workers: if no more make nearly everything, the shares are uneven."""
 _TWICE: Final = 2.0
 """Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
-_IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305", "FD309"}
-"""What the last five recommend or conclude is right where all workers work."""
-_UINT8, _ON = "uint8 pixels that the device floats", ("augment_on",)
-_NEAR: Final = "smaller batches; or actors on nearer nodes (the executor Ray(resources={...}))"
+_IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305"}
+"""What the last four recommend or conclude is right where all workers work."""
+_FEW_ARRAYS: Final = Advice(text="batches of few tensors or arrays")
+_AS_MEMORY: Final = Advice(
+    text=f"{_FEW_ARRAYS.text}, with LoaderOptions(executor='workers'), which hands over memory",
+    changes=("executor",),
+)
+_FEWER_BYTES: Final = Advice(
+    text="samples of fewer bytes (images as uint8, made float on the device)"
+)
+_WAYS: Final[dict[str, tuple[str, tuple[Advice, ...]]]] = {
+    "handover": ("handing complete batches over", (_AS_MEMORY, _FEW_ARRAYS)),
+    "pin": (
+        "copying batches into page-locked memory",
+        (
+            _FEWER_BYTES,
+            Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
+        ),
+    ),
+    "network": (
+        "the way of complete batches from their actors",
+        (_FEWER_BYTES, Advice(text="actors on nearer nodes (Ray(resources={...}))", joins=True)),
+    ),
+}
+"""Part of the wait in which a batch is made and not here -> in words, and what to try."""
 
 
 def largest(e: Evidence) -> tuple[str, float]:
@@ -114,18 +135,12 @@ def _slow_samples(e: Evidence) -> Finding | None:
     if e.overtaken_share:
         cause += f"; {e.overtaken_share:.0%} of the batches held up complete ones"
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
-    wanted, now = remedies.best_against_slow_samples(e), e.setup
-    same = now is None or wanted is None or wanted.workers == now.workers
     gain = _gain_of(e, share, scaled(e.costs, slow_samples=False))
-    advice: tuple[Advice, ...] = (Advice(text=repair, part=share),)
-    if wanted is not None and now is not None and wanted != now:
-        passing = remedies.advised(now, wanted, remedies.gain_of_setup(e, wanted))
-        text = f"{passing.text}, or {repair}"
-        if now.in_order and not wanted.in_order:
-            text += "; in_order=False changes the order of batches from run to run"
-        advice = (replace(passing, text=text, part=share), *advice)
-    leave = "the other samples" + (" and the number of workers" if same else "")
-    return found("FD302", e.stall_share, cause, advice, gain, leave)
+    finding = found(
+        "FD302", e.stall_share, cause, Advice(text=repair, part=share), gain, "the other samples"
+    )
+    alone = e.setup is not None and not e.setup.workers
+    return _more_workers(e, finding) if alone else finding
 
 
 def _read_more_by(e: Evidence) -> float | None:
@@ -281,19 +296,6 @@ def _collation(e: Evidence) -> Finding | None:
     return _spent(e, "FD307", share, "collating samples", less, "reading and transforms", gain)
 
 
-def _capacity(e: Evidence) -> Finding | None:
-    if not e.stalls or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
-        return None
-    if remedies.crowded(e):
-        return None
-    cause = (
-        f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
-        f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + where_text(e.lines)
-    )
-    cost = found("FD309", e.stall_share, cause, _transforms(e), _gain_of_transforms(e))
-    return _more_workers(e, cost)
-
-
 def _neighbours(e: Evidence) -> Finding | None:
     runqueue = remedies.runqueue_share(e)
     own = e.setup is None or e.wanted_cpus is None or remedies.overcommitted(e)
@@ -353,40 +355,33 @@ def _costs_enough(e: Evidence, share: float) -> bool:
     return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
 
 
-def _handover(e: Evidence) -> Finding | None:
-    share = remedies.part_shares(e).get("handover", 0.0)
-    gain = remedies.without(e, share * (e.stall_ms or 0.0))
-    if remedies.crowded(e) or (
-        remedies.runqueue_share(e) >= remedies.RUNQUEUE_HIGH and share < _DOMINANT
-    ):
-        return None  # who sends a batch away waits for a CPU as those do who make it
-    # Page-locking is on the way, too, and then the longer part.
-    if not _costs_enough(e, share) or largest(e)[0] == "pin":
+def _on_the_way(e: Evidence) -> Finding | None:
+    """Return the finding that batches are long on their way here once they are made."""
+    shares = remedies.part_shares(e)
+    name = max(_WAYS, key=lambda part: shares.get(part, 0.0))
+    share, (what, advice) = shares.get(name, 0.0), _WAYS[name]
+    if name == "handover" and not _hands_over_long(e, share):
         return None
-    if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
+    if name != "handover" and largest(e)[0] != name:
         return None
-    few = Advice(text="batches of few tensors or arrays", part=share)
-    memory = f"{few.text}, with LoaderOptions(executor='workers'), which hands over memory"
-    remedy: Advice | tuple[Advice, ...] = (replace(few, text=memory, changes=("executor",)), few)
-    if e.setup is not None and e.setup.scheduling == "sample":
+    if name == "handover" and e.setup is not None and e.setup.scheduling == "sample":
         # Batches are handed over as memory already.
         text = "find threads of the training process that compute, such as loggers and "
         text += "callbacks, as they hold the interpreter's lock; then smaller batches"
-        remedy = Advice(text=text, part=share)
-    what = "handing complete batches over"
-    return _spent(e, "FD308", share, what, remedy, "the number of workers")
+        advice = (Advice(text=text),)
+    parts = tuple(replace(each, part=share) for each in advice)
+    return _spent(e, "FD308", share, what, parts, "the number of workers")
 
 
-def _pinning(e: Evidence) -> Finding | None:
-    name, share = largest(e)
-    if name != "pin":
-        return None
-    what = "copying batches into page-locked memory"
-    remedy = (
-        Advice(text="samples of fewer bytes (images as uint8, made float on the device)"),
-        Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
-    )
-    return _spent(e, "FD311", share, what, remedy, "the number of workers")
+def _hands_over_long(e: Evidence, share: float) -> bool:
+    """Return whether the hand-over itself takes this share of the wait, and nothing behind it."""
+    gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    queues = remedies.runqueue_share(e) >= remedies.RUNQUEUE_HIGH and share < _DOMINANT
+    if queues or remedies.crowded(e):
+        return False  # who sends a batch away waits for a CPU as those do who make it
+    if not _costs_enough(e, share) or (e.setup is not None and not e.setup.workers):
+        return False
+    return gain is None or gain.worthwhile
 
 
 def _uneven(e: Evidence) -> Finding | None:
@@ -439,24 +434,6 @@ def _gain_of_even_shares(e: Evidence) -> Gain | None:
     return Gain(before_ms=e.step_ms, after_ms=after_ms, basis="simulated")
 
 
-def _network(e: Evidence) -> Finding | None:
-    name, share = largest(e)
-    if name != "network":
-        return None
-    cause = of_wait(e, share, "the way of complete batches from their actors")
-    if e.remote is not None and e.remote.way_ms is not None:
-        cause += f"; a batch takes {e.remote.batch_bytes / 1e6:.3g} MB in {e.remote.way_ms:.3g} ms"
-    on_device = (Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),)
-    return found(
-        "FD327",
-        e.stall_share,
-        cause,
-        (*(on_device if e.augment_ms is None else ()), Advice(text=f"{_UINT8}; {_NEAR}")),
-        remedies.without(e, share * (e.stall_ms or 0.0)),
-        "the number of actors: more of them share the same way",
-    )
-
-
 RULES: Final = (
     Rule("FD302", "slow samples hold up their batches", _slow_samples, "loader", ALL_COSTS),
     Rule("FD303", "reading waits for storage", _latency, "loader", ALL_COSTS),
@@ -464,12 +441,9 @@ RULES: Final = (
     Rule("FD305", "reading and transforming take long", _few_workers, "loader", ALL_COSTS),
     Rule("FD306", "own work wants more CPUs than there are", _few_cpus, "loader", ALL_COSTS),
     Rule("FD307", "collation takes long", _collation, "loader", ALL_COSTS),
-    Rule("FD309", "workers do a bit of everything", _capacity, "loader", ALL_COSTS),
     Rule("FD315", "other programs have the CPUs", _neighbours, "machine", ALL_COSTS, kind=_OTHERS),
     Rule("FD323", "the sampler takes long", _sampler, "loader", ALL_COSTS, after="FD307"),
     Rule("FD324", "batches take long to unpickle", _unpacking, "loader", ALL_COSTS, after="FD307"),
-    Rule("FD308", "complete batches are long on their way", _handover, "loader", ALL_COSTS),
-    Rule("FD311", "page-locking takes long", _pinning, "loader", ALL_COSTS),
-    Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD301"),
-    Rule("FD327", "batches of actors are long on their way", _network, "loader", ALL_COSTS),
+    Rule("FD308", "complete batches are long on their way", _on_the_way, "loader", ALL_COSTS),
+    Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD104"),
 )

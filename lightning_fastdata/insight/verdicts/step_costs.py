@@ -10,16 +10,14 @@ from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
-    OPTIMIZE,
     PIN,
-    STALL_LOW,
     TRANSFER_HIGH,
     Advice,
     Finding,
     Rule,
     found,
+    may_be_given,
 )
-from lightning_fastdata.insight.verdicts import pauses
 
 
 def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
@@ -34,24 +32,7 @@ def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
     return replace(finding, advice=(replace(first, text=f"{label}: {first.text}"), *others))
 
 
-_FREE: Final = 0.01
-_GAP_HIGH: Final = 0.10
-_GAP_LEAST_MS: Final = 1.0
-"""What any training loop takes between two steps is no finding."""
-_SOON_S: Final = 24 * 3600
-"""Later is no danger to most trainings."""
-_HEADROOM_LOW: Final = 0.03
-
-
-def _hidden(e: Evidence) -> Finding | None:
-    wait, stall = e.of_step(e.wait_ms), e.stall_share
-    if wait is None or stall is None or wait < STALL_LOW or stall >= STALL_LOW:
-        return None
-    cause = (
-        f"the training process waits {wait:.0%} of each step for data, but the device has work "
-        f"meanwhile and stalls only {stall:.1%}"
-    )
-    return Finding(code="FD301", severity="fine", cause=cause, remedy="", leave_alone="the loader")
+_PADDING_HIGH: Final = 0.10
 
 
 def _phase(
@@ -101,23 +82,35 @@ def _augmentation(e: Evidence) -> Finding | None:
     return _phase(e, "FD313", e.augment_ms, AUGMENT_HIGH, what, remedy, "the loader")
 
 
-def _host_gap(e: Evidence) -> Finding | None:
-    if e.device == "cpu":  # it is the host: what it does between steps is told of callbacks
+def _padding(e: Evidence) -> Finding | None:
+    """Return the finding that steps compute on padding, if there is a remedy that pays.
+
+    Where they wait for data, that is first.
+    """
+    padding, compute = e.padding, e.summary.compute
+    if padding is None or padding.share < _PADDING_HIGH or compute is None or e.stalls:
         return None
-    share = e.of_step(e.gap_ms)
-    if share is None or share < _GAP_HIGH or (e.gap_ms or 0.0) < _GAP_LEAST_MS:
-        return None
-    if pauses.held_up(e):
+    then = f"{padding.least_share:.0%} would be padding"
+    advice = Advice(
+        text="batches of samples of like length, batch_sampler=BucketBatchSampler(lengths, "
+        f"tokens={padding.tokens}), of which {then}; or pack() for a language model",
+        changes=("batch_sampler",),
+    )
+    if padding.one_width:
+        text = "pad to the longest sample of each batch in collate_fn, and not all to one width"
+        advice = Advice(text=f"{text}: {then}", changes=("collate_fn",))
+    left = (1 - padding.share) / (1 - padding.least_share)  # of the tokens, with the remedy
+    saved_ms = (1 - left) * compute.mean_ms
+    gain = remedies.without(e, saved_ms)
+    if not may_be_given(advice, gain, e.closed):
         return None
     return found(
-        "FD314",
-        share,
-        f"the device has nothing to do for {e.gap_ms:.1f} ms, {share:.0%} of a step, although no "
-        "batch is waited for",
-        "read values less often (.item(), .cpu(), print, prog_bar=True), log every n steps, and "
-        "look for slow callbacks; a compiled model launches fewer kernels",
-        remedies.without(e, e.gap_ms),
-        "" if e.stalls else "the loader",
+        "FD337",
+        e.of_step(saved_ms),
+        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by})",
+        advice,
+        gain,
+        "the loader's workers",
     )
 
 
@@ -140,66 +133,9 @@ def _slow_rank(e: Evidence) -> Finding | None:
     )
 
 
-def _memory(e: Evidence) -> Finding | None:
-    room = e.machine.device_headroom_share
-    if not e.machine.alloc_retries or room is None or room >= _HEADROOM_LOW:
-        return None
-    return found(
-        "FD317",
-        1.0,
-        f"the device's allocator freed its cache and tried again {e.machine.alloc_retries} times; "
-        f"{room:.1%} of the memory was never used",
-        Advice(
-            text="a smaller batch_size with accumulate_grad_batches, or "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            for_speed=False,
-        ),
-        leave_alone="the loader",
-    )
-
-
-def _fills_up(e: Evidence) -> Finding | None:
-    seconds = e.machine.device_full_in_s
-    if seconds is None or seconds > _SOON_S:
-        return None
-    return found(
-        "FD326",
-        1.0,
-        "the device's memory that is held between steps grows from step to step: it is full "
-        f"in {max(1, round(seconds / 60))} min, if it goes on so",
-        Advice(
-            text="look for tensors that are kept with their graph, as losses in a list or in self: "
-            "keep loss.item() or loss.detach(); a memory snapshot of torch shows who keeps them",
-            for_speed=False,
-        ),
-        leave_alone="the loader",
-    )
-
-
-def _free(e: Evidence) -> Finding | None:
-    share = e.stall_share
-    if share is None or share >= _FREE or e.held_up:
-        return None
-    # Workers that compute beside the model take CPUs from it, which the stall does not show.
-    least = "at least " if e.device == "cpu" else ""
-    return Finding(
-        code="FD319",
-        severity="fine",
-        cause=f"data costs {share:.1%} of each step: without any stall, training would be "
-        f"{least}{1 / (1 - share):.2f} times as fast",
-        remedy="",
-        leave_alone="the loader",
-        advice=(OPTIMIZE,) if e.model_computes else (),
-    )
-
-
 RULES: Final = (
-    Rule("FD301", "waits are hidden", _hidden),
     Rule("FD312", "the copy to the device takes long", _transfer),
     Rule("FD313", "augmentation on the device takes long", _augmentation),
-    Rule("FD314", "the device waits for the host", _host_gap),
+    Rule("FD337", "batches are padded", _padding, after="FD313"),
     Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
-    Rule("FD317", "the device is short of memory", _memory),
-    Rule("FD326", "the device's memory fills up", _fills_up, after="FD317"),
-    Rule("FD319", "data is free", _free),
 )

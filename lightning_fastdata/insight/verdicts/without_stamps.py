@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.evidence import Evidence, device_could_augment
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
-    OPTIMIZE,
     STALL_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
@@ -82,13 +81,6 @@ def _few_workers(e: Evidence) -> Finding | None:
     return _late(e, "FD102", _more_workers(e), least_ms=least_ms)
 
 
-def _augments_on_cpu(e: Evidence) -> Finding | None:
-    if not device_could_augment(e.summary.device, e.loader):
-        return None
-    remedy = Advice(text="run the transforms on the device", changes=("augment_on",))
-    return _late(e, "FD103", remedy)
-
-
 def _late_batches(e: Evidence) -> Finding | None:
     return _late(e, "FD104", _LEARN)
 
@@ -101,14 +93,13 @@ def _moderate_stall(e: Evidence) -> Finding | None:
 
 
 def _free(e: Evidence) -> Finding | None:
-    return _fine(e, "FD001", (OPTIMIZE,) if e.model_computes else ())
+    return _fine(e, "FD001")
 
 
 _FINDERS: Final = (
     ("FD000", "too few steps were timed", _too_few_steps),
     ("FD101", "batches are late, and the training process loads them", _no_workers),
     ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    ("FD103", "batches are late, and workers augment", _augments_on_cpu),
     ("FD104", "batches are late, and why is not known", _late_batches),
     ("FD002", "the device waits a little", _moderate_stall),
     ("FD001", "data is free", _free),
@@ -138,10 +129,10 @@ def _late(e: Evidence, code: str, remedy: Advice, *, least_ms: float = 0.0) -> F
     return found(code, stall.share, cause, () if small else remedy, gain, leave)
 
 
-def _fine(e: Evidence, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
+def _fine(e: Evidence, code: str) -> Finding:
     """Return the finding that hardly any batch is waited for."""
     leave = _leave_alone(e.summary, "")
-    finding = found(code, None, waiting_text(e.summary), advice, leave_alone=leave)
+    finding = found(code, None, waiting_text(e.summary), (), leave_alone=leave)
     return replace(finding, severity="fine")
 
 

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment import BatchImages
     from lightning_fastdata.types import Batch
 
 
@@ -421,10 +420,6 @@ class DataModuleHooks(NeedsConstruction):
     def augmentation_settled(self, stage: Stage) -> bool:
         """Return whether it was found out in this run where pixels of a stage are best computed."""
         return self.placing.choice(stage) is not None
-
-    def image_form(self, stage: Stage) -> BatchImages:
-        """Return what is known of the images that the steps of a stage get."""
-        return self._transforms.image_form(stage)
 
     # -- the transfer of a batch; each hook calls that of the LightningModule ----------------------
 

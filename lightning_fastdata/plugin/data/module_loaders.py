@@ -23,7 +23,6 @@ from lightning_fastdata.caches.gain import measure_gain
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.insight.report.run_report import Explanation
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import order_of, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
@@ -310,7 +309,7 @@ class ModuleLoaders:
         if module.placing.asked != "cpu":
             for (stage, name), dataset in datasets.items():
                 parts += self._told_of_pipelines(dataset, stage, name)
-        return Explanation("\n\n".join([*parts, self._prefetching.explain()]))
+        return "\n\n".join([*parts, self._prefetching.explain()])
 
     def _spec(
         self,

@@ -1,1 +1,1 @@
-"""What goes to loggers: scalars, texts, pictures and reports."""
+"""What goes to loggers: scalars, texts, the picture of a step, and reports."""

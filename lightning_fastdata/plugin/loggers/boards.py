@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,19 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fastdata.errors import printable, require
+from lightning_fastdata.errors import require
 from lightning_fastdata.insight.measure.metrics import (
     Columns,
-    StageSummary,
     StepTiming,
     Values,
     columns_of,
 )
-from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
-from lightning_fastdata.insight.report.html import TEMPLATES
+from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime
 from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
-from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.causes import cause_lines
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -75,8 +70,6 @@ _CHARTS: Final = {
         "data/throughput_if_data_were_free_samples_per_s$",
     ),
 }
-_DUNDER: Final = re.compile(r"(?<![`\w.])([\w.]*__\w+__)(?![`\w])")
-"""A name as ``Photos.__getitem__``, which Markdown takes for bold letters."""
 _STACK: Final = (
     ("compute", "compute_ms", "#4c9f70"),
     ("augment", "augment_ms", "#b07aa1"),
@@ -186,26 +179,6 @@ def _means(values: Values, parts: Sequence[npt.NDArray[np.intp]]) -> Values:
     return np.array([values[part].mean() for part in parts])
 
 
-def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
-    """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
-    causes = summary.causes
-    text = TEMPLATES.get_template("verdict.md").render(
-        verdict=verdict,
-        phases=summary.phases,
-        facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
-        wall=None if wall is None else wall_text(wall, summary.stage),
-    )
-    return _DUNDER.sub(r"`\1`", text)
-
-
-def summary_markdown(report: RunReport) -> str:
-    """Return what is printed at the end of a run, and below it the verdict with its tables."""
-    printed = f"```\n{report.text(WIDTH)}\n```"
-    if report.verdict is None:
-        return printed
-    return f"{printed}\n\n{verdict_markdown(report.verdict, report.stages[0], report.wall)}"
-
-
 def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:
     """Give metrics to every logger, with ``/`` replaced by the logger's own separator.
 
@@ -217,12 +190,12 @@ def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -
         logger.log_metrics({_key(logger, name): v for name, v in metrics.items()}, step=step)
 
 
-def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> None:
-    """Show a text, under a name as ``group/name``, on every logger that has a place for it.
+def log_summary(loggers: Iterable[Logger], name: str, report: RunReport, step: int) -> None:
+    """Show the summary of a run, under a name as ``group/name``, on every logger that has a place.
 
     TensorBoard, W&B, MLflow and Comet have one. ``step`` is the position on the step axis.
     """
-    markdown = printable(markdown)
+    markdown = f"```\n{report.text(WIDTH)}\n```"
     for logger in loggers:
         key, experiment = _key(logger, name), _part(logger, "experiment")
         if log := _method(logger, "log_text", "key", "columns", "data", "step"):
@@ -236,7 +209,7 @@ def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> 
 
 
 def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure], step: int) -> None:
-    """Show a figure on every logger that has a place for it, as `log_text` does a text.
+    """Show a figure on every logger that has a place for it, as `log_summary` does a text.
 
     ``draw`` makes the figure; it is called only if a logger takes it.
     """
@@ -253,45 +226,22 @@ def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure],
             log(figure_name=name, figure=draw(), step=step)
 
 
-def log_image(
-    loggers: Iterable[Logger], name: str, picture: np.ndarray, caption: str, step: int
-) -> bool:
-    """Show a picture, uint8 ``[H, W, 3]``, as `log_figure` does; return whether a logger took it.
-
-    The caption says what it shows, for loggers that write it beside the picture.
-    """
-    taken = False
-    for logger in loggers:
-        key, experiment = _key(logger, name), _part(logger, "experiment")
-        if log := _method(logger, "log_image", "key", "images", "step"):
-            log(key=key, images=[picture], step=step, caption=[caption])
-        elif log := _method(experiment, "add_image", "tag", "img_tensor", "global_step"):
-            log(key, picture, global_step=step, dataformats="HWC")
-        elif log := _method(experiment, "log_image", "run_id", "image", "artifact_file"):
-            log(_part(logger, "run_id"), picture, f"{name}_{step}.png")
-        elif log := _method(experiment, "log_image", "image_data", "name", "step"):
-            log(picture, name=name, step=step)
-        taken |= log is not None
-    return taken
-
-
-def log_files(loggers: Iterable[Logger], files: Sequence[Path]) -> None:
-    """Attach files of one folder to the run of every logger that keeps files.
+def log_file(loggers: Iterable[Logger], file: Path) -> None:
+    """Attach a file to the run of every logger that keeps files.
 
     W&B, MLflow, Comet and Lightning's own do.
     """
+    path = str(file)
     for logger in loggers:
         experiment = _part(logger, "experiment")
-        for file in files:
-            path = str(file)
-            if log := _method(logger, "log_file", "path"):
-                log(path)
-            elif log := _method(experiment, "save", "glob_str", "base_path", "policy"):
-                log(glob.escape(path), base_path=str(file.parent), policy="now")
-            elif log := _method(experiment, "log_artifact", "run_id", "local_path"):
-                log(_part(logger, "run_id"), path)
-            elif log := _method(experiment, "log_asset", "file_data", "file_name", "overwrite"):
-                log(path, file_name=file.name, overwrite=True)
+        if log := _method(logger, "log_file", "path"):
+            log(path)
+        elif log := _method(experiment, "save", "glob_str", "base_path", "policy"):
+            log(glob.escape(path), base_path=str(file.parent), policy="now")
+        elif log := _method(experiment, "log_artifact", "run_id", "local_path"):
+            log(_part(logger, "run_id"), path)
+        elif log := _method(experiment, "log_asset", "file_data", "file_name", "overwrite"):
+            log(path, file_name=file.name, overwrite=True)
 
 
 def log_layout(loggers: Iterable[Logger], layout: Mapping[str, object]) -> None:

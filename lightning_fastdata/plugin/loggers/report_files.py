@@ -1,4 +1,4 @@
-"""What a training leaves behind: its report as JSON, as a page, and on the terminal.
+"""What a training leaves behind: its report as JSON, and on the terminal.
 
 Measuring and reporting never end a training: what fails in them is a warning.
 """
@@ -9,13 +9,12 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.insight.report.run_report import Line, RunReport, page_line, print_lines
+from lightning_fastdata.insight.report.run_report import RunReport, print_lines
 
 _Given = ParamSpec("_Given")
 
@@ -83,39 +82,20 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
     return guard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportFiles:
-    """Where the report of a run is written."""
+def report_file(path: str | Path | bool, log_dir: str, method: str) -> Path | None:
+    """Return the file that was asked for; None: none was.
 
-    data: Path
-    """The JSON."""
-    page: Path
-    """The page, beside it."""
-
-    @classmethod
-    def of(cls, path: str | Path | bool, log_dir: str, method: str) -> ReportFiles | None:
-        """Return the files that were asked for; None: none were.
-
-        Args:
-            path: Of the JSON of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none.
-            log_dir: The trainer's.
-            method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
-        """
-        if path is False:
-            return None
-        file = Path(log_dir) / "report.json" if path is True else Path(path)
-        if method != "fit":
-            file = file.with_name(f"{file.stem}-{method}{file.suffix}")
-        data = file.with_suffix(".json") if file.suffix == ".html" else file
-        return cls(data=data, page=file.with_suffix(".html"))
-
-    def write(self, report: RunReport) -> None:
-        """Write a report; readers see the files before or the new ones, never a part of one."""
-        report.write_json(self.data)
-        report.write_html(self.page)
+    Args:
+        path: Of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none.
+        log_dir: The trainer's.
+        method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
+    """
+    if path is False:
+        return None
+    file = Path(log_dir) / "report.json" if path is True else Path(path)
+    return file if method == "fit" else file.with_name(f"{file.stem}-{method}{file.suffix}")
 
 
-def print_report(report: RunReport, page: Path | None) -> None:
-    """Print a report, and where its page is."""
-    where: list[Line] = [] if page is None else [[(page_line(page), "")]]
-    print_lines([*report.lines(shutil.get_terminal_size().columns), *where])
+def print_report(report: RunReport) -> None:
+    """Print a report as wide as the terminal is."""
+    print_lines(report.lines(shutil.get_terminal_size().columns))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment import BatchImages, as_batch_transform, left_undone
+from lightning_fastdata.augment import as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, TransformError
@@ -93,10 +93,6 @@ class StageTransforms:
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
         """Return whether anything of a stage runs on the device; ``pipeline``: of a pipeline."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
-
-    def image_form(self, stage: Stage) -> BatchImages:
-        """Return what is known of the images of a stage behind its transforms."""
-        return BatchImages.behind(self._of[stage], self._image)
 
     def register(self, transform: object, stage: Stage) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again.

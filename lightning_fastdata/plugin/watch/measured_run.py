@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
@@ -14,17 +13,17 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.live import Status, WatchedRun
 from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, fault_notes, fault_scalars
 from lightning_fastdata.insight.memory import memory_notes
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
-from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
+from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import slowest
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
-from lightning_fastdata.plugin.loggers.report_files import ReportFiles
+from lightning_fastdata.plugin.loggers.report_files import report_file
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, labelled, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
@@ -32,6 +31,7 @@ from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -42,24 +42,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.memory import MemorySeen
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
-    from lightning_fastdata.plugin.loggers.pictures import BatchPicture
-    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
-_DOING: Final = {
-    "wait": "waiting for a batch",
-    "compute": "computing a step",
-    "epoch_starts": "starting an epoch",
-    "validation": "validating",
-    "checkpoints": "saving a checkpoint",
-    "logging": "logging",
-    "callbacks": "in a callback",
-    "setup": "setting up",
-    "measuring": "measuring",
-    "other": "between steps",
-}
-"""Part of a run's wall time -> what is being done in it."""
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -219,58 +204,30 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
 
 
-class LiveRun:
-    """Publishes the status of one run of a trainer on this rank, from its setup to its end.
+class MixtureScalars:
+    """What a training had of each part of its mixtures, which is known without a sample."""
 
-    ``undo`` gets what ends it. Where the status cannot be published, as where the place for it
-    belongs to another user, that is a warning. On Windows none is.
-    """
+    def __init__(self) -> None:
+        self._before: dict[str, dict[str, int]] = {}
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        recording: Recording,
-        undo: list[Callable[[], None]],
-        misfortunes: Misfortunes,
-    ) -> None:
-        self._trainer, self._recording = trainer, recording
-        self.log_dir: str = trainer.default_root_dir
-        self.verdict: Verdict | None = None
-        """The newest one."""
-        self._watched: WatchedRun | None = None
-        if sys.platform != "win32":
-            with misfortunes.survived("`fastdata top` does not show this run"):
-                self._watched = WatchedRun(self._known)
-                undo.append(self._watched.close)
-
-    def step_ended(self) -> None:
-        """Note that a step has ended, of the main stage or of validation."""
-        if self._watched is not None:
-            self._watched.pace.step_ended(self._recording.main)
-
-    def _known(self) -> tuple[Status, tuple[FastDataLoader, ...]]:
-        trainer, recording = self._trainer, self._recording
-        activity = recording.wall.clock.under_way
-        steps = 0 if self._watched is None else self._watched.pace.steps
-        known = Status(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            log_dir=self.log_dir,
-            method=recording.method,
-            activity=_DOING[activity.part] + (f" ({activity.name})" if activity.name else ""),
-            epoch=trainer.current_epoch,
-            step=trainer.global_step if recording.fits else steps,
-            found=None if self.verdict is None else verdict_line(self.verdict),
-        )
-        return known, self._loaders()
-
-    def _loaders(self) -> tuple[FastDataLoader, ...]:
-        loaders = self._recording.loaders()
-        if self._recording.fits and self._recording.wall.clock.state.part == "validation":
-            loaders = self._trainer.val_dataloaders
-        with suppress(RuntimeError):  # what holds them has changed meanwhile
-            return tuple(each for each in flattened(loaders) if isinstance(each, FastDataLoader))
-        return ()
+    def since(self, loaders: object) -> dict[str, float]:
+        """Return the percentage of each part since the last call, and its epochs until now."""
+        found: dict[str, float] = {}
+        for label, loader in labelled(loaders) or [("", each) for each in flattened(loaders)]:
+            mixture = getattr(loader, "dataset", None)
+            if not isinstance(mixture, Mixture) or not isinstance(loader, FastDataLoader):
+                continue
+            place, name = loader.progress(), f"{label}/" if label else ""
+            counts, before = mixture.counts(*place), self._before.get(label, {})
+            new = {part: count - before.get(part, 0) for part, count in counts.items()}
+            total = sum(new.values())
+            for part, epochs in mixture.epochs(*place).items():
+                if total > 0:
+                    found[f"data_mix/{name}{part}_percent"] = 100 * new[part] / total
+                if epochs is not None:
+                    found[f"data_mix/{name}{part}_epochs"] = epochs
+            self._before[label] = counts
+        return found
 
 
 class MeasuredRun:
@@ -292,12 +249,11 @@ class MeasuredRun:
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
-        self.live = LiveRun(trainer, recording, undo, ours.misfortunes)
-        self.pictures: BatchPicture | None = None
         self._ours = ours
         self._shown: str | None = None
         self._shown_at_s = 0.0
         self._judged_s = clock.monotonic()
+        self._mixtures = MixtureScalars()
         self._logged = False
         self._log_due_s = 0.0
 
@@ -311,7 +267,7 @@ class MeasuredRun:
         self.recording.restart()
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
-        self.log_dir = self.live.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
+        self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = clock.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout())
@@ -321,9 +277,11 @@ class MeasuredRun:
         self.step = step
         if self.logs:
             metrics = {**metrics, **fault_scalars(self._fault_logs())}
-            for loader, _ in tuned_loaders(self.recording.loaders()):
+            loaders = self.recording.loaders()
+            for loader, _ in tuned_loaders(loaders):
                 metrics["data_tune/workers"] = float(loader.num_workers)
-            boards.log_to(self.trainer.loggers, chosen(metrics), step)
+            shown = {**chosen(metrics), **self._mixtures.since(loaders)}
+            boards.log_to(self.trainer.loggers, shown, step)
 
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.
@@ -360,41 +318,32 @@ class MeasuredRun:
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
     def judged(self) -> Verdict | None:
-        """Judge the run so far, write its report, and show the verdict if it is another one.
+        """Judge the run so far, write its report, and show it if its verdict is another one.
 
         The run may end without a chance to write another report. None if no step ended yet.
         """
         summary = self.recording.main.summary()
         if summary is None:
             return None
+        report = None
         with self.judge.spending():
-            wall = self.wall()
-            verdict = self.judge.judged(summary, self._validation(), wall)
-            self.live.verdict = verdict
+            verdict = self.judge.judged(summary, self._validation(), self.wall())
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
-                if report is not None and self.files is not None:
-                    self.files.write(report)
-        self._judged_s = clock.monotonic()
-        self.show(verdict, summary, wall)
+                if report is not None and self.file is not None:
+                    report.write_json(self.file)
+        self._judged_s = now_s = clock.monotonic()
+        aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
+        if report is not None and (aged or verdict.code != self._shown):
+            self._shown, self._shown_at_s = verdict.code, now_s
+            self.show(report)
         return verdict
 
-    def show(self, verdict: Verdict, summary: StageSummary, wall: WallTime | None) -> None:
-        """Show a verdict to the loggers of texts: another one, or figures five minutes newer."""
-        now_s = clock.monotonic()
-        aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
-        if self.logs and (aged or verdict.code != self._shown):
-            self._shown, self._shown_at_s = verdict.code, now_s
-            self._log_text(boards.verdict_markdown(verdict, summary, wall))
-
-    def show_last(self, report: RunReport) -> None:
-        """Show the summary of the whole run, as it is printed, to the loggers of texts."""
+    def show(self, report: RunReport) -> None:
+        """Show the summary, as it is printed, to the loggers of texts."""
         if self.logs:
-            self._log_text(boards.summary_markdown(report))
-
-    def _log_text(self, text: str) -> None:
-        name = f"{self.recording.main.prefix}/verdict"
-        boards.log_text(self.trainer.loggers, name, text, self.step)
+            name = f"{self.recording.main.prefix}/verdict"
+            boards.log_summary(self.trainer.loggers, name, report, self.step)
 
     def _minutes_waited(self, wall: WallTime, ranks: RankRecords | None) -> float | None:
         """Return how long all devices waited for data so far; None outside of fits."""
@@ -419,9 +368,9 @@ class MeasuredRun:
         return self.recording.evaluated.summary() if self.recording.fits else None
 
     @property
-    def files(self) -> ReportFiles | None:
+    def file(self) -> Path | None:
         """Where the report is written; None: nowhere."""
-        return ReportFiles.of(self._ours.report_path, self.log_dir, self.recording.method)
+        return report_file(self._ours.report_path, self.log_dir, self.recording.method)
 
     def report(self, *, ended: bool = True, verdict: Verdict | None = None) -> RunReport | None:
         """Return the report of this run, or None if no step ended.

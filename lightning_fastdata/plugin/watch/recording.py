@@ -6,15 +6,16 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.insight.measure.padding import PaddingMeter
+    from lightning_fastdata.types import Batch, Stage
 
 _OTHER: Final = Activity("other")
 _WAIT: Final = Activity("wait")
@@ -191,6 +193,21 @@ class WallWatch:
             self.clock.turn_to(_OTHER)
 
 
+class _LooksAtBatches:
+    """Shows training batches to a meter, and moves batches to the device as before."""
+
+    def __init__(self, trainer: Trainer, meter: PaddingMeter) -> None:
+        self.trainer, self.meter = trainer, meter
+        self.move = trainer.strategy.batch_to_device
+
+    def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
+        """Return the batch on the device."""
+        if self.trainer.training:
+            with suppress(Exception):  # a batch may be anything
+                self.meter.look(batch)
+        return self.move(batch, *where, **named)
+
+
 class Recording:
     """Turns the announcements of Lightning's profiler into marks on the right timeline.
 
@@ -258,8 +275,15 @@ class Recording:
         if self.fits:
             self.wall.restart()
             self.watch("val", self.val_loaders())
+            self._look_at_batches()
         self.batches_stepped = 0
         self.host = HostMeter(self._trainer.strategy.root_device)
+
+    def _look_at_batches(self) -> None:
+        """Look at the first batches of a training before they go to the device."""
+        trainer = self._trainer
+        look = _LooksAtBatches(trainer, self.main.padding)
+        replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
 
     def stop(self) -> None:
         """Take no more stamps."""

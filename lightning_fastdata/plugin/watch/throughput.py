@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
 from lightning_fastdata.planning.options import NeedsConstruction, check, refuses_unknown_names
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import wall_scalars
-from lightning_fastdata.plugin.loggers.pictures import images_shown, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
 from lightning_fastdata.plugin.seams.internals import count_documents
@@ -68,25 +66,21 @@ class ThroughputHooks(NeedsConstruction):
         mask: Where the mask is, if there is one.
         every_n_steps: Log every that many optimizer steps. Default: the trainer's
             ``log_every_n_steps``, or more rarely if loggers would need above 1 % of the time.
-        log_images: Show the first training batch of the fit, as the training step gets it, to
-            loggers that take images (TensorBoard, W&B, MLflow, Comet): ``True``, or how many
-            images of it. ``Normalize`` is undone in the picture, where it is known.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
-        report: Where to write the report of a fit as JSON; beside it, it is written as a page, with
-            the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
-            writes none. ``validate``, ``test`` and ``predict`` write ``report-validate.json``,
-            ``report-test.json`` and ``report-predict.json`` (of ``x.json``: ``x-test.json``). It is
-            written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
-            judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
-            Comet, Lightning's own).
+        report: Where to write the report of a fit, as JSON. Default: ``report.json`` in the
+            trainer's ``log_dir``; ``False`` writes none. ``validate``, ``test`` and ``predict``
+            write ``report-validate.json``, ``report-test.json`` and ``report-predict.json`` (of
+            ``x.json``: ``x-test.json``). It is written after 50 steps, every two minutes, at ends
+            of epochs and of the run, as long as judging takes below 1 % of the time; then loggers
+            that keep files get it (W&B, MLflow, Comet, Lightning's own).
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
         reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps`` or a number of images is not positive.
+        OptionsError: ``every_n_steps`` is not positive.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -98,7 +92,6 @@ class ThroughputHooks(NeedsConstruction):
         image: str | int | None = None,
         mask: str | int | None = None,
         every_n_steps: int | None = None,
-        log_images: bool | int = False,
         figures: bool = True,
         summary: bool = True,
         report: str | Path | bool = True,
@@ -113,8 +106,6 @@ class ThroughputHooks(NeedsConstruction):
         if augment is not None:
             self.augment = as_batch_transform(augment, image=image, mask=mask)
         self.every_n_steps = every_n_steps
-        self.image = image
-        self.most_images = images_shown(log_images)
         self.figures = figures
         self.summary = summary
         self.report_path = report
@@ -168,7 +159,6 @@ class ThroughputHooks(NeedsConstruction):
             run.judge.ranks = RankRecords(
                 shared_store(), rank=trainer.global_rank, world_size=trainer.world_size
             )
-        run.pictures = pictures_of(trainer, self.most_images, self.augment, self.image)
         run.began()
 
     @harmless(_NOT_MEASURED)
@@ -176,17 +166,14 @@ class ThroughputHooks(NeedsConstruction):
         """The first step of an epoch is counted apart."""
         run.recording.main.timeline.epoch_began()
 
-    @harmless("The batch was not shown")
+    @harmless(_NOT_MEASURED)
     def on_train_batch_start(
         self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, batch_idx: int
     ) -> None:
-        """Show the batch, if that was asked for, and have logged means weigh packed documents."""
+        """Have logged means weigh packed documents."""
         count_documents(trainer, batch)
         if batch_idx == 0:
             run.judge.epoch_began()
-        if run.pictures is not None:
-            step = steps_logged_by(trainer, run.recording.batches_stepped)
-            run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: object
@@ -207,8 +194,7 @@ class ThroughputHooks(NeedsConstruction):
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
         recording = run.recording
-        recording.main.step_ended(batch_samples(batch))
-        run.live.step_ended()
+        recording.main.step_ended(*recording.main.size_of(batch))
         if recording.host is not None:
             recording.host.step_ended()
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
@@ -296,8 +282,7 @@ class ThroughputHooks(NeedsConstruction):
         """Close a step."""
         if trainer.sanity_checking:
             return
-        run.recording.evaluated.step_ended(batch_samples(batch))
-        run.live.step_ended()
+        run.recording.evaluated.step_ended(*run.recording.evaluated.size_of(batch))
         if not run.recording.fits:
             run.batches += 1
             if run.verdict_is_due(run.batches):
@@ -348,7 +333,7 @@ class ThroughputHooks(NeedsConstruction):
         for undo in (run.recording.stop, *reversed(run.undo)):
             with survived("The measuring was not ended"):
                 undo()
-        report, files = None, run.files
+        report, file = None, run.file
         with survived("The report was not made"):
             report = run.report()
         if report is None:
@@ -356,21 +341,19 @@ class ThroughputHooks(NeedsConstruction):
         self.report = self.reports[run.recording.method] = report
         if not run.trainer.is_global_zero:
             return
-        page = None
-        if files is not None:
+        if file is not None:
             with survived("The report was not written"):
-                files.write(report)
-                page = files.page
-        if files is not None and page is not None and run.logs:
+                report.write_json(file)
+        if file is not None and run.logs and file.is_file():
             with survived("The report was not attached"):
-                boards.log_files(run.trainer.loggers, (files.data, files.page))
+                boards.log_file(run.trainer.loggers, file)
         if report.verdict is not None:
             with survived("The verdict was not shown"):
-                run.show_last(report)
+                run.show(report)
         if self.summary:
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)
-                print_report(report, page)
+                print_report(report)
 
 
 class AddedHooks(ThroughputHooks):

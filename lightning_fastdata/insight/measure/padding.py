@@ -1,0 +1,188 @@
+"""How many tokens batches have, and how much of them is padding, as a few of them show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.tree import replace_leaves
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightning_fastdata.tree import Path
+    from lightning_fastdata.types import Batch
+
+Numbers: TypeAlias = "dict[Path, NDArray[Any]]"
+Tensors: TypeAlias = "dict[Path, torch.Tensor]"
+_LOOKED_AT: Final = 24
+"""Batches; they show the padding of all to a few percent of it."""
+_FEWEST: Final = 4
+_MOST_BYTES: Final = 2**24
+"""Of a tensor: a larger one would take more than some milliseconds to look through."""
+_ENDS: Final = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens", "cu_seq_lens_q")
+"""Names of the ends of packed sequences."""
+_LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
+"""Last words of the names of lengths."""
+_OTHERS: Final = 0.1
+"""Part of the batches that may show something else, as a last one of a single sample does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """How much of the batches that were looked at is padding."""
+
+    share: float
+    """Of their tokens, 0 to 1."""
+    least_share: float
+    """The same, if each were padded to its longest sample only, or, where each is, if samples of
+    like length among them were put together in batches as large."""
+    one_width: bool = False
+    """All of them are padded to one width, above the longest sample of some."""
+    shown_by: str
+    """In words, e.g. ``attention_mask of 24 batches``."""
+    tokens: int
+    """Of a batch, with padding: the mean."""
+
+
+class _Seen(NamedTuple):
+    """What one batch shows."""
+
+    where: Path
+    """Of the tensor [samples, places, ...] whose places are tokens or padding."""
+    shown_by: str
+    lengths: NDArray[np.int64]
+    """[samples]; tokens of each."""
+    places: int
+    """Of each sample, with padding."""
+    named: bool
+    """Its name says what it is; else batches of several widths have to agree."""
+
+
+class PaddingMeter:
+    """Looks at the first batches of a stage, in host memory, and knows the tokens of all later.
+
+    It is silent where batches do not agree, as then they may show something else.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+        self._others = 0
+        """Batches that showed nothing, or something else."""
+        self._found: Padding | None = None
+
+    def look(self, batch: Batch) -> None:
+        """Look at a batch as its loader gave it, if that is still of use."""
+        if len(self._seen) + self._others >= _LOOKED_AT:
+            return
+        seen = next(_shown(tensors_in(batch)), None)
+        if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):
+            self._others += 1
+        else:
+            self._seen.append(seen)
+            self._found = _summed(self._seen)
+
+    def found(self) -> Padding | None:
+        """Return how much is padding; None: that was not shown."""
+        return self._found if self._others <= _OTHERS * len(self._seen) else None
+
+    def tokens_of(self, batch: Batch) -> float:
+        """Return the tokens of a batch on any device without padding; 0: not known.
+
+        What of it is padding is taken to be as in the batches that were looked at.
+        """
+        padding = self.found()
+        tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
+        if padding is None or tensor is None or tensor.ndim < 2:
+            return 0.0
+        return tensor.shape[0] * tensor.shape[1] * (1 - padding.share)
+
+
+def _summed(seen: list[_Seen]) -> Padding | None:
+    widths = {one.places for one in seen}
+    lengths = np.sort(np.concatenate([one.lengths for one in seen]))
+    agree = seen[0].named or len(widths) > 1
+    if len(seen) < _FEWEST or not agree or len(lengths) < len(seen) or not lengths.all():
+        return None
+    tokens, places = int(lengths.sum()), sum(len(one.lengths) * one.places for one in seen)
+    least = sum(len(one.lengths) * int(one.lengths.max()) for one in seen)
+    one_width = len(widths) == 1 and least < places
+    if not one_width:
+        least = sum(len(part) * int(part[-1]) for part in np.array_split(lengths, len(seen)))
+    return Padding(
+        share=1 - tokens / places,
+        least_share=1 - tokens / least,
+        one_width=one_width,
+        shown_by=f"{seen[0].shown_by} of {len(seen)} batches",
+        tokens=places // len(seen),
+    )
+
+
+def tensors_in(batch: Batch) -> Tensors:
+    """Return the tensors of a batch by where they are, as its loader gave it."""
+    if isinstance(batch, StagedBatch):
+        return tensors_in(batch.batch if batch.crossing is None else batch.crossing.source)
+    found: dict[Path, Any] = {}
+    replace_leaves(batch, found.setdefault, depth=3)
+    return {
+        path: leaf
+        for path, leaf in found.items()
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    }
+
+
+def _shown(tensors: Tensors) -> Iterator[_Seen]:
+    """Yield what the whole numbers of a batch in host memory show, what is surest first."""
+    numbers = {
+        path: tensor.numpy()
+        for path, tensor in tensors.items()
+        if not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.device.type == "cpu"
+        and tensor.nbytes <= _MOST_BYTES
+    }
+    for path, found in numbers.items():
+        name, ids = str(path[-1]) if path else "", (*path[:-1], "input_ids")
+        if name in _ENDS and ids in tensors:
+            places = tensors[ids].numel()
+            yield _Seen(ids, name, np.array([places]), places, named=True)
+        holds = {"attention_mask": 1, "padding_mask": 0}.get("_".join(name.split("_")[-2:]))
+        marks = holds is not None and found.ndim == 2 and found.size > 0
+        if marks and found.min() >= 0 and found.max() <= 1:
+            yield _Seen(path, name, (found == holds).sum(1), found.shape[1], named=True)
+    yield from _by_lengths(numbers, tensors)
+    yield from _by_pad_ids(numbers)
+
+
+def _by_lengths(numbers: Numbers, tensors: Tensors) -> Iterator[_Seen]:
+    """Yield a row of lengths; one without such a name is known by its largest, the width."""
+    for path, lengths in numbers.items():
+        if lengths.ndim != 1 or len(lengths) < 2 or lengths.dtype == bool or lengths.min() < 1:
+            continue
+        name = path[-1] if path and isinstance(path[-1], str) else ""
+        named = name.lower().rpartition("_")[2] in _LENGTHS
+        for where, tensor in tensors.items():
+            if where[:-1] == path[:-1] and tensor.ndim > 1 and len(tensor) == len(lengths):
+                width = tensor.shape[1]
+                if lengths.max() == width or (named and lengths.max() < width):
+                    yield _Seen(where, name or "lengths", lengths.astype(np.int64), width, named)
+
+
+def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:
+    """Yield ids of which one stands at the ends of rows, or their beginnings, and nowhere else."""
+    for path, ids in numbers.items():
+        if ids.ndim != 2 or ids.dtype == bool or min(ids.shape) < 2:
+            continue
+        for inwards in (ids[:, ::-1], ids):
+            values, counts = np.unique(inwards[:, 0], return_counts=True)
+            pad = values[counts.argmax()]
+            is_pad = inwards == pad
+            inside = (is_pad[:, 1:] & ~is_pad[:, :-1]).any()
+            runs = np.logical_and.accumulate(is_pad, axis=1).sum(1)
+            runs -= runs.min() > 0  # where every row ends with it, it ends the text, too
+            if not inside and runs.min() == 0 and (runs > 1).any():
+                yield _Seen(path, f"pad id {pad}", ids.shape[1] - runs, ids.shape[1], named=False)
