@@ -54,6 +54,7 @@ _DOING: Final = {
     "validation": "validating",
     "checkpoints": "saving a checkpoint",
     "logging": "logging",
+    "gc": "collecting garbage",
     "callbacks": "in a callback",
     "setup": "setting up",
     "measuring": "measuring",
