@@ -15,14 +15,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.insight.measure.metrics import TIMED
 from lightning_fastdata.insight.measure.stage import sample_path
-from lightning_fastdata.insight.waits.causes import cause_lines
 
 
 @pytest.fixture(autouse=True)
@@ -86,16 +85,6 @@ def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
 
 
 @pytest.mark.parametrize(("executor", "workers"), [("torch", 0), ("workers", 1)])
-def test_planted_causes_are_found_and_told(tmp_path, executor, workers):
-    data = module(Waits(128, sleep_s=0.0, work_s=0.01), None, executor, workers)
-    report, _ = fit(tmp_path, data, limit_val_batches=0)
-    causes = report.stages[0].causes
-    assert causes.wait.shares()["read_cpu"] > 0.98
-    text = "\n".join(cause_lines(causes))
-    assert "of the wait" in text
-
-
-@pytest.mark.parametrize(("executor", "workers"), [("torch", 0), ("workers", 1)])
 def test_a_slow_file_is_named(tmp_path, executor, workers):
     folder = tmp_path / "images" / "class"
     folder.mkdir(parents=True)
@@ -150,16 +139,6 @@ def test_a_foreign_loader_is_mentioned_once_and_logs_nothing(tmp_path):
     assert len(notes) == 1
     assert "for train and val: a DataLoader does not tell" in notes[0]
     assert " ".join(report.text().split()).count("does not tell") == 1
-
-
-def test_rows_that_are_gathered_are_waited_for_as_reading(tmp_path):
-    rows = TensorDataset(torch.zeros(16, 4), torch.arange(16))
-    loader = FastDataLoader(rows, 4, executor="gather")
-    report, _ = fit(tmp_path, {"train_dataloaders": loader})
-    causes = report.stages[0].causes
-    assert causes is not None
-    assert causes.wait.read_ms == pytest.approx(causes.wait.total_ms)
-    assert not any("no stamps" in note for note in report.notes)
 
 
 class OwnModule(Linear):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import multiprocessing
-import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -100,41 +97,6 @@ class Sleeps(Rows):
 class Waits(Rows):
     def read(self):
         takes(READ_S, waits_in="lock").result()  # waits here
-
-
-class Locked(Rows):
-    """Waits for a lock that somebody else keeps."""
-
-    def __init__(self):
-        self.lock = multiprocessing.get_context("fork").Lock()
-        self.lock.acquire()
-
-    def read(self):
-        going = threading.Event()
-        takes(READ_S, begins=going, waits_in="lock", then=self.lock.release)
-        going.set()
-        self.lock.acquire()
-
-
-class Piped(Rows):
-    file = None
-
-    def read(self):
-        if self.file is None:
-            end, self.other_end = os.pipe()
-            self.file = os.fdopen(end, "rb", buffering=0)
-        takes(READ_S, waits_in="file", then=lambda: os.write(self.other_end, b"x"))
-        self.file.read(1)
-
-
-class Remote(Rows):
-    connection = None
-
-    def read(self):
-        if self.connection is None:
-            self.connection, self.server = socket.socketpair()
-        takes(READ_S, waits_in="socket", then=lambda: self.server.send(b"x"))
-        self.connection.recv(1)
 
 
 LIBRARY = """
@@ -236,23 +198,6 @@ def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
     assert line.function.startswith(("DatasetFolder.", "FastImageFolder."))
     assert line.file.endswith("/folder.py")
     assert line.calls.startswith(("torchvision ", "lightning_fastdata "))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", ["torch, forked", "workers"])
-def test_a_line_that_waits_for_a_lock_is_named(tmp_path, name):
-    report, _ = fit(tmp_path, Locked(), **LOADERS[name])
-    expect(longest(report), Locked.read, "acquire")
-
-
-def test_a_line_that_waits_for_a_file_is_named(tmp_path):
-    report, _ = fit(tmp_path, Piped(), executor="workers", num_workers=1)
-    expect(longest(report), Piped.read, "self.file.read")
-
-
-def test_a_line_that_waits_for_a_socket_is_named(tmp_path):
-    report, _ = fit(tmp_path, Remote(), executor="workers", num_workers=1)
-    expect(longest(report), Remote.read, "recv")
 
 
 def test_finding_summary_and_report_name_the_line(tmp_path):

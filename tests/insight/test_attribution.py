@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import fields
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from insight.cut_waits import Cutter
 from misses import each
 from thoroughness import max_examples
-from torch.utils.data import Dataset
 
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
 from lightning_fastdata.tuning.simulate import batch_costs
 
@@ -177,50 +173,6 @@ def test_the_parts_of_every_wait_add_up_to_it_and_none_is_negative(run) -> None:
         waited = (stamps.delivered_ns - stamps.requested_ns) / MS
         assert found.total_ms == pytest.approx(waited, abs=1e-6)
         assert all(getattr(found, f.name) >= -1e-9 for f in fields(found))
-
-
-class Planted(Dataset):
-    """Samples that wait and compute for so long, in a time that the test drives."""
-
-    def __init__(self, virtual, *, sleep_s: float = 0.0, work_s: float = 0.0, slow: int = -1):
-        self.virtual = virtual
-        self.sleep_s, self.work_s, self.slow = sleep_s, work_s, slow
-
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.virtual.sleep(0.4 if index == self.slow else self.sleep_s)
-        self.virtual.work(self.work_s)
-        return torch.zeros(10)
-
-
-def measured(dataset: Dataset, **options) -> list:
-    records: deque[BatchStamps] = deque()
-    loader = FastDataLoader(dataset, 16, executor="inline", num_workers=0, **options)
-    loader.record_stamps(records)
-    for _ in loader:
-        pass
-    assert len(records) == 16
-    cutter = Cutter()
-    return [cutter.cut(stamps) for stamps in records]
-
-
-@pytest.mark.parametrize(("sleep_s", "work_s"), [(0.004, 0.0), (0.0, 0.003), (0.004, 0.003)])
-def test_what_a_sample_waits_and_computes_is_what_its_batch_is_waited_for(virtual, sleep_s, work_s):
-    waits = measured(Planted(virtual, sleep_s=sleep_s, work_s=work_s))
-    expected = WaitParts(read_blocked_ms=16 * sleep_s * 1e3, read_cpu_ms=16 * work_s * 1e3)
-    assert [wait.parts for wait in waits] == [expected] * 16
-
-
-def test_what_a_sample_waits_for_a_cpu_is_in_the_run_queue(virtual):
-    class Queued(Planted):
-        def __getitem__(self, index):
-            virtual.queue(0.002)
-            return super().__getitem__(index)
-
-    waits = measured(Queued(virtual, work_s=0.001))
-    assert [wait.parts for wait in waits] == [WaitParts(read_runqueue_ms=32, read_cpu_ms=16)] * 16
 
 
 def test_a_complete_batch_waits_for_what_its_thread_goes_on_to_do() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections import deque
@@ -11,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
 from lightning_fastdata.errors import OptionsError
@@ -85,15 +84,6 @@ def test_phases_are_told_apart_and_add_up():
     assert steps["samples"].tolist() == [2, 2]
 
 
-def test_what_was_not_marked_is_not_reported():
-    timer = StepTimer("cpu")
-    for _ in timer.batches(DataLoader(Slow(8))):
-        pass
-    stage = timer.report().stages[0]
-    assert stage.transfer is stage.augment is None
-    assert stage.wait is not None
-
-
 def test_phases_outside_of_a_step_do_nothing():
     timer = StepTimer("cpu")
     with timer.transfer(), timer.augment():
@@ -123,19 +113,6 @@ def test_any_iterable_will_do_and_samples_are_counted(batches):
     seen = list(timer.batches(batches))
     assert seen[0] is batches[0]
     assert columns(timer)["samples"].tolist() == [2]
-
-
-def test_a_loader_without_a_length_has_none_here():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(5))
-
-    timer = StepTimer("cpu")
-    batches = timer.batches(DataLoader(Stream(), batch_size=2))
-    assert len(list(batches)) == 3
-    assert columns(timer)["samples"].tolist() == [2, 2, 1]
-    with pytest.raises(TypeError):
-        len(batches)
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -171,37 +148,6 @@ def test_an_exception_in_the_loop_passes_and_leaves_no_open_step():
     steps = columns(timer)
     assert steps["compute_ms"].tolist() == [10] * 11
     assert np.nanmax(steps["gap_ms"]) == 0
-
-
-def test_an_exception_of_the_dataset_passes_and_its_wait_is_no_step():
-    class Breaks(Slow):
-        def __getitem__(self, i):
-            if i == 2:
-                raise KeyError("two")
-            return super().__getitem__(i)
-
-    timer = StepTimer("cpu")
-    with pytest.raises(KeyError, match="two"):
-        list(timer.batches(DataLoader(Breaks())))
-    assert timer.report().stages[0].steps == 2
-
-
-def test_a_closed_iterator_closes_what_it_reads():
-    closed = []
-
-    def batches():
-        try:
-            yield from ([1], [2], [3])
-        finally:
-            closed.append(True)
-
-    timer = StepTimer("cpu")
-    iterator = iter(timer.batches(batches()))
-    next(iterator)
-    iterator.close()
-    gc.collect()
-    assert closed == [True]
-    assert timer.report().stages == ()
 
 
 def test_a_batch_is_let_go_of_when_the_loop_lets_go_of_it():
@@ -433,12 +379,6 @@ def test_fabric_is_measured_with_stamps_and_says_where_its_transfer_is(moves):
     assert (stage.transfer is None) == moves
     said = "The wait includes the transfer: Fabric moves each batch before it delivers it."
     assert report.notes == ((said,) if moves else ())
-
-
-def test_a_copy_of_the_batches_reads_the_same_loader():
-    timer = StepTimer("cpu")
-    batches = copy.copy(timer.batches(DataLoader(Slow(3))))
-    assert len(list(batches)) == 3
 
 
 @pytest.mark.parametrize("device", ["gpu", 1.5, "cuda:x"])

@@ -110,17 +110,6 @@ def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
     assert figure.get_suptitle() == "step 15.0 ms   ····· 10.0 if data were free"
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_figure_of_hardly_any_steps_is_drawn(steps):
-    timings = [
-        StepTiming(step=i, compute_ms=10.0, step_ms=10.0, samples=1, cold=True)
-        for i in range(steps)
-    ]
-    figure = boards.phase_figure(timings)
-    figure.canvas.draw()
-    assert figure.canvas.get_width_height() == (600, 420)
-
-
 class Photos(Dataset):
     def __len__(self):
         return 48
