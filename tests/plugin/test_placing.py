@@ -17,11 +17,9 @@ from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
-from torchvision import tv_tensors
-from torchvision.transforms import v2
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
+from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
@@ -372,36 +370,6 @@ def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
     choice = choose_place(costs)
     assert choice.place == "device"
     assert choice.saved_ms == pytest.approx(6 * 17 / 2)
-
-
-class Slow(v2.Transform):
-    """A user's transform that takes 8 ms, of every second image: both ways call it for each."""
-
-    def __init__(self, wall):
-        super().__init__()
-        self.wall, self.turns = wall, 0
-
-    def transform(self, inpt, params):
-        self.turns += 1
-        self.wall.s += 0.008 * (self.turns % 4 < 2)
-        return inpt
-
-
-def test_what_has_no_form_for_batches_says_what_it_takes():
-    wall, cpu = Watch(), Watch()
-    torchvision = v2.Compose([Slow(wall), v2.RandomInvert(1)])
-    transform = as_batch_transform(torchvision)
-    task = task_of([tv_tensors.Image(torch.zeros(3, 8, 8))] * 24, transform)
-    costs = read_place_costs(
-        task, accelerator=True, clocks=Clocks(wall, cpu, lambda: 0.0), device_ms=lambda *_: 1.0
-    )
-    assert costs.sample.samples == 15
-    # Seven images of the fifteen behind the first one; what runs for the device is not counted.
-    assert costs.sample.alone_ms == {"Slow": pytest.approx(8 * 7 / 15)}
-    assert "of what has no form for batches: Slow 3.73 ms" in choose_place(costs).reason
-    flips = as_batch_transform(v2.RandomHorizontalFlip())
-    assert not flips.without_form()
-    assert [name for name, _ in mixed(torchvision, MixUp(0.2)).without_form()] == ["Slow"]
 
 
 def test_measuring_leaves_the_random_state_and_the_dataset_alone():

@@ -21,10 +21,6 @@ _FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
 _CONTAINERS = (dict, list, deque, set, tuple)
 
 
-class NoRoomError(Exception):
-    """Host memory has no room for a copy of so many bytes."""
-
-
 class Snapshot:
     """Puts objects back into the state that they have now, as often as it is called.
 
@@ -33,15 +29,9 @@ class Snapshot:
     objects are put back by reference. Identities stay: tensors and containers are written in place.
     Values are copied to host memory.
 
-    Args:
-        *roots: The objects.
-        room_bytes: What the copies may take; None: whatever they do.
-
-    Raises:
-        NoRoomError: They would take more.
     """
 
-    def __init__(self, *roots: object, room_bytes: int | None = None) -> None:
+    def __init__(self, *roots: object) -> None:
         self._links: list[Undo] = []
         tensors: list[torch.Tensor] = []
         seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
@@ -65,26 +55,11 @@ class Snapshot:
                 if not isinstance(value, tuple):
                     self._links.append(partial(_refill, value, list(value)))
                 waiting.extend(value)
-        written = [tensor for tensor in tensors if _can_be_written(tensor)]
-        size_bytes = sum(tensor.nbytes for tensor in written)
-        if room_bytes is not None and size_bytes > room_bytes:
-            raise NoRoomError(size_bytes)
-        self._values = [_snapshot_tensor(tensor) for tensor in written]
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self()
+        self._values = [_snapshot_tensor(tensor) for tensor in tensors if _can_be_written(tensor)]
 
     def __call__(self) -> None:
-        """Put everything back, as the end of a ``with`` block does."""
+        """Put everything back."""
         for undo in (*self._values, *self._links):
-            undo()
-
-    def let_go(self) -> None:
-        """Put everything back but the values of tensors, so that nothing new is held."""
-        for undo in self._links:
             undo()
 
 

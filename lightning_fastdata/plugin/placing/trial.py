@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -161,20 +161,18 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         return
     made: dict[str, list[object]] = {name: [] for name in ways.make}
     took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways.make}}
-    parts = _PartTimes(task.transform.without_form(), clocks.clock_s)
     began_s = clocks.clock_s()
     for index in indices:
         sample, ms, cpu_ms = clocks.of(partial(getitem, dataset, index))
         took_ms["read"].append(ms)
         took_ms["waits"].append(max(0.0, ms - cpu_ms))
         for name, make in ways.make.items():
-            # The first sample opens files, fills caches, and imports.
-            parts.on = name == "whole" and bool(took_ms[name])
             row, ms, _ = clocks.of(partial(make, index, sample))
             made[name].append(row)
             took_ms[name].append(ms)
         if len(took_ms["read"]) > 1 and clocks.clock_s() - began_s >= budget_s:
             break
+    # The first sample opens files, fills caches, and imports.
     skip = 1 if len(took_ms["read"]) > 1 else 0
     middle = {name: median(values[skip:]) for name, values in took_ms.items()}
     each = {}
@@ -187,28 +185,9 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         read_ms=middle["read"],
         waits_ms=middle["waits"],
         samples=len(took_ms["read"]) - skip,
-        alone_ms={name: 1000 * s / (len(took_ms["read"]) - 1) for name, s in parts.took_s.items()},
     )
     tell("costs", costs)
     tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
-
-
-class _PartTimes:
-    """The seconds that parts of a pipeline take, by name, added up over what runs while ``on``."""
-
-    def __init__(
-        self, parts: Iterable[tuple[str, torch.nn.Module]], clock_s: Callable[[], float]
-    ) -> None:
-        self.on = False
-        self.took_s: dict[str, float] = {}
-        self._clock_s = clock_s
-        for name, part in parts:
-            part.register_forward_pre_hook(partial(self._add, name, -1))
-            part.register_forward_hook(partial(self._add, name, 1))
-
-    def _add(self, name: str, sign: int, *_: object) -> None:
-        if self.on:
-            self.took_s[name] = self.took_s.get(name, 0.0) + sign * self._clock_s()
 
 
 def time_on_device(

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.staged import batch_samples
-from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     hook_selector,
@@ -97,8 +96,7 @@ def augment_foreign_batches(
         samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
-        with told_of_shared_draws(transform, batch):
-            batch = transform.apply_unprepared(batch, key)
+        batch = transform.apply_unprepared(batch, key)
         return trainer.precision_plugin.convert_input(batch)
 
     steps = _steps_before_hook(owner)

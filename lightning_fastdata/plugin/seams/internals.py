@@ -3,12 +3,9 @@
 Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dict``,
 ``_combined_loader`` and ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set,
 too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
-loop;
-``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
-``_datahook_selector``; ``_loaded_checkpoint`` of its
-``_checkpoint_connector``, whose counts are set, too; ``_results`` of a trainer, whose
-``batch_size`` is set; ``_mode`` of a CombinedLoader; ``_prefix``
-of a TensorBoardLogger.
+loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
+``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
+set, too; ``_mode`` of a CombinedLoader.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -18,7 +15,7 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
 - in :mod:`..watch.recording`: ``batch_to_device`` of the strategy
 - in :mod:`..guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
-  strategy; in :mod:`..guard.replay`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
+  strategy; in :mod:`..guard.parts`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
   ``log`` of the module
 - in :mod:`..proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
   the trainer
@@ -31,8 +28,6 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
-
-from lightning_fastdata.batches.staged import packed_documents
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -47,7 +42,6 @@ class TrainerAttributes(Protocol):
     datamodule: object
     callbacks: list[Callback]
     profiler: Any
-    fast_dev_run: bool | int
     log_every_n_steps: int
     overfit_batches: int | float
     reload_dataloaders_every_n_epochs: int
@@ -135,16 +129,6 @@ def hook_selector(trainer: Trainer) -> Any:
     """
     selector = _private(trainer, "_data_connector", "_datahook_selector")
     return selector if callable(_private(selector, "get_instance")) else None
-
-
-def count_documents(trainer: Trainer, batch: object) -> None:
-    """Have the means that Lightning logs weigh a batch of packed documents by their number.
-
-    It would warn that their tensors are of different lengths, and weigh each batch the same.
-    """
-    documents, results = packed_documents(batch), _private(trainer, "_results")
-    if documents is not None and hasattr(results, "batch_size"):
-        results.batch_size = documents
 
 
 def combined_mode(loaders: object) -> str | None:

@@ -25,7 +25,6 @@ from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import images_shown, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
-from lightning_fastdata.plugin.seams.internals import count_documents
 from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import attach
 from lightning_fastdata.plugin.seams.trainer import (
@@ -189,8 +188,7 @@ class ThroughputHooks(NeedsConstruction):
     def on_train_batch_start(
         self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, batch_idx: int
     ) -> None:
-        """Show the batch, if that was asked for, and have logged means weigh packed documents."""
-        count_documents(trainer, batch)
+        """Show the batch, if that was asked for."""
         if batch_idx == 0:
             run.judge.epoch_began()
         if run.pictures is not None:
@@ -314,15 +312,6 @@ class ThroughputHooks(NeedsConstruction):
                 run.judged()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    @harmless(_NOT_MEASURED)
-    def on_validation_batch_start(
-        self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, *__: int
-    ) -> None:
-        """Have logged means weigh packed documents."""
-        count_documents(trainer, batch)
-
-    on_test_batch_start = on_validation_batch_start
 
     @harmless("An evaluation was not logged")
     def on_validation_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:

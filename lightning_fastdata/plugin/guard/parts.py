@@ -5,7 +5,8 @@ out-of-memory error that call is unwound, so that nothing of it holds memory; th
 put back, and the call is made again with a training step that takes the batch in parts.
 
 It brings a batch to the device in one call, too: its hooks before, the transfer, its hooks behind,
-which augment. Where that runs out, the call is made again with less, from the batch in host memory.
+which augment. Where that runs out, the call is made again with less in memory, from the batch as
+its loader gave it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
-from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
+from lightning_fastdata.tree import children, is_named_tuple, leaves, replace_leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -35,11 +36,16 @@ if TYPE_CHECKING:
 
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 
-NORMALISED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_TOLD: Final = (
-    "A training batch ran out of memory before its step, while it was moved or transformed "
-    "({said}). {how}. A smaller batch_size does without."
+_NORMALISED: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_ON_HOST: Final = (
+    "A training batch ran out of memory before its step, while it was moved or transformed. From "
+    "now on the pipeline's draws are carried out in host memory. A smaller batch_size does without."
 )
+
+
+def normalises(pl_module: LightningModule) -> bool:
+    """Return whether a module has batch normalisation that looks at the batches of a training."""
+    return any(isinstance(m, _NORMALISED) and m.training for m in pl_module.modules())
 
 
 def rows_of(batch: Batch) -> int | None:
@@ -73,20 +79,6 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
         return type(column)([column[index] for index in indices])
 
     return _with_columns(batch, rows, picked)
-
-
-def joined(parts: Sequence[Batch]) -> Batch:
-    """Return one batch of parts: what are columns in each is joined, the rest that of the first."""
-    forms = [partial(_is_column, rows_of(part)) for part in parts]
-    others = [leaves(part, form) for part, form in zip(parts[1:], forms[1:], strict=True)]
-
-    def whole(_: Path, leaf: Any) -> Any:
-        column = [leaf, *(next(other) for other in others)]
-        if not forms[0](leaf):
-            return leaf
-        return torch.cat(column) if isinstance(leaf, torch.Tensor) else sum(column, type(leaf)())
-
-    return replace_leaves(parts[0], whole, depth=-1, is_leaf=forms[0])
 
 
 def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
@@ -126,16 +118,14 @@ class RunsInParts:
     ) -> None:
         self.trainer, self.pl_module, self.run = trainer, pl_module, run
         self.datamodule = datamodule
-        self.largest: int | None = None
-        """Samples that fit, of batches that did not; None: all did."""
+        self.most: int | None = None
+        """Numbers that fit, of batches that did not; None: all did."""
         self.is_stepping = False
         """Whether the optimizer has begun to change the parameters."""
         self.has_logged = False
         """Whether the training step came to its end."""
         self._fitted = 0
         """Numbers in the largest batch that was trained on."""
-        self._numbers = 0
-        """Numbers in ``largest`` samples."""
 
     def __call__(self, optimizer: object, batch_idx: int, kwargs: Mapping[str, Any]) -> object:
         """Optimize on one batch, in as few parts as fit.
@@ -148,8 +138,8 @@ class RunsInParts:
         if rows is None:
             return self.run(optimizer, batch_idx, kwargs)
         size = rows
-        if self.largest is not None:  # of batches of longer samples, fewer fit
-            size = max(1, min(rows, rows * self._numbers // max(1, numbers)))
+        if self.most is not None and numbers > self.most:
+            size = max(1, rows * self.most // numbers)  # of longer samples, fewer fit
         first = not batch_idx % self.trainer.accumulate_grad_batches
         # A batch no larger than one before may still fail, if others take memory, too. To remember
         # everything for each batch would take longer than some steps.
@@ -181,9 +171,9 @@ class RunsInParts:
                 size = -(-size // 2)
         self._fitted = max(self._fitted, numbers)
         if said and size < rows:
-            if self.largest is None:
+            if self.most is None:
                 self._warn(rows, size, said)
-            self.largest, self._numbers = size, numbers * size // rows
+            self.most = numbers * size // rows
         return result
 
     def _remembered(self, *, first: bool) -> Undo:
@@ -219,7 +209,7 @@ class RunsInParts:
         return "not even one sample fits" if smallest else None
 
     def _warn(self, rows: int, size: int, said: str) -> None:
-        normalised = any(isinstance(m, NORMALISED) and m.training for m in self.pl_module.modules())
+        normalised = normalises(self.pl_module)
         note = " Batch normalisation then averages over a part." if normalised else ""
         warnings.warn(
             f"A training batch of {rows} samples ran out of memory ({said}). It was trained on in "
@@ -310,32 +300,17 @@ _BATCH_SIZE_AT = 9
 
 def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Return why batches of a training cannot be taken in parts; None: they can."""
-    strategies = _strategies(trainer)
+    strategies = strategies_of(trainer)
     reasons = {
         # one rank that runs out of memory would leave the others waiting in a collective
         f"{trainer.world_size} processes train together": trainer.world_size > 1,
         f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
     }
-    return first_that_holds(reasons) or _why_not_stepped(trainer, pl_module)
+    return first_that_holds(reasons) or why_not_stepped(trainer, pl_module)
 
 
-def why_not_tried(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Return why no training step can be tried before the training; None: it can."""
-    strategies = _strategies(trainer)
-    known = {"SingleDeviceStrategy", "DDPStrategy"}.intersection(strategies)
-    together = any(isinstance(m, nn.SyncBatchNorm) for m in pl_module.modules())
-    reasons = {
-        f"{strategies[0]} shares the model out among devices": not known,
-        "SyncBatchNorm waits for all ranks": together and trainer.world_size > 1,
-    }
-    return first_that_holds(reasons) or _why_not_stepped(trainer, pl_module)
-
-
-def _strategies(trainer: Trainer) -> list[str]:
-    return [kind.__name__ for kind in type(trainer.strategy).__mro__]
-
-
-def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
+def why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Return why a training step cannot be made again by itself; None: it can."""
     optimizers = trainer.strategy.optimizers
     arguments = inspect.signature(pl_module.training_step).parameters
     reasons = {
@@ -347,6 +322,11 @@ def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None
         ),
     }
     return first_that_holds(reasons)
+
+
+def strategies_of(trainer: Trainer) -> list[str]:
+    """Return the names of a trainer's strategy and of what it is derived from."""
+    return [kind.__name__ for kind in type(trainer.strategy).__mro__]
 
 
 def first_that_holds(reasons: Mapping[str, bool]) -> str | None:
@@ -381,12 +361,11 @@ def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
     return None if grad is None else grad.detach().to("cpu", copy=True)
 
 
-class ArrivesInParts:
-    """What brings training batches to the device, and those that do not fit with less memory.
+class ArrivesAgain:
+    """What brings training batches to the device, and those that do not fit with less in memory.
 
-    First what was sent ahead is dropped. Then what workers drew is carried out in host memory, with
-    the same draws. Then the batch is moved and transformed in parts, half as large each time, and
-    joined: a transform that looks at the whole batch sees a part, and draws for each anew.
+    First what was sent ahead is dropped, and what nobody holds is given back. Then what workers
+    drew is carried out in host memory, with the same draws, from then on.
 
     Args:
         trainer: Trains on one device, or on one of several.
@@ -398,8 +377,6 @@ class ArrivesInParts:
         self, trainer: Trainer, move: Callable[..., Batch], datamodule: DataModule
     ) -> None:
         self.trainer, self.move, self.datamodule = trainer, move, datamodule
-        self.largest: int | None = None
-        """Samples that fit, of batches that did not; None: all did."""
         self.on_host = False
         """Whether draws are carried out in host memory."""
 
@@ -407,54 +384,30 @@ class ArrivesInParts:
         """Return the batch on the device, transformed; the error of torch if nothing helps."""
         if not self.trainer.training:
             return self.move(batch, *where, **named)
+        remedies = iter((self._drop_ahead, self._go_to_host))
         while True:
             try:
-                parts = [self.move(part, *where, **named) for part in self._parts(batch)]
-                return parts[0] if len(parts) == 1 else joined(parts)
+                return self.move(self._as_tried(batch), *where, **named)
             except Exception as error:
-                how = self._less(batch) if is_out_of_memory(error) else None
-                if how is None:
+                if not is_out_of_memory(error) or not any(each(batch) for each in remedies):
                     raise
-                said = str(error).partition("\n")[0]
-            finally:
-                self.datamodule.part_begin = 0
             # Not within the except clause, which keeps the frames of what has failed.
             free_memory()
-            if how:
-                warnings.warn(_TOLD.format(said=said, how=how), FastDataWarning, stacklevel=2)
 
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
-        if not self.on_host and self.largest is None:
-            yield batch
-            return
-        batch = _as_loaded(batch)
-        if self.on_host:
-            batch = self.datamodule.carried_out(batch)
-        plain = batch.batch if isinstance(batch, StagedBatch) else batch
-        rows = rows_of(plain)
-        size = rows if self.largest is None else self.largest
-        if rows is None or size is None or rows <= size or _has_draws(batch):
-            yield batch
-            return
-        for begin in range(0, rows, size):
-            self.datamodule.part_begin = begin
-            part = part_of(plain, begin, min(begin + size, rows), rows)
-            yield batch.with_batch(part) if isinstance(batch, StagedBatch) else part
+    def _as_tried(self, batch: Batch) -> Batch:
+        return self.datamodule.carried_out(_as_loaded(batch)) if self.on_host else batch
 
-    def _less(self, batch: Batch) -> str | None:
-        """Go over to what takes less memory, and return it in words; None: there is nothing."""
-        if self.datamodule.drop_ahead():
-            return ""
+    def _drop_ahead(self, _: Batch) -> bool:
+        self.datamodule.drop_ahead()
+        return True
+
+    def _go_to_host(self, batch: Batch) -> bool:
         batch = _as_loaded(batch)
-        if _has_draws(batch) and not self.on_host:
-            self.on_host = True
-            return "From now on the pipeline's draws are carried out in host memory"
-        rows = rows_of(batch.batch if isinstance(batch, StagedBatch) else batch)
-        size = None if rows is None else min(rows, self.largest or rows)
-        if size is None or size == 1:
-            return None
-        self.largest = -(-size // 2)
-        return f"From now on it is done in parts of {self.largest} samples, which are then joined"
+        if self.on_host or not isinstance(batch, StagedBatch) or batch.draws is None:
+            return False
+        self.on_host = True
+        warnings.warn(_ON_HOST, FastDataWarning, stacklevel=2)
+        return True
 
 
 def _as_loaded(batch: Batch) -> Batch:
@@ -462,7 +415,3 @@ def _as_loaded(batch: Batch) -> Batch:
     if isinstance(batch, StagedBatch) and batch.crossing is not None:
         return batch.crossing.source
     return batch
-
-
-def _has_draws(batch: Batch) -> bool:
-    return isinstance(batch, StagedBatch) and batch.draws is not None
