@@ -20,7 +20,6 @@ from device.host_streams import HostStreams
 from lightning.pytorch.plugins import MixedPrecision
 from misses import each
 from plugin.counted_device import GIB, MIB, Device
-from rig.late_cuda import late_cuda
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric
@@ -31,7 +30,6 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOpt
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
-from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
 INLINE = LoaderOptions(num_workers=0, executor="inline", probe=False)
@@ -350,15 +348,6 @@ def test_the_gradient_scaler_is_restored_and_does_not_hide_the_optimizer_state(t
     assert seen[0][0] == seen[1][0]
     first, second, *_ = seen[1][1]
     assert first == 0 < second
-
-
-def test_the_random_states_of_the_device_come_back():
-    with late_cuda() as cuda:
-        before = [generator.get_state() for generator in cuda.generators]
-        undo = snapshot_random_states()
-        torch.cuda.manual_seed_all(7)
-        undo()
-        assert all(map(torch.equal, before, torch.cuda.get_rng_state_all()))
 
 
 # --- the steps are real ------------------------------------------------------------------------

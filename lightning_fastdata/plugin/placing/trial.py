@@ -23,11 +23,10 @@ from lightning_fastdata.batches.staged import (
     StagingCollate,
     move,
 )
-from lightning_fastdata.device.backend import current, default_type, has_streams, synchronize
+from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.insight.measure.metrics import DeviceClock
     from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
     from lightning_fastdata.types import PixelPlace, Stage
@@ -59,7 +57,6 @@ _ON_CPU: Final = (
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
 _WARM_UP, _ROUNDS = 2, 5
-_MARKS: Final = 16
 # What torch raises where a device has no memory, no such operation, or no such dtype.
 _TOO_MUCH: Final = (RuntimeError, TypeError)
 
@@ -194,32 +191,18 @@ def time_on_device(
     work: Callable[[], object],
     device: torch.device,
     *,
-    clock: DeviceClock | None = None,
-    wait: Callable[[torch.device], None] = synchronize,
+    now_s: Callable[[], float] = clock.monotonic,
 ) -> float:
-    """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
-
-    The clock marks points of the device's time (default: its events, or else the host's clock);
-    ``wait`` returns when the device has done what it was given.
-    """
+    """Return the milliseconds in which a device does some work: the median of 5, after 2 others."""
     took_ms = []
     with current(device):
-        if clock is None:
-            clock = EventClock(_MARKS, device=device) if has_streams(device) else HostClock()
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP + _ROUNDS):
+            synchronize(device)
+            began_s = now_s()
             work()
-        wait(device)
-        for _ in range(_ROUNDS):
-            began = clock.mark()
-            work()
-            if isinstance(clock, HostClock):  # which does not know what the device has done
-                wait(device)
-            ended = clock.mark()
-            wait(device)
-            if began is not None and ended is not None:
-                took_ms.append(clock.elapsed_ms(began, ended))
-                clock.forget_before(ended)
-    return median(took_ms)
+            synchronize(device)
+            took_ms.append(1000 * (now_s() - began_s))
+    return median(took_ms[_WARM_UP:])
 
 
 def device_type(trainer: Trainer | None) -> str:

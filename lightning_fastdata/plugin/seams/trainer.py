@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_fastdata.errors import OptionsError, TransformError, has_package
+from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.position import Place
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
 from lightning_fastdata.plugin.seams.internals import (
@@ -247,13 +247,8 @@ def print_line(trainer: Trainer, text: str) -> None:
     bar: Any = trainer.progress_bar_callback
     if getattr(bar, "is_enabled", False) and hasattr(bar, "print"):
         bar.print(text)
-        return
-    if not has_package("rich"):
+    else:
         sys.stdout.write(f"{text}\n")
-        return
-    from rich.console import Console
-
-    Console(force_jupyter=False).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def close_progress_bar(trainer: Trainer) -> None:
