@@ -230,7 +230,6 @@ class Placing:
         self._read_costs = costs
         self._held: dict[Stage, tuple[int, PlaceChoice]] = {}
         """What was decided for each stage of a run, and for which batch size."""
-        self._said = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Decisions belong to one run in one process.
@@ -239,7 +238,6 @@ class Placing:
     def attached(self) -> None:
         """Forget the decisions of the run before: a trainer begins another one."""
         self._held = {}
-        self._said = False
 
     def choice(self, stage: Stage) -> PlaceChoice | None:
         """Return what was decided for a stage in this run, and why; None: nothing yet."""
@@ -271,10 +269,6 @@ class Placing:
         stage, trainer = of.spec.stage, of.trainer
         if transform is None or trainer is None or self.asked != "auto":
             on_device = transform is not None and self.may_use_device(stage, trainer)
-            if on_device and trainer is not None and self._accelerator(trainer) == "cpu":
-                if not self._said:
-                    _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
-                self._said = True
         else:
             on_device = self._decided(of, transform, trainer, plan).place == "device"
         # Without a trainer there is no hook to finish the batches, so they come finished.

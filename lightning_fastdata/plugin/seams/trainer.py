@@ -247,8 +247,8 @@ def print_line(trainer: Trainer, text: str) -> None:
     bar: Any = trainer.progress_bar_callback
     if getattr(bar, "is_enabled", False) and hasattr(bar, "print"):
         bar.print(text)
-    else:
-        sys.stdout.write(f"{text}\n")
+        return
+    sys.stdout.write(f"{text}\n")
 
 
 def close_progress_bar(trainer: Trainer) -> None:
