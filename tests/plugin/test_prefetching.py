@@ -70,37 +70,44 @@ def noise(batch):
     return [batch[0] + torch.rand(batch[0].shape), batch[1]]
 
 
-def rows(way, executor="torch", workers=0, **about):
+def loading(way, executor="torch", workers=0):
     options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
-    module = Data.from_datasets(
-        Stacked(20), Stacked(8), Rows(8), Rows(6), 4, options=options, prefetch=way, **about
-    )
+    return {"batch_size": 4, "options": options, "prefetch": way}
+
+
+def rows(*how):
+    module = Data.from_datasets(Stacked(20), Stacked(8), Rows(8), Rows(6), **loading(*how))
     module.register_transform(noise)
     return module
 
 
-def pictures(way, executor="torch", workers=0):
+class Draws(Rows):
+    """Rows with noise of their own, drawn where they are read."""
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)) + torch.rand(4), i
+
+
+def draws(*how):
+    return Data.from_datasets(Draws(20), Draws(8), **loading(*how))
+
+
+def pictures(*how):
     augment = A.Compose([A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.8), ToTensorV2()])
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
     module = Data.from_datasets(
-        Images(16),
+        Images(24),
         Images(8),
-        batch_size=4,
         augment={"train": augment, "val": A.Compose([A.CenterCrop(8, 8), ToTensorV2()])},
         augment_on="gpu",
-        options=options,
-        prefetch=way,
         seed=2,
+        **loading(*how),
     )
     module.register_transform(lambda b: [b[0].float() + torch.rand(()), b[1]])
     return module
 
 
-def several(way, executor="torch", workers=0):
-    data = {"one": Rows(12), "other": Stacked(20)}
-    # Workers that persist draw one seed from the generator of the dropout, others one each epoch.
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
-    return Data.from_datasets(data, None, batch_size=4, prefetch=way, options=options)
+def several(*how):
+    return Data.from_datasets({"one": Rows(12), "other": Stacked(20)}, **loading(*how))
 
 
 def trained(tmp_path, module, model=None, **about):
@@ -122,60 +129,37 @@ def assert_same(ours, theirs):
     assert torch.equal(ours.scale, theirs.scale)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("make", [rows, pictures, several])
-def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(tmp_path, make, precision):
-    expected = trained(tmp_path, make("off"), precision=precision)
-    assert len(expected.seen["train"]) >= 6
-    module = make("auto")
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("make", [rows, draws, pictures, several])
+@pytest.mark.parametrize(
+    ("executor", "workers", "precision"),
+    [
+        ("torch", 0, "32-true"),
+        ("torch", 2, "32-true"),
+        ("workers", 2, "bf16-true"),
+        ("inline", 0, "bf16-true"),
+    ],
+)
+def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(
+    tmp_path, make, executor, workers, precision
+):
+    expected = trained(tmp_path, make("off", executor, workers), precision=precision)
+    module = make("auto", executor, workers)
     assert_same(trained(tmp_path, module, precision=precision), expected)
-    assert module.streams.sent >= len(expected.seen["train"])
+    assert module.streams.sent >= len(expected.seen["train"]) >= 6
     assert module.streams.landed
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-@pytest.mark.parametrize("make", [rows, pictures])
-def test_row_44_also_with_workers(tmp_path, make, executor):
-    expected = trained(tmp_path, make("off", executor, workers=2))
-    assert_same(trained(tmp_path, make("auto", executor, workers=2)), expected)
-
-
-class Draws(Rows):
-    """Rows with noise of their own, drawn where they are read."""
-
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)) + torch.rand(4), i
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["torch", "inline"])
-def test_row_44_also_where_the_training_process_reads_what_draws(tmp_path, executor):
-    found = []
-    for way in WAYS:
-        module = Data.from_datasets(
-            Draws(20), Draws(8), batch_size=4, prefetch=way,
-            options=LoaderOptions(num_workers=0, executor=executor, probe=False),
-        )  # fmt: skip
-        found.append(trained(tmp_path, module))
-    for other in found[1:]:
-        assert_same(other, found[0])
-
-
 def test_other_stages_are_the_same_too(tmp_path):
-    found = []
-    for way in WAYS:
+    plain, ahead = Learns(), Learns()
+    for model, way in ((plain, "off"), (ahead, "auto")):
         seed_everything(7, verbose=False)
-        module, model = rows(way), Learns()
-        trainer = make_trainer(tmp_path)
+        module, trainer = rows(way), make_trainer(tmp_path)
         trainer.validate(model, datamodule=module, verbose=False)
         trainer.test(model, datamodule=module, verbose=False)
         trainer.predict(model, datamodule=module)
         assert [len(model.seen[stage]) for stage in ("val", "test", "predict")] == [2, 2, 2]
-        found.append(model)
-    for other in found[1:]:
-        assert_same(other, found[0])
+    assert_same(ahead, plain)
 
 
 class Writes(Learns):
