@@ -144,6 +144,8 @@ class DataModuleHooks(NeedsConstruction):
     batch_size: int
     chooses_batch_size: bool
     """No batch size was asked for; that of now is one to begin with."""
+    part_begin = 0
+    """Sample of a training batch that is transferred in parts, with which the next part begins."""
 
     def __init__(
         self,
@@ -460,7 +462,10 @@ class DataModuleHooks(NeedsConstruction):
         # What one batch draws rests on no other, so that a run may go on from any of them.
         place = training_place(trainer)
         device = trainer.strategy.root_device
-        return drawn_under(self.run_seed(), place.epoch, (trainer.global_rank, place.taken), device)
+        number: tuple[int, ...] = trainer.global_rank, place.taken
+        if self.part_begin:
+            number += (self.part_begin,)
+        return drawn_under(self.run_seed(), place.epoch, number, device)
 
     def batches_ahead(self) -> int:
         """Return how many batches are on the device beside the one that is trained on, at most."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host import clock
-from lightning_fastdata.plugin.guard.parts import ArrivesAgain, RunsInParts, why_not_in_parts
+from lightning_fastdata.plugin.guard.parts import ArrivesInParts, RunsInParts, why_not_in_parts
 from lightning_fastdata.plugin.guard.sizes import GuardDecision
 from lightning_fastdata.plugin.guard.steps import run_guard
 from lightning_fastdata.plugin.seams.internals import (
@@ -97,7 +97,7 @@ class GuardHooks:
             elif datamodule.chooses_batch_size:
                 warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
         if datamodule.guard != "raise":
-            move = ArrivesAgain(trainer, trainer.strategy.batch_to_device, datamodule)
+            move = ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
             replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
         if why_not_in_parts(trainer, pl_module) is None:
             optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization

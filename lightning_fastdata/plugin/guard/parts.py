@@ -5,8 +5,7 @@ out-of-memory error that call is unwound, so that nothing of it holds memory; th
 put back, and the call is made again with a training step that takes the batch in parts.
 
 It brings a batch to the device in one call, too: its hooks before, the transfer, its hooks behind,
-which augment. Where that runs out, the call is made again with less in memory, from the batch as
-its loader gave it.
+which augment. Where that runs out, the call is made again with less, from the batch in host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
-from lightning_fastdata.tree import children, is_named_tuple, leaves, replace_leaves
+from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 
 _NORMALISED: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_ON_HOST: Final = (
-    "A training batch ran out of memory before its step, while it was moved or transformed. From "
-    "now on the pipeline's draws are carried out in host memory. A smaller batch_size does without."
+_TOLD: Final = (
+    "A training batch ran out of memory before its step, while it was moved or transformed "
+    "({said}). {how}. A smaller batch_size does without."
 )
 
 
@@ -79,6 +78,20 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
         return type(column)([column[index] for index in indices])
 
     return _with_columns(batch, rows, picked)
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """Return one batch of parts: what are columns in each is joined, the rest that of the first."""
+    forms = [partial(_is_column, rows_of(part)) for part in parts]
+    others = [leaves(part, form) for part, form in zip(parts[1:], forms[1:], strict=True)]
+
+    def whole(_: Path, leaf: Any) -> Any:
+        column = [leaf, *(next(other) for other in others)]
+        if not forms[0](leaf):
+            return leaf
+        return torch.cat(column) if isinstance(leaf, torch.Tensor) else sum(column, type(leaf)())
+
+    return replace_leaves(parts[0], whole, depth=-1, is_leaf=forms[0])
 
 
 def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
@@ -361,11 +374,12 @@ def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
     return None if grad is None else grad.detach().to("cpu", copy=True)
 
 
-class ArrivesAgain:
-    """What brings training batches to the device, and those that do not fit with less in memory.
+class ArrivesInParts:
+    """What brings training batches to the device, and those that do not fit with less memory.
 
-    First what was sent ahead is dropped, and what nobody holds is given back. Then what workers
-    drew is carried out in host memory, with the same draws, from then on.
+    First what was sent ahead is dropped. Then what workers drew is carried out in host memory, with
+    the same draws. Then the batch is moved and transformed in parts, half as large each time, and
+    joined: a transform that looks at the whole batch sees a part, and draws for each anew.
 
     Args:
         trainer: Trains on one device, or on one of several.
@@ -377,6 +391,8 @@ class ArrivesAgain:
         self, trainer: Trainer, move: Callable[..., Batch], datamodule: DataModule
     ) -> None:
         self.trainer, self.move, self.datamodule = trainer, move, datamodule
+        self.largest: int | None = None
+        """Samples that fit, of batches that did not; None: all did."""
         self.on_host = False
         """Whether draws are carried out in host memory."""
 
@@ -384,30 +400,54 @@ class ArrivesAgain:
         """Return the batch on the device, transformed; the error of torch if nothing helps."""
         if not self.trainer.training:
             return self.move(batch, *where, **named)
-        remedies = iter((self._drop_ahead, self._go_to_host))
         while True:
             try:
-                return self.move(self._as_tried(batch), *where, **named)
+                parts = [self.move(part, *where, **named) for part in self._parts(batch)]
+                return parts[0] if len(parts) == 1 else joined(parts)
             except Exception as error:
-                if not is_out_of_memory(error) or not any(each(batch) for each in remedies):
+                how = self._less(batch) if is_out_of_memory(error) else None
+                if how is None:
                     raise
+                said = str(error).partition("\n")[0]
+            finally:
+                self.datamodule.part_begin = 0
             # Not within the except clause, which keeps the frames of what has failed.
             free_memory()
+            if how:
+                warnings.warn(_TOLD.format(said=said, how=how), FastDataWarning, stacklevel=2)
 
-    def _as_tried(self, batch: Batch) -> Batch:
-        return self.datamodule.carried_out(_as_loaded(batch)) if self.on_host else batch
-
-    def _drop_ahead(self, _: Batch) -> bool:
-        self.datamodule.drop_ahead()
-        return True
-
-    def _go_to_host(self, batch: Batch) -> bool:
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        if not self.on_host and self.largest is None:
+            yield batch
+            return
         batch = _as_loaded(batch)
-        if self.on_host or not isinstance(batch, StagedBatch) or batch.draws is None:
-            return False
-        self.on_host = True
-        warnings.warn(_ON_HOST, FastDataWarning, stacklevel=2)
-        return True
+        if self.on_host:
+            batch = self.datamodule.carried_out(batch)
+        plain = batch.batch if isinstance(batch, StagedBatch) else batch
+        rows = rows_of(plain)
+        size = rows if self.largest is None else self.largest
+        if rows is None or size is None or rows <= size or _has_draws(batch):
+            yield batch
+            return
+        for begin in range(0, rows, size):
+            self.datamodule.part_begin = begin
+            part = part_of(plain, begin, min(begin + size, rows), rows)
+            yield batch.with_batch(part) if isinstance(batch, StagedBatch) else part
+
+    def _less(self, batch: Batch) -> str | None:
+        """Go over to what takes less memory, and return it in words; None: there is nothing."""
+        if self.datamodule.drop_ahead():
+            return ""
+        batch = _as_loaded(batch)
+        if _has_draws(batch) and not self.on_host:
+            self.on_host = True
+            return "From now on the pipeline's draws are carried out in host memory"
+        rows = rows_of(batch.batch if isinstance(batch, StagedBatch) else batch)
+        size = None if rows is None else min(rows, self.largest or rows)
+        if size is None or size == 1:
+            return None
+        self.largest = -(-size // 2)
+        return f"From now on it is done in parts of {self.largest} samples, which are then joined"
 
 
 def _as_loaded(batch: Batch) -> Batch:
@@ -415,3 +455,7 @@ def _as_loaded(batch: Batch) -> Batch:
     if isinstance(batch, StagedBatch) and batch.crossing is not None:
         return batch.crossing.source
     return batch
+
+
+def _has_draws(batch: Batch) -> bool:
+    return isinstance(batch, StagedBatch) and batch.draws is not None
