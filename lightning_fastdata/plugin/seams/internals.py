@@ -5,7 +5,7 @@ Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dic
 too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
 loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
 ``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
-set, too; ``_mode`` of a CombinedLoader.
+set, too; ``_results`` of a trainer, whose ``batch_size`` is set; ``_mode`` of a CombinedLoader.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -28,6 +28,8 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from lightning_fastdata.batches.staged import packed_documents
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -129,6 +131,16 @@ def hook_selector(trainer: Trainer) -> Any:
     """
     selector = _private(trainer, "_data_connector", "_datahook_selector")
     return selector if callable(_private(selector, "get_instance")) else None
+
+
+def count_documents(trainer: Trainer, batch: object) -> None:
+    """Have the means that Lightning logs weigh a batch of packed documents by their number.
+
+    It would warn that their tensors are of different lengths, and weigh each batch the same.
+    """
+    documents, results = packed_documents(batch), _private(trainer, "_results")
+    if documents is not None and hasattr(results, "batch_size"):
+        results.batch_size = documents
 
 
 def combined_mode(loaders: object) -> str | None:

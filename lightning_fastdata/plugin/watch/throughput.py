@@ -25,6 +25,7 @@ from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import images_shown, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
+from lightning_fastdata.plugin.seams.internals import count_documents
 from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import attach
 from lightning_fastdata.plugin.seams.trainer import (
@@ -190,7 +191,8 @@ class ThroughputHooks(NeedsConstruction):
     def on_train_batch_start(
         self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, batch_idx: int
     ) -> None:
-        """Show the batch, if that was asked for."""
+        """Show the batch, if that was asked for, and have logged means weigh packed documents."""
+        count_documents(trainer, batch)
         if batch_idx == 0:
             run.judge.epoch_began()
         if run.pictures is not None:
@@ -314,6 +316,15 @@ class ThroughputHooks(NeedsConstruction):
                 run.judged()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_batch_start(
+        self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, *__: int
+    ) -> None:
+        """Have logged means weigh packed documents."""
+        count_documents(trainer, batch)
+
+    on_test_batch_start = on_validation_batch_start
 
     @harmless("An evaluation was not logged")
     def on_validation_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
