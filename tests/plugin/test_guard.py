@@ -30,6 +30,7 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOpt
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
+from lightning_fastdata.plugin.guard import steps
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
 INLINE = LoaderOptions(num_workers=0, executor="inline", probe=False)
@@ -742,6 +743,19 @@ def test_where_steps_cannot_be_tried_the_guard_says_why_and_changes_nothing(
     assert why in run.decision.reason
     assert data.notes == [run.decision.reason]
     assert data.batch_size == before
+
+
+@each("guard", ["accumulate", "auto"])
+def test_without_room_in_host_memory_for_a_copy_of_the_model_nothing_is_tried(monkeypatch, guard):
+    monkeypatch.setattr(steps, "_COPY_SHARE", 2**62)
+    auto = guard == "auto"
+    run = fit(
+        Steps(total=1000 * GIB), guard="warn" if auto else guard, batch_size=guard if auto else 32
+    )
+    assert run.decision.action == "skipped"
+    assert "a copy of the model takes 0 MiB of host memory" in run.decision.reason
+    assert run.tried == []
+    assert run.module.sizes == [32, 32]
 
 
 # --- batch_size="auto" -------------------------------------------------------------------------

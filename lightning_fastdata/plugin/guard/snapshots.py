@@ -21,6 +21,10 @@ _FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
 _CONTAINERS = (dict, list, deque, set, tuple)
 
 
+class NoRoomError(Exception):
+    """Host memory has no room for a copy of so many bytes."""
+
+
 class Snapshot:
     """Puts objects back into the state that they have now, as often as it is called.
 
@@ -29,9 +33,15 @@ class Snapshot:
     objects are put back by reference. Identities stay: tensors and containers are written in place.
     Values are copied to host memory.
 
+    Args:
+        *roots: The objects.
+        room_bytes: What the copies may take; None: whatever they do.
+
+    Raises:
+        NoRoomError: They would take more.
     """
 
-    def __init__(self, *roots: object) -> None:
+    def __init__(self, *roots: object, room_bytes: int | None = None) -> None:
         self._links: list[Undo] = []
         tensors: list[torch.Tensor] = []
         seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
@@ -55,7 +65,11 @@ class Snapshot:
                 if not isinstance(value, tuple):
                     self._links.append(partial(_refill, value, list(value)))
                 waiting.extend(value)
-        self._values = [_snapshot_tensor(tensor) for tensor in tensors if _can_be_written(tensor)]
+        written = [tensor for tensor in tensors if _can_be_written(tensor)]
+        size_bytes = sum(tensor.nbytes for tensor in written)
+        if room_bytes is not None and size_bytes > room_bytes:
+            raise NoRoomError(size_bytes)
+        self._values = [_snapshot_tensor(tensor) for tensor in written]
 
     def __call__(self) -> None:
         """Put everything back."""

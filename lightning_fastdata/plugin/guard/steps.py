@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.device.backend import is_out_of_memory, synchronize
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
-from lightning_fastdata.host.memory import reserve_bytes
+from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.datasets import (
     GivenLoader,
@@ -48,7 +48,7 @@ from lightning_fastdata.plugin.guard.sizes import (
     halved,
     skipped,
 )
-from lightning_fastdata.plugin.guard.snapshots import Snapshot, snapshot_random_states
+from lightning_fastdata.plugin.guard.snapshots import NoRoomError, Snapshot, snapshot_random_states
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, of_ranks, unseen_steps
 from lightning_fastdata.torch_internals import not_compiled
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 
 _NO_MEMORY: Final = 2**62  # in the place of a peak
+_COPY_SHARE: Final = 2  # of free host memory, a half
 _STEPS_OF_EPOCH: Final = 10  # a rank takes at least, where the batch size is chosen
 _READ: Final = 32  # samples, of which batches of any size are made
 _TRIED: Final = 3
@@ -88,7 +89,8 @@ def run_guard(
     numpy and torch. The steps are not compiled. Not undone: what a step does to other objects, and
     to the world outside.
 
-    The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely.
+    The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely, or
+    the copy of the model would take more than half of the free host memory of a rank.
     Nothing is applied yet. What a training step raises goes through, out of memory excepted.
 
     Args:
@@ -113,6 +115,12 @@ def run_guard(
             probes = (doubled if auto else halved)(most, tried)
     except DatasetError as error:  # the training may read by other keys, and tells else
         why = f"no batch could be made of the first samples: {error}"
+        return skipped(asked, accumulate_now, why)
+    except NoRoomError as needed:
+        why = (
+            f"a copy of the model takes {size_text(needed.args[0])} of host memory, which is more "
+            "than half of what is free there for each process"
+        )
         return skipped(asked, accumulate_now, why)
     finally:
         restore_random()
@@ -232,6 +240,26 @@ class _Repeated:
 # -- steps on them --------------------------------------------------------------------------------
 
 
+def _remembered(trainer: Trainer, pl_module: LightningModule) -> Snapshot:
+    """Return what puts back all that steps change.
+
+    Raises:
+        NoRoomError: On some rank host memory has no room for it.
+    """
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    changed = (pl_module, *trainer.strategy.optimizers, *schedulers, loss_scaler(trainer))
+    room = read_host_memory().available_bytes // (_COPY_SHARE * trainer.num_devices)
+    found, lacking = None, 0
+    try:
+        found = Snapshot(*changed, room_bytes=room)
+    except NoRoomError as needed:
+        lacking = needed.args[0]
+    lacking = of_ranks(trainer, lacking)  # or those with room would wait for the others
+    if found is None or lacking:
+        raise NoRoomError(lacking)
+    return found
+
+
 class _TriedSteps:
     """Tries steps of any size on a trainer, on all ranks, and undoes them."""
 
@@ -246,9 +274,7 @@ class _TriedSteps:
     ) -> None:
         self.trainer, self.pl_module, self.datamodule = trainer, pl_module, datamodule
         self.batch_of, self.reader, self.clock = batch_of, reader, clock
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        changed = (pl_module, *trainer.strategy.optimizers, *schedulers, loss_scaler(trainer))
-        self._undo = Snapshot(*changed)
+        self._undo = _remembered(trainer, pl_module)
         gc.collect()
         reader.reset_peak()
         self._free_bytes = reader.free_bytes()
