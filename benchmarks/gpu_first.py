@@ -29,7 +29,7 @@ def try_everything(run):
         "prefetch() brings batches": _prefetched,
         **{
             f"a training, prefetch={way!r}": lambda run, way=way: fit_pictures(run, prefetch=way)
-            for way in ("off", "stream", "lookahead")
+            for way in ("off", "auto")
         },
         "a training that augments on the device": lambda run: fit_pictures(run, augment_on="gpu"),
     }

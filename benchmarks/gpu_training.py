@@ -14,15 +14,14 @@ from gpu_run import Skipped, new_trainer
 from torch import nn
 
 from lightning_fastdata.device.backend import is_out_of_memory
-from lightning_fastdata.plugin.guard.prediction import predict_peak_bytes
 
-WAYS = ("off", "stream", "lookahead")
+WAYS = ("off", "auto")
 _FRACTION = 0.05
-_ASKED = 16_381  # a prime number, so that the guard cuts it into the largest parts that fit
+_ASKED = 16_384
 
 
 def measure_guard(run):
-    """Compare the guard's choice with the most that trains, and its prediction with the peaks."""
+    """Compare the guard's choice with the most that trains, and its measured peak with others."""
     if not run.cuda:
         fit_convolutions(run, 4, guard="off", steps=1)
         raise Skipped("a memory limit needs a CUDA device")
@@ -34,12 +33,12 @@ def measure_guard(run):
         chosen = decision.batch_size
         run.add(name, "time to decide", took_s, "s")
         run.add(name, f"chosen, trained {_ASKED:,} rows", chosen, "rows", decision.action)
-        predicted = predict_peak_bytes(decision.probes, chosen)
+        tried = decision.probes[-1].peak_bytes
         for way in WAYS:
             _, _, peak = fit_convolutions(run, chosen, guard="off", steps=20, prefetch=way)
             run.add(name, f"peak, prefetch={way!r}", peak / 2**20, "MiB")
-            if predicted:
-                run.add(name, f"predicted of it, prefetch={way!r}", predicted / peak, "")
+            if tried:
+                run.add(name, f"tried of it, prefetch={way!r}", tried / peak, "")
         low, high = 1, 2  # rows that train, and that do not
         while _trains(run, high):
             low, high = high, 2 * high
@@ -350,9 +349,9 @@ def measure_start(run):
     ways = {
         "torch's DataLoader": {"plain": True},
         "FastDataModule": {"augment_on": "cpu"},
-        "with the guard": {"augment_on": "cpu", "guard": "warn"},
+        "with the guard": {"augment_on": "cpu", "guard": "accumulate"},
         "with torch.compile": {"augment_on": "cpu", "compiled": True},
-        "with both": {"augment_on": "cpu", "guard": "warn", "compiled": True},
+        "with both": {"augment_on": "cpu", "guard": "accumulate", "compiled": True},
         "augmenting on the device, kernels compiled": {"augment_on": "gpu"},
         "augmenting on the device, kernels known": {"augment_on": "gpu"},
     }

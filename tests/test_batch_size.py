@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,52 +11,9 @@ from thoroughness import max_examples
 
 from lightning_fastdata.device.backend import is_out_of_memory
 from lightning_fastdata.host.memory import reserve_bytes
-from lightning_fastdata.plugin.guard.prediction import (
-    GuardDecision,
-    Probe,
-    decide,
-    predict_peak_bytes,
-    probe_sizes,
-)
+from lightning_fastdata.plugin.guard.sizes import Probe, accumulated, chosen, doubled, halved
 
-GIB = 2**30
-MIB = 2**20
-
-
-@dataclass
-class Device:
-    """A device on which a step of ``rows`` rows takes ``cost(rows)`` bytes."""
-
-    fixed: int
-    per_row: int
-    capacity: int
-    knee_rows: int = 0
-    noise: dict[int, int] = field(default_factory=dict)
-
-    def cost(self, rows: int) -> int:
-        # each row above the knee takes 3 % more than one below: a convex curve
-        above = max(0, rows - self.knee_rows) if self.knee_rows else 0
-        noise = self.noise.get(rows, 0)
-        return self.fixed + self.per_row * rows + self.per_row * above * 3 // 100 + noise
-
-    def measure(self, rows: int) -> Probe:
-        cost = self.cost(rows)
-        return Probe(rows, cost if cost <= self.capacity else None)
-
-
-devices = st.builds(
-    Device,
-    fixed=st.integers(0, 8 * GIB),
-    per_row=st.integers(0, 4 * GIB),
-    capacity=st.integers(0, 64 * GIB),
-)
-sizes = st.integers(3, 5000)
-
-
-# --- measuring ---------------------------------------------------------------------------------
-
-
-# --- predicting --------------------------------------------------------------------------------
+MIB, GIB = 2**20, 2**30
 
 
 def test_the_reserve_is_five_percent_but_at_least_half_a_gibibyte():
@@ -65,141 +21,86 @@ def test_the_reserve_is_five_percent_but_at_least_half_a_gibibyte():
     assert reserve_bytes(6 * GIB) == 512 * MIB
 
 
-# --- running the chosen size ---------------------------------------------------------------------
+def device(per_row, total, *, fixed=0, fixed_s=0.01, per_row_s=0.0, wide=0):
+    """Return what measures steps on a device; a step on more than ``wide`` rows takes longer."""
+    budget = total - reserve_bytes(total)
+
+    def measure(rows):
+        needed = fixed + per_row * rows
+        seconds = fixed_s + per_row_s * max(0, rows - wide)
+        return Probe(rows, needed if needed <= total else None, budget, seconds)
+
+    return measure
 
 
-def run_through(device: Device, asked: int, policy: str, budget: int):
-    """Return the probes on the way to the chosen size, and the decision by all of them."""
-
-    def now(probes):
-        return decide(asked=asked, probes=probes, budget_bytes=budget, policy=policy)
-
-    def chosen(probes):
-        decision = now(probes)
-        return decision.batch_size if decision.action in ACTED else None
-
-    probes = probe_sizes(asked, device.measure, chosen)
-    return probes, now(probes)
-
-
-ACTED = ("keep", "accumulate", "chosen")
-convex = st.builds(
-    Device,
-    fixed=st.integers(0, 4 * GIB),
-    per_row=st.integers(MIB // 4, GIB),
-    capacity=st.integers(4 * GIB, 80 * GIB),
-    knee_rows=st.integers(0, 200),
-    noise=st.dictionaries(st.integers(1, 600), st.integers(0, 64 * MIB), max_size=40),
+devices = st.builds(
+    device,
+    per_row=st.integers(MIB // 4, 4 * GIB),
+    total=st.integers(GIB, 80 * GIB),
+    fixed=st.integers(0, 8 * GIB),
+    fixed_s=st.floats(1e-4, 1.0),
+    per_row_s=st.floats(1e-7, 1e-2),
+    wide=st.integers(1, 4096),
 )
+sizes = st.integers(1, 20_000)
 
 
-@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", None]))
+@given(devices, sizes, st.integers(1, 8))
 @max_examples(300)
-def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, policy):
-    budget = device.capacity - reserve_bytes(device.capacity)
-    probes, decision = run_through(device, asked, policy, budget)
-    rows = [probe.rows for probe in probes]
-    assert len(rows) == len(set(rows)) <= 6 + 2 * math.log2(asked)
-    if decision.action in ACTED:
-        ran = [probe.rows for probe in probes if probe.peak_bytes is not None]
-        assert max(ran) >= decision.batch_size
-        assert device.cost(decision.batch_size) <= device.capacity
-
-
-@given(convex, st.integers(3, 20_000))
-@max_examples(300)
-def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device, asked):
-    device.noise = {}
-    budget = device.capacity - reserve_bytes(device.capacity)
-    _, decision = run_through(device, asked, None, budget)
-    fits = max((n for n in range(1, asked + 1) if device.cost(n) <= budget), default=0)
-    if decision.action in ACTED:
-        assert decision.batch_size >= 0.85 * fits - 1
-    else:
-        assert fits <= 4
-
-
-# --- deciding ----------------------------------------------------------------------------------
-
-policies = st.sampled_from(["accumulate", None, "raise", "warn"])
-
-
-def decision_on(device: Device, asked: int, policy: str, budget: int, **more) -> GuardDecision:
-    probes = probe_sizes(asked, device.measure)
-    return decide(asked=asked, probes=probes, budget_bytes=budget, policy=policy, **more)
-
-
-@given(devices, sizes, policies, st.integers(0, 64 * GIB), st.integers(1, 8))
-@max_examples(300)
-def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
-    device, asked, policy, budget, accumulate_now
+def test_what_is_accumulated_fits_has_run_and_keeps_the_rows_of_an_optimizer_step(
+    measure, asked, now
 ):
-    probes = probe_sizes(asked, device.measure)
-    decision = decision_on(device, asked, policy, budget, accumulate_now=accumulate_now)
-    assert 1 <= decision.batch_size <= asked
-    if decision.action in ("keep", "accumulate", "chosen"):
-        assert predict_peak_bytes(probes, decision.batch_size) <= budget
-        assert not any(p.peak_bytes is None and p.rows <= decision.batch_size for p in probes)
-    else:
-        assert decision.batch_size == asked
-        assert decision.accumulate_grad_batches == accumulate_now
-    if decision.action == "keep":
-        assert decision.accumulate_grad_batches == accumulate_now
-    assert decision.predicted_peak_bytes == predict_peak_bytes(probes, asked)
-
-
-@given(devices, sizes, st.integers(0, 64 * GIB), st.integers(1, 8))
-@max_examples(300)
-def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_it(
-    device, asked, budget, accumulate_now
-):
-    largest = decision_on(device, asked, None, budget)
-    decision = decision_on(device, asked, "accumulate", budget, accumulate_now=accumulate_now)
-    if decision.action != "accumulate":
-        assert decision.action == ("raise" if largest.action == "raise" else "keep")
+    probes = halved(asked, measure)
+    decision = accumulated(asked, probes, now)
+    assert len(probes) <= 2 + math.log2(asked)
+    if decision.action == "raise":
+        assert not measure(1).fits
         return
-    parts, rest = divmod(decision.accumulate_grad_batches, accumulate_now)
+    assert measure(decision.batch_size).fits
+    assert decision.batch_size in [probe.rows for probe in probes]
+    if decision.action == "keep":
+        assert (decision.batch_size, decision.accumulate_grad_batches) == (asked, now)
+        return
+    assert not measure(min(asked, 2 * decision.batch_size)).fits
+    parts, rest = divmod(decision.accumulate_grad_batches, now)
     assert rest == 0
-    fewest = math.ceil(asked / largest.batch_size)
-    divisors = [k for k in range(fewest, 2 * fewest + 1) if asked % k == 0]
-    assert parts == (divisors[0] if divisors else fewest)
     surplus = decision.batch_size * parts - asked
-    assert surplus == 0 if divisors else 0 < surplus < parts
-    word = "still sees" if surplus == 0 else "instead of"
-    assert word in decision.reason
+    assert 0 <= surplus < decision.batch_size
+    assert ("instead of" in decision.reason) == (surplus > 0)
 
 
-def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
-    device = Device(fixed=0, per_row=MIB, capacity=GIB)
-    assert decision_on(device, 4096, "raise", 100 * MIB, dataset_rows=100).action == "keep"
-    assert decision_on(device, 4096, "raise", 99 * MIB, dataset_rows=100).action == "raise"
-    cut = decision_on(device, 4096, "accumulate", 60 * MIB, dataset_rows=100)
-    assert (cut.batch_size, cut.accumulate_grad_batches) == (50, 2)
+@given(devices, sizes)
+@max_examples(300)
+def test_what_is_chosen_fits_has_run_and_is_nearly_as_fast_as_anything_that_ran(measure, most):
+    probes = doubled(most, measure)
+    decision = chosen(probes, 1)
+    if decision.action == "raise":
+        assert not measure(1).fits
+        return
+    rates = {probe.rows: probe.rows / probe.step_s for probe in probes if probe.fits}
+    fast = [rows for rows, rate in rates.items() if rate >= 0.95 * max(rates.values())]
+    assert decision.batch_size == min(fast)
+    assert str(decision.batch_size) in decision.reason
+    assert max(rates) <= most
 
 
-@each(
-    ("asked", "fits", "rows", "batches"),
-    [(256, 100, 64, 4), (256, 128, 128, 2), (96, 40, 32, 3), (127, 64, 64, 2), (10, 4, 2, 5)],
-)
-def test_accumulation_table(asked, fits, rows, batches):
-    device = Device(fixed=0, per_row=MIB, capacity=GIB)
-    decision = decision_on(device, asked, "accumulate", fits * MIB)
-    assert (decision.batch_size, decision.accumulate_grad_batches) == (rows, batches)
+def test_no_larger_size_is_tried_where_larger_ones_train_no_more_rows_a_second():
+    wide = device(MIB, 80 * GIB, fixed_s=0.01, per_row_s=0.01 / 64, wide=64)
+    assert [probe.rows for probe in doubled(10_000, wide)] == [4, 8, 16, 32, 64, 128, 256]
 
 
 def test_the_reason_tells_need_budget_and_what_changes():
-    device = Device(fixed=GIB, per_row=GIB // 8, capacity=80 * GIB)
-    assert decision_on(device, 256, "accumulate", 20 * GIB).reason == (
-        "A training step on 256 rows needs about 33.00 GiB of GPU memory, but 20.00 GiB may be "
+    measure = device(GIB // 8, 20 * GIB, fixed=GIB)
+    assert accumulated(256, halved(256, measure), 1).reason == (
+        "A training step on 256 rows needs more GPU memory than there is, but 19.00 GiB may be "
         "used: the loader now gives 128 rows at a time and gradients accumulate over 2 batches. "
         "Each optimizer step still sees 256 rows."
     )
-    assert decision_on(device, 127, "accumulate", 10 * GIB, accumulate_now=2).reason.endswith(
-        "gives 64 rows at a time and gradients accumulate over 4 batches. Each optimizer step "
-        "sees 256 instead of 254 rows."
+    assert accumulated(151, halved(151, measure), 2).reason == (
+        "A training step on 151 rows needs 19.88 GiB of GPU memory, but 19.00 GiB may be used: "
+        "the loader now gives 76 rows at a time and gradients accumulate over 4 batches. Each "
+        "optimizer step sees 304 instead of 302 rows."
     )
-    small = Device(fixed=0, per_row=GIB, capacity=3 * GIB)
-    assert "a step on 4 rows ran out of memory" in decision_on(small, 64, "raise", GIB).reason
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ SECTIONS = {
     ),
     "memory": Section(
         "gpu_training:measure_guard",
-        "whether the guard's prediction covers the peak of a training that prefetches",
+        "whether the steps that the guard tries take what a training that prefetches does",
     ),
     "errors": Section("gpu_first:provoke_errors", "whether the guard knows memory errors as such"),
     "start": Section("gpu_training:measure_start", "what comes before the first step, and why"),

@@ -502,10 +502,6 @@ class MixedTransform(StageTransform):
         """Return the operations of which a device makes other pixels of the same distribution."""
         return () if self.pipeline is None else self.pipeline.redrawn()
 
-    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
-        """Return the parts of the pipeline that run on one sample after the other, by name."""
-        return () if self.pipeline is None else self.pipeline.without_form()
-
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
         if self.pipeline is not None:

@@ -84,10 +84,6 @@ class StageTransform:
         """Return the operations of which a device makes other pixels of the same distribution."""
         return ()
 
-    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
-        """Return the parts that run on one sample after the other, wherever it runs, by name."""
-        return ()
-
     def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
         """Return the transform for a dataset, of which these are samples from all over it.
 

@@ -72,7 +72,7 @@ def test_a_batch_is_copied_and_transformed_beside_the_steps_before_it(case):
 
 
 def test_a_training_of_one_seed_sees_the_device_work_in_one_order():
-    case = next(case for case in all_cases() if str(case) == "inline-pinned-stream-augmented")
+    case = next(case for case in all_cases() if str(case) == "inline-pinned-auto-augmented")
     one, other = (train(case, "random", 5) for _ in range(2))
     assert one.order == other.order
     assert train(case, "random", 6).order != one.order

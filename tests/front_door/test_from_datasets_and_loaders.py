@@ -30,7 +30,6 @@ from torch.utils.data import (
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
-from lightning_fastdata.plugin.guard.steps import guard_batch, guard_rows
 
 
 class Numbers(Dataset):
@@ -391,18 +390,6 @@ def test_the_batch_size_finder_scales_all_loaders_in_proportion() -> None:
         "many": 2 * found,
     }
     assert "num_workers" in data.explain()
-
-
-def test_the_guard_gets_batches_as_the_loaders_make_them() -> None:
-    loaders = {
-        "few": DataLoader(Numbers(), 4),
-        "many": DataLoader(Numbers(9), 8, collate_fn=joined),
-    }
-    data = FastDataModule.from_loaders(loaders, num_workers=0)
-    assert guard_rows(data.train_dataset()) == 20
-    batch = guard_batch(data, 2)
-    assert plain(batch) == {"few": [0, 10], "many": [0, 20, 40, 60]}
-    assert guard_rows(FastDataModule.from_loaders(LOADERS["buckets"]()).train_dataset()) is None
 
 
 class Odd(DataLoader):

@@ -38,8 +38,7 @@ def lane_law() -> None:
 
 
 PREFETCHED = Case("inline", "pinned", "prefetch", augmented=True)
-STREAMED = Case("inline", "pinned", "stream", augmented=True, measured=True)
-AHEAD = Case("inline", "pinned", "lookahead", augmented=True)
+AHEAD = Case("inline", "pinned", "auto", augmented=True, measured=True)
 
 
 def nothing(right):
@@ -89,12 +88,12 @@ def mutants_of_streams():
     """Yield those of ``record_stream``, of events that streams wait for, and of sources."""
     yield Mutant(
         "memory that two streams use is free when the first is done",
-        law(check_bytes, STREAMED, "late-main"),
+        law(check_bytes, AHEAD, "late-main"),
         *(DeviceStreams, "keep", nothing),
     )
     yield Mutant("the same in a lane", lane_law, DeviceStreams, "keep", nothing)
     yield Mutant("a source is let go of at once", lane_law, DeviceStreams, "mark", passed_at_once)
-    for case in (PREFETCHED, STREAMED, AHEAD):
+    for case in (PREFETCHED, AHEAD):
         yield Mutant(
             f"the step does not wait for its batch, {case}",
             law(check_bytes, case, "late-side"),
@@ -104,7 +103,7 @@ def mutants_of_streams():
 
 def mutants_that_wait():
     """Yield those that hold up the host, or do not hold it up where they must."""
-    for case in (PREFETCHED, STREAMED, AHEAD):
+    for case in (PREFETCHED, AHEAD):
         yield Mutant(
             f"the host waits before it sends a batch, {case}",
             law(check_waits, case, "late-main"),
@@ -127,15 +126,15 @@ def mutants_that_wait():
     )
     yield Mutant(
         "draws come from ordinary memory",
-        law(check_waits, STREAMED, "late"),
+        law(check_waits, AHEAD, "late"),
         *(Draws, "to", sends_from_ordinary_memory),
     )
     yield Mutant(
         "measuring waits for the device",
-        law(check_waits, STREAMED, "late"),
+        law(check_waits, AHEAD, "late"),
         *(EventClock, "ready", waits_for_the_mark),
     )
-    for case in (PREFETCHED, STREAMED):
+    for case in (PREFETCHED, AHEAD):
         yield Mutant(
             f"batches cross on the stream of the steps, {case}",
             law(check_overlap, case, "late-main"),

@@ -25,10 +25,11 @@ BATCH, ROWS = 16, 128
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, device, breaks=False):
+    def __init__(self, device, breaks, norm):
         super().__init__()
         self.memory, self.breaks, self.rows = device, breaks, []
-        self.layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        normalised = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.layer = nn.Sequential(nn.Linear(4, 4), normalised, nn.Linear(4, 1))
 
     def training_step(self, batch, _index):
         if self.breaks and self.global_rank == 1:
@@ -47,16 +48,16 @@ class Data(FastDataModule):
         return TensorDataset(torch.randn(ROWS, 4, generator=generator))
 
 
-def run(folder, name, memory, policy="accumulate", *, breaks=False):
+def run(folder, name, memory, *, breaks=False, norm=True):
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = Device(memory[rank] * GIB)
-    module, guard = Module(device, breaks), BatchSizeGuard(device)
+    module, guard = Module(device, breaks, norm), BatchSizeGuard(device)
     torch.manual_seed(0)
     trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[guard])
     error = ""
     before = [p.detach().clone() for p in module.parameters()]
     try:
-        trainer.fit(module, Data(batch_size=BATCH, guard=policy, seed=1))
+        trainer.fit(module, Data(batch_size=BATCH, guard="accumulate", seed=1))
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     decision = guard.decision

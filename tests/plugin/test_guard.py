@@ -1,43 +1,46 @@
+"""What the guard tries before a fit changes nothing of the training, and what it chooses fits."""
+
 from __future__ import annotations
 
 import importlib
 import random
 import weakref
 from collections import deque
+from functools import partial
 from pathlib import Path
 
+import albumentations as A
 import lightning.pytorch
 import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from conformance.pieces import Images, Pixels
+from device.host_streams import HostStreams
+from lightning.pytorch.plugins import MixedPrecision
 from misses import each
-from plugin.counted_device import GIB, Device
+from plugin.counted_device import GIB, MIB, Device
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
+from trainers import Keeps, quiet_trainer
 
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
-from lightning_fastdata.plugin.guard.snapshots import Snapshot
-from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.bindings import BatchSizeGuard
+from lightning_fastdata.plugin.guard import steps
 
-ROWS = 48
-BATCH = 16
-FEATURES = 6
-CLASSES = 3
+ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
+INLINE = LoaderOptions(num_workers=0, executor="inline", probe=False)
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning|pytorch_lightning|torch")
 
 
-@pytest.fixture
-def pl():
-    return lightning.pytorch
-
-
 class Steps(Device):
-    """A modelled device: a step of ``rows`` rows takes ``fixed + per_row * rows`` bytes.
+    """A step of ``rows`` rows takes ``fixed + per_row * rows`` bytes, and 10 ms for any 64 rows.
 
     The module under test tells it, at the place named ``where``, how many rows are at work.
     """
@@ -45,18 +48,22 @@ class Steps(Device):
     def __init__(self, where="forward", fixed=GIB, per_row=GIB, total=1000 * GIB):
         super().__init__(total)
         self.where, self.fixed, self.per_row = where, fixed, per_row
-        self.rows_tried = []
+        self.rows_tried, self.now_s = [], 0.0
         self.others = self.others_grow = 0
 
     def work(self, where, rows):
-        self.rows_tried.append(rows)
         if where == self.where:
-            self.take(self.fixed + self.per_row * rows)
+            self.rows_tried.append(rows)
+            self.now_s += 0.010 * max(1.0, rows / 64)
+            self.take(self.fixed + int(self.per_row * rows))
 
     def free_bytes(self):
         free = self.total - self.others
         self.others = self.others_grow
         return free
+
+    def clock(self):
+        return self.now_s
 
 
 class WorkInBackward(torch.autograd.Function):
@@ -71,7 +78,9 @@ class WorkInBackward(torch.autograd.Function):
         return grad, None
 
 
-def module_for(pl, device, optimizer="adam", **options):
+def module_for(device, optimizer="adam", pl=lightning.pytorch, **options):
+    """Return a module that has, draws and changes all that a module may."""
+
     class Adam(torch.optim.AdamW):
         def step(self, closure=None):
             with torch.enable_grad():
@@ -94,6 +103,7 @@ def module_for(pl, device, optimizer="adam", **options):
             self.seen = CatMetric()
             self.register_buffer("average", torch.zeros(3), persistent=False)
             self.steps, self.outputs, self.last = 0, [], None
+            self.nested = {"list": [[0]], "set": {1}, "deque": deque([1], maxlen=2)}
             self.own = torch.Generator().manual_seed(7)
             self.rows_now = 0
             self.losses = []
@@ -120,6 +130,9 @@ def module_for(pl, device, optimizer="adam", **options):
             self.average += logits.detach().mean(0)
             self.steps += 1
             self.outputs.append(loss.detach())
+            self.nested["list"][0].append(self.steps)
+            self.nested["set"].add(9)
+            self.nested["deque"].extend([5, 6])
             self.last = logits.detach()
             self.log("loss", loss, prog_bar=True)
             self.log_dict({"accuracy": self.accuracy, "twice": 2 * loss})
@@ -149,24 +162,14 @@ def module_for(pl, device, optimizer="adam", **options):
     return module
 
 
-def data_for(pl, batch_size=BATCH):
-    class Data(pl.LightningDataModule):
-        def __init__(self):
-            super().__init__()
-            self.batch_size = batch_size
-            generator = torch.Generator().manual_seed(1)
-            x = torch.randn(ROWS, FEATURES, generator=generator)
-            self.dataset = TensorDataset(x, torch.arange(ROWS) % CLASSES)
-
-        def train_dataloader(self):
-            return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
-
-    return Data()
+def rows_of_numbers():
+    x = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, torch.arange(ROWS) % CLASSES)
 
 
-def batch_of(rows):
-    torch.rand(3), random.random(), np.random.rand()  # a loader draws, too
-    return torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
+def home_of(pl):
+    own = "" if pl is lightning.pytorch else ".pytorch_lightning"
+    return importlib.import_module(f"lightning_fastdata{own}")
 
 
 def state_of(trainer, module):
@@ -189,8 +192,9 @@ def state_of(trainer, module):
         "modes": [m.training for m in module.modules()],
         "gradients": [p.grad for p in module.parameters()],
         "plain": [module.steps, list(module.outputs), module.last, list(module.losses)],
+        "nested": [repr(module.nested), *map(id, module.nested.values())],
         "attributes": sorted(vars(module)),
-        "trainer": [trainer.global_step, trainer.current_epoch, trainer.accumulate_grad_batches],
+        "trainer": [trainer.global_step, trainer.current_epoch],
         "watchers": [*map(id, trainer.callbacks), *map(id, trainer.loggers), id(trainer.profiler)],
         "identities": [id(p) for p in module.parameters()] + [id(b) for b in module.buffers()],
     }
@@ -206,43 +210,57 @@ def same(one, other):
     return one == other
 
 
-def guard_callback(pl, device, policy="accumulate", apply=True, **options):
-    class Guard(pl.Callback):
-        before = after = decision = sentence = error = None
+class Run:
+    """A fit of a module behind the guard, on a device that is counted."""
 
-        def on_fit_start(self, trainer, pl_module):
-            self.before = state_of(trainer, pl_module) if hasattr(pl_module, "own") else None
-            size = options.get("batch_size", trainer.datamodule.batch_size)
-            own = options.get("batch_of", batch_of)
-            try:
-                self.decision = run_guard(
-                    trainer, pl_module, batch_of=own, batch_size=size, policy=policy, reader=device
-                )
-            finally:
-                self.after = state_of(trainer, pl_module) if self.before else None
-                self.tried, device.rows_tried = device.rows_tried, []
-            if apply:
-                self.sentence = apply_decision(self.decision, trainer, trainer.datamodule)
+    def __init__(self, module, device, where=None, *, data=None, pl=lightning.pytorch, **options):
+        guard, callbacks = options.pop("guard", "accumulate"), options.pop("callbacks", ())
+        home = home_of(pl)
+        if data is None:
+            data = home.FastDataModule.from_datasets(
+                rows_of_numbers(), batch_size=BATCH, guard=guard, options=INLINE, seed=1
+            )
+        self.module, self.data, self.states, self.tried = module, data, [], []
+        bindings = "plugin.bindings" if pl is lightning.pytorch else "pytorch_lightning"
+        bound = importlib.import_module(f"lightning_fastdata.{bindings}")
+        own = getattr(device, "clock", lambda: 0.0)
+        self.guard = bound.BatchSizeGuard(reader=device, clock_s=own)
+        run = self
 
-    return Guard()
+        class Watch(pl.Callback):
+            def on_fit_start(self, trainer, pl_module):
+                run.tried = [*getattr(device, "rows_tried", ())]
+                if hasattr(pl_module, "own"):
+                    run.states.append(state_of(trainer, pl_module))
 
+        logger = False
+        if where is not None:
+            csv = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
+            logger = csv(where, name="", version="")
+        quiet = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+        self.ckpt = options.pop("ckpt", None)
+        self.trainer = pl.Trainer(
+            **{"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": logger}
+            | dict.fromkeys(quiet, False)
+            | options,
+            callbacks=[Watch(), *([self.guard] if guard else []), *callbacks, Watch()],
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+        )
+        pl.seed_everything(3, verbose=False)
 
-def fit(pl, module, data, callbacks=(), where=None, **options):
-    logger = False
-    if where is not None:
-        csv = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
-        logger = csv(where, name="", version="")
-    quiet = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = pl.Trainer(
-        **{"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": logger}
-        | dict.fromkeys(quiet, False)
-        | options,
-        callbacks=[*callbacks],
-        log_every_n_steps=1,
-    )
-    pl.seed_everything(3, verbose=False)
-    trainer.fit(module, datamodule=data, ckpt_path=None)
-    return trainer
+    def __call__(self):
+        self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.ckpt)
+        return self
+
+    @property
+    def decision(self):
+        return self.guard.decision
+
+    def assert_restored(self):
+        before, after = self.states
+        for name, value in before.items():
+            assert same(value, after[name]), name
 
 
 # --- everything is as before -------------------------------------------------------------------
@@ -258,110 +276,60 @@ def fit(pl, module, data, callbacks=(), where=None, **options):
 )
 def test_everything_is_restored_bit_for_bit(pl, tmp_path, options):
     device = Steps()
-    guard = guard_callback(pl, device)
-    fit(pl, module_for(pl, device, **options), data_for(pl), [guard], tmp_path, max_epochs=1)
-    assert {4, 8, 16} == set(guard.tried)
-    for name, value in guard.before.items():
-        assert same(value, guard.after[name]), name
-    assert guard.decision.action == "keep"
+    run = Run(module_for(device, pl=pl, **options), device, tmp_path, pl=pl)()
+    assert set(run.tried) == {BATCH}
+    run.assert_restored()
+    assert run.decision.action == "keep"
 
 
-def test_training_after_the_guard_is_the_training_without_it(pl, tmp_path):
+def test_training_after_the_guard_is_the_training_without_it(tmp_path):
     runs = []
-    for guarded in (False, True):
-        device = Steps()
-        module, data = module_for(pl, device), data_for(pl)
-        callbacks = [guard_callback(pl, device)] if guarded else []
-        where = tmp_path / str(guarded)
-        trainer = fit(pl, module, data, callbacks, where, gradient_clip_val=0.5)
+    for guard in ("off", "accumulate"):
+        device, where = Steps(), tmp_path / guard
+        run = Run(module_for(device), device, where, guard=guard, gradient_clip_val=0.5)()
         metrics = Path(where, "metrics.csv").read_text()
-        runs.append([state_of(trainer, module)["parameters"], module.losses, metrics])
+        parameters = state_of(run.trainer, run.module)["parameters"]
+        runs.append([parameters, run.module.losses, metrics])
     assert same(*runs)
-    assert len(runs[0][1]) == 2 * ROWS // BATCH
+    assert len(runs[0][1]) == ROWS // BATCH
 
 
-PLACES = ["before_transfer", "after_transfer", "forward", "backward", "optimizer"]
-
-
-@pytest.mark.cases(4)
-@each("where", PLACES)
-@each(("total", "tried"), [(8, {4, 8, 2}), (4, {4, 2, 3})])
-def test_out_of_memory_anywhere_is_undone_and_the_chosen_size_trains(
-    pl, tmp_path, where, total, tried
-):
-    device = Steps(where, fixed=GIB, per_row=GIB, total=total * GIB)
-    guard = guard_callback(pl, device)
-    trainer = fit(
-        pl,
-        module_for(pl, device),
-        data_for(pl),
-        [guard],
-        tmp_path,
-        max_epochs=1,
-    )
-    assert set(guard.tried) == tried
-    for name, value in guard.before.items():
-        assert same(value, guard.after[name]), name
-    chosen = guard.decision.batch_size
-    assert guard.decision.action == "accumulate"
+@each("where", ["before_transfer", "after_transfer", "forward", "backward", "optimizer"])
+@each(("total", "tried"), [(8, {16, 8, 4}), (4, {16, 8, 4, 2})])
+def test_out_of_memory_anywhere_is_undone_and_the_chosen_size_trains(tmp_path, where, total, tried):
+    device = Steps(where, total=total * GIB)
+    run = Run(module_for(device), device, tmp_path)()
+    assert set(run.tried) == tried
+    run.assert_restored()
+    chosen = run.decision.batch_size
+    assert (run.decision.action, chosen) == ("accumulate", min(tried))
     assert device.fixed + device.per_row * chosen <= device.total - reserve_bytes(device.total)
-    assert max(device.rows_tried) == chosen
-    assert chosen * guard.decision.accumulate_grad_batches == BATCH
-    assert trainer.global_step == ROWS // BATCH
+    assert set(device.rows_tried[len(run.tried) :]) == {chosen}
+    assert chosen * run.decision.accumulate_grad_batches == BATCH
+    assert run.trainer.global_step == ROWS // BATCH
 
 
-def test_after_out_of_memory_nothing_of_the_step_is_alive_when_memory_is_read_again(pl):
-    made, alive = weakref.WeakSet(), []
-    device = Steps(total=8 * GIB)
-    reset = device.reset_peak
-    device.reset_peak = lambda: (alive.append(len(made)), reset())
-
-    class Module(type(automatic(pl))):
-        def training_step(self, batch, batch_idx):
-            hidden = self.layer(batch[0])
-            self.kept = hidden
-            made.update([batch[0], hidden])
-            device.work("forward", len(batch[0]))
-            return hidden.mean()
-
-    guard = guard_callback(pl, device, batch_of=lambda rows: (Doubled(rows),))
-    fit(pl, Module(), data_for(pl), [guard], max_epochs=1)
-    assert set(guard.tried) == {4, 8, 2}
-    assert alive == [0] * 7  # at the start, before and after each size
-
-
-class Doubled:
-    """Becomes a tensor on its way to the device, so that nobody else holds it."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def to(self, device, **_):
-        return torch.ones(self.rows, FEATURES, device=device)
-
-
-def test_another_error_is_raised_after_everything_is_restored(pl, tmp_path):
+def test_another_error_is_raised_after_everything_is_restored(tmp_path):
     device = Steps()
 
     def work(where, rows):
-        if where == "optimizer" and rows == 8:
+        if where == "optimizer":
             raise RuntimeError("mat1 and mat2 do not fit")
 
     device.work = work
-    guard = guard_callback(pl, device)
+    run = Run(module_for(device), device, tmp_path)
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        fit(pl, module_for(pl, device), data_for(pl), [guard], tmp_path)
-    assert any("8 rows" in note and "'off'" in note for note in caught.value.__notes__)
-    for name, value in guard.before.items():
-        assert same(value, guard.after[name]), name
+        run()
+    assert any("16 rows" in note and "'off'" in note for note in caught.value.__notes__)
+    run.states.append(state_of(run.trainer, run.module))
+    run.states[1]["random"] = run.states[0]["random"]  # put back behind the error, drawn from since
+    run.assert_restored()
 
 
-def test_the_gradient_scaler_is_restored_and_does_not_hide_the_optimizer_state(pl, tmp_path):
-    from lightning.pytorch.plugins import MixedPrecision
-
+def test_the_gradient_scaler_is_restored_and_does_not_hide_the_optimizer_state(tmp_path):
     device = Steps()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # overflows in half precision
-    module, states = module_for(pl, device, "sgd"), []
+    module, states, seen = module_for(device, "sgd"), [], []
     step = type(module).training_step
 
     def training_step(self, batch, batch_idx):
@@ -369,16 +337,15 @@ def test_the_gradient_scaler_is_restored_and_does_not_hide_the_optimizer_state(p
         return step(self, batch, batch_idx)
 
     type(module).training_step = training_step
-    seen = []
 
-    class Watch(pl.Callback):
+    class Watch(lightning.pytorch.Callback):
         def on_fit_start(self, trainer, pl_module):
             seen.append((dict(vars(scaler)), list(states)))
 
-    guard = guard_callback(pl, device)
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    callbacks = [Watch(), guard, Watch()]
-    fit(pl, module, data_for(pl), callbacks, tmp_path, plugins=[plugin])
+    run = Run(module, device, tmp_path, plugins=[plugin], callbacks=[Watch()])
+    run.trainer.callbacks.insert(0, Watch())
+    run()
     assert seen[0][0] == seen[1][0]
     first, second, *_ = seen[1][1]
     assert first == 0 < second
@@ -388,55 +355,52 @@ def test_the_gradient_scaler_is_restored_and_does_not_hide_the_optimizer_state(p
 
 
 @each("owner", ["datamodule", "module", "both"])
-def test_a_tried_step_calls_the_data_hooks_as_the_first_real_batch_does(pl, owner):
+def test_a_tried_step_calls_the_data_hooks_as_the_first_real_batch_does(owner):
     trace = []
 
     def traced(kind, label):
         def on_before(self, batch, dataloader_idx):
-            trace.append((label, "before", type(batch), batch.dtype, dataloader_idx))
+            batch = kind.on_before_batch_transfer(self, batch, dataloader_idx)
+            trace.append((label, "before", type(batch), batch[0].dtype, dataloader_idx))
             return batch
 
         def on_after(self, batch, dataloader_idx):
-            trace.append((label, "after", type(batch), batch.dtype, dataloader_idx))
+            batch = kind.on_after_batch_transfer(self, batch, dataloader_idx)
+            trace.append((label, "after", type(batch), batch[0].dtype, dataloader_idx))
             return batch
 
         hooks = {"on_before_batch_transfer": on_before, "on_after_batch_transfer": on_after}
         return type(kind.__name__, (kind,), hooks)
 
-    class Module(pl.LightningModule):
+    class Module(lightning.pytorch.LightningModule):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(FEATURES, 1)
 
         def training_step(self, batch):
-            trace.append(("step", batch.dtype, self.training, torch.is_grad_enabled()))
-            return self.layer(batch).mean()
+            trace.append(("step", batch[0].dtype, self.training, torch.is_grad_enabled()))
+            return self.layer(batch[0]).mean()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    class Data(pl.LightningDataModule):
-        batch_size = BATCH
-
-        def train_dataloader(self):
-            return DataLoader(torch.randn(ROWS, FEATURES), batch_size=self.batch_size)
-
     module = (traced(Module, "module") if owner != "datamodule" else Module)()
-    data = (traced(Data, "datamodule") if owner != "module" else Data)()
-    device = Steps()
-    guard = guard_callback(pl, device, batch_of=lambda rows: torch.randn(rows, FEATURES))
-    fit(pl, module, data, [guard], max_epochs=1, limit_train_batches=1, precision="bf16-true")
-    each = len(trace) // 7
-    parts = [trace[i * each : (i + 1) * each] for i in range(7)]
-    assert each == 3
-    assert parts == [parts[0]] * 7  # two steps at each of three sizes, then the real batch
-    assert guard.decision.action == "keep"
+    kind = traced(FastDataModule, "datamodule") if owner != "module" else FastDataModule
+    data = kind.from_datasets(
+        rows_of_numbers(), batch_size=BATCH, guard="accumulate", options=INLINE
+    )
+    run = Run(module, Steps(), data=data, limit_train_batches=1, precision="bf16-true")()
+    each_step = len(trace) // 4
+    parts = [trace[i * each_step : (i + 1) * each_step] for i in range(4)]
+    assert each_step == (5 if owner == "both" else 3)
+    assert parts == [parts[0]] * 4  # three steps, then the real batch
+    assert run.decision.action == "keep"
 
 
-def test_callbacks_and_profilers_do_not_see_the_steps(pl, tmp_path):
+def test_callbacks_and_profilers_do_not_see_the_steps(tmp_path):
     calls = []
 
-    class Watch(pl.Callback):
+    class Sees(lightning.pytorch.Callback):
         def on_before_backward(self, *args):
             calls.append("backward")
 
@@ -444,211 +408,452 @@ def test_callbacks_and_profilers_do_not_see_the_steps(pl, tmp_path):
             calls.append("step")
 
     device = Steps()
-    guard = guard_callback(pl, device)
-    callbacks = [Watch(), guard]
-    trainer = fit(pl, module_for(pl, device), data_for(pl), callbacks, tmp_path, profiler="simple")
-    assert calls == ["backward", "step"] * (2 * ROWS // BATCH)
-    recorded = trainer.profiler.recorded_durations
-    assert len(recorded["run_training_batch"]) == 2 * ROWS // BATCH
+    run = Run(module_for(device), device, tmp_path, callbacks=[Sees()], profiler="simple")()
+    assert calls == ["backward", "step"] * (ROWS // BATCH)
+    recorded = run.trainer.profiler.recorded_durations
+    assert len(recorded["run_training_batch"]) == ROWS // BATCH
     hook = "[LightningModule]Module.on_before_optimizer_step"
-    hooks = [name for name in recorded if name.endswith("on_before_optimizer_step")]
-    assert hook in hooks
-    assert len(recorded[hook]) == 2 * ROWS // BATCH
+    assert len(recorded[hook]) == ROWS // BATCH
 
 
-def test_a_compiled_module_is_compiled_for_the_real_size_only(pl):
+def test_a_compiled_module_is_compiled_for_the_real_size_only():
     compiled_for = []
 
     def backend(graph, inputs):
         compiled_for.append([d for i in inputs if hasattr(i, "shape") for d in i.shape])
         return graph.forward
 
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(FEATURES, 1)
-            self.fast = torch.compile(lambda x: x.sin() * 2, backend=backend)
+    class Module(Keeps):
+        fast = staticmethod(torch.compile(lambda x: x.sin() * 2, backend=backend))
 
-        def training_step(self, batch):
-            return self.layer(self.fast(batch)).mean()
+        def training_step(self, batch, batch_idx):
+            return self.fast(batch[0]).mean() * self.scale
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    class Data(pl.LightningDataModule):
-        batch_size = BATCH
-
-        def train_dataloader(self):
-            return DataLoader(torch.randn(ROWS, FEATURES), batch_size=self.batch_size)
-
-    guard = guard_callback(pl, Steps(), batch_of=lambda rows: torch.randn(rows, FEATURES))
-    fit(pl, Module(), Data(), [guard], max_epochs=1)
+    assert Run(Module(), Steps())().decision.action == "keep"
     assert compiled_for == [[BATCH, FEATURES]]
+
+
+class Streams(FastDataModule):
+    """Data on a CPU that has streams like a GPU."""
+
+    def device_streams(self, device):
+        return HostStreams()
+
+
+@pytest.mark.parametrize("way", ["off", "auto"])
+def test_steps_are_tried_with_the_batches_on_the_device_that_the_training_has(way):
+    arrived, alive, left = [], {"tried": [], "trained": []}, []
+
+    def count():
+        return sum(batch() is not None for batch in arrived)
+
+    class Module(Keeps):
+        now = "tried"
+
+        def on_train_start(self):
+            self.now = "trained"
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            x = batch[0].clone()  # as a device has it
+            arrived.append(weakref.ref(x))
+            return [x]
+
+        def training_step(self, batch, batch_idx):
+            alive[self.now].append(count())
+            device.take(GIB * len(batch[0]))
+            return batch[0].mean() * self.scale
+
+    device = Device(8 * GIB)
+    reset = device.reset_peak
+    device.reset_peak = lambda: (left.append(count()), reset())
+    data = Streams.from_datasets(
+        TensorDataset(torch.randn(64, 4)), batch_size=16, guard="accumulate", prefetch=way,
+        options=INLINE,
+    )  # fmt: skip
+    run = Run(Module(), device, data=data)()
+    assert run.decision.batch_size == 4
+    assert set(alive["tried"]) == {1 if way == "off" else 2}
+    assert max(alive["trained"]) <= max(alive["tried"])
+    assert set(left) == {0}  # nothing of a step is alive when memory is read, nor of one that fails
 
 
 # --- deciding and applying ---------------------------------------------------------------------
 
 
-def test_memory_that_another_process_takes_meanwhile_counts(pl, tmp_path):
+def test_memory_that_another_process_takes_meanwhile_counts(tmp_path):
     decisions = []
     for grow in (0, 8 * GIB):
         device = Steps(total=20 * GIB)
         device.others_grow = grow
-        guard = guard_callback(pl, device)
-        fit(pl, module_for(pl, device), data_for(pl), [guard], tmp_path)
-        decisions.append(guard.decision)
+        decisions.append(Run(module_for(device), device, tmp_path)().decision)
     assert [each.action for each in decisions] == ["keep", "accumulate"]
-    assert decisions[0].budget_bytes - decisions[1].budget_bytes == 8 * GIB
+    assert decisions[0].probes[0].budget_bytes - decisions[1].probes[0].budget_bytes == 8 * GIB
     assert decisions[1].batch_size == 8
     assert decisions[1].reason.endswith("Batch normalisation now averages over 8 rows.")
 
 
 @each("estimate", [False, True])
 def test_accumulation_keeps_the_optimizer_steps_also_if_the_loader_was_built_before(
-    pl, tmp_path, estimate
+    tmp_path, estimate
 ):
     device = Steps(total=10 * GIB)
-    module, data = module_for(pl, device, "sgd", estimate=estimate), data_for(pl)
-    guard = guard_callback(pl, device)
-    trainer = fit(pl, module, data, [guard], tmp_path, accumulate_grad_batches=3)
-    assert (data.batch_size, trainer.accumulate_grad_batches) == (8, 6)
-    assert set(device.rows_tried) == {8}
-    assert trainer.global_step == 2 * ROWS // (3 * BATCH)
-    assert guard.sentence == guard.decision.reason
-    assert "Each optimizer step still sees 48 rows." in guard.sentence
+    sizes = []
+
+    class Sizes(lightning.pytorch.Callback):
+        def on_train_start(self, trainer, pl_module):
+            sizes.append((trainer.datamodule.batch_size, trainer.accumulate_grad_batches))
+
+    module = module_for(device, "sgd", estimate=estimate)
+    run = Run(module, device, tmp_path, accumulate_grad_batches=3, callbacks=[Sizes()])()
+    assert sizes == [(8, 6)]
+    assert set(device.rows_tried[len(run.tried) :]) == {8}
+    assert run.trainer.global_step == ROWS // (3 * BATCH)
+    assert run.data.notes == [run.decision.reason]
+    assert "Each optimizer step still sees 48 rows." in run.decision.reason
+    assert (run.data.batch_size, run.trainer.accumulate_grad_batches) == (BATCH, 3)  # again
+
+
+class Takes(Keeps):
+    """Takes memory of a counted device in each training step, and remembers the sizes."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device_memory, self.sizes, self.ids = device, [], []
+
+    def training_step(self, batch, batch_idx):
+        self.device_memory.work("forward", len(batch[0]))
+        if self.trainer.state.stage == "train" and self.trainer.callbacks:
+            self.sizes.append(len(batch[0]))
+            self.ids += batch[1].tolist()
+        return batch[0].float().mean() * self.scale
+
+
+def numbered(rows):
+    return TensorDataset(torch.randn(rows, 4), torch.arange(rows))
+
+
+def fit(device, guard="accumulate", *, batch_size=32, rows=64, model=None, **how):
+    model = Takes(device) if model is None else model
+    data = FastDataModule.from_datasets(
+        numbered(rows), batch_size=batch_size, guard=guard, options=INLINE
+    )
+    return Run(model, device, data=data, **how)()
+
+
+def narrow():
+    return Steps(fixed=0, per_row=100 * MIB, total=2 * GIB)  # 15 rows fit with the reserve
+
+
+def test_accumulate_loads_smaller_batches_and_each_sample_once(capsys):
+    callback = DataThroughputCallback(report=False)
+    run = fit(narrow(), callbacks=[callback])
+    assert run.module.sizes == [8] * 8
+    assert sorted(run.module.ids) == list(range(64))
+    assert run.trainer.global_step == 2
+    assert callback.report.notes == (run.decision.reason,)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the loader now gives 8 rows at a time" in printed
+
+
+def test_the_asked_sizes_are_back_after_an_error():
+    class Fails(Takes):
+        def on_train_epoch_end(self):
+            data = self.trainer.datamodule
+            assert (data.batch_size, self.trainer.accumulate_grad_batches) == (8, 4)
+            raise ZeroDivisionError
+
+    device = narrow()
+    data = FastDataModule.from_datasets(
+        numbered(64), batch_size=32, guard="accumulate", options=INLINE
+    )
+    run = Run(Fails(device), device, data=data)
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert (data.batch_size, run.trainer.accumulate_grad_batches) == (32, 1)
+
+
+@each(("batch_size", "rows", "chosen"), [(32, 64, 8), ("auto", 640, 8)])
+def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path, batch_size, rows, chosen):
+    first = fit(narrow(), batch_size=batch_size, rows=rows)
+    path = tmp_path / "one.ckpt"
+    first.trainer.save_checkpoint(path)
+    again = fit(narrow(), batch_size=batch_size, rows=rows, ckpt=path, max_epochs=2)
+    assert again.tried == []
+    assert set(again.module.sizes) == {chosen}
+    assert again.trainer.global_step == 2 * first.trainer.global_step
+    assert (again.data.batch_size, again.trainer.accumulate_grad_batches) == (32, 1)
+
+
+def test_a_run_that_resumes_without_sizes_is_not_tried(tmp_path):
+    first = fit(narrow(), "off", batch_size=8)
+    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = fit(narrow(), batch_size=8, ckpt=tmp_path / "one.ckpt", max_epochs=2)
+    assert "resumed" in again.decision.reason
+    assert again.tried == []
+
+
+@each("guard", ["accumulate", "auto"])
+def test_where_not_even_one_row_fits_the_training_ends_before_its_first_step(guard):
+    device = Steps(total=GIB)
+    model = Takes(device)
+    how = {"batch_size": "auto", "rows": 400} if guard == "auto" else {"guard": guard}
+    with pytest.raises(BatchSizeError, match="not even one row fits"):
+        fit(device, model=model, **how)
+    assert model.sizes == []
+
+
+@each("guard", ["warn", "raise", "off"])
+def test_others_try_nothing(guard):
+    run = fit(Steps(total=1000 * GIB), guard)
+    assert run.decision is None
+    assert run.tried == run.data.notes == []
+    assert run.module.sizes == [32, 32]
+
+
+def test_transforms_on_the_device_are_part_of_the_steps():
+    device = Device(2 * GIB, raises=False)
+
+    class Upscale(nn.Module):
+        def forward(self, batch):
+            image, label = batch
+            device.take(len(image) * 100 * MIB)
+            assert image.shape[1:] == (8, 8, 3)  # behind the pipeline
+            return image.float(), label
+
+    class Learns(Pixels):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8 * 8 * 3, 1)
+
+    data = FastDataModule.from_datasets(
+        Images(64), batch_size=32, guard="accumulate", augment=A.RandomCrop(8, 8), augment_on="gpu"
+    )
+    data.register_transform(Upscale())
+    assert Run(Learns(), device, data=data)().decision.batch_size == 8
+
+
+def test_a_trainer_without_cuda_gets_no_guard():
+    trainer = quiet_trainer()
+    before = list(trainer.callbacks)
+    data = FastDataModule.from_datasets(numbered(8), batch_size=4, guard="raise", options=INLINE)
+    trainer.fit(Keeps(), datamodule=data)
+    assert trainer.callbacks == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_trainer_on_cuda_gets_one_guard_and_it_comes_first():
+    trainer = quiet_trainer(accelerator="cuda")
+    for _ in range(2):
+        trainer.fit_loop.epoch_progress.reset()
+        data = FastDataModule.from_datasets(numbered(8), batch_size=4, guard="accumulate")
+        trainer.fit(Keeps(), datamodule=data)
+    assert [isinstance(own, BatchSizeGuard) for own in trainer.callbacks[:2]] == [True, False]
+    assert trainer.callbacks[0].decision.action == "keep"
+
+
+def test_batches_of_several_loaders_are_tried_as_they_make_them():
+    seen = []
+
+    class Both(Keeps):
+        def training_step(self, batch, batch_idx):
+            seen.append((batch["few"].shape, batch["many"].shape))
+            device.take(GIB * len(batch["many"]))
+            return batch["few"].mean() * self.scale
+
+    numbers, device = torch.randn(40, 2), Device(6 * GIB)
+    loaders = {
+        "few": DataLoader(numbers, 4),
+        "many": DataLoader(numbers, 8, collate_fn=lambda rows: torch.stack(rows).flatten(1)),
+    }
+    data = FastDataModule.from_loaders(loaders, guard="accumulate", num_workers=0)
+    assert Run(Both(), device, data=data)().decision.batch_size == 2
+    assert list(dict.fromkeys(seen)) == [((4, 2), (8, 2)), ((2, 2), (4, 2))]
 
 
 # --- where steps cannot be tried ---------------------------------------------------------------
 
 
-def by_hand(pl):
-    class ByHand(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(FEATURES, 1)
-            self.automatic_optimization = False
+class Plain(lightning.pytorch.LightningModule):
+    layer_of, optimizer_of = partial(nn.Linear, 4, 1), partial(torch.optim.SGD, lr=0.1)
 
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(self.layer(batch[0]).mean())
+    def __init__(self):
+        super().__init__()
+        self.layer = type(self).layer_of()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
 
-    return ByHand()
+    def configure_optimizers(self):
+        return type(self).optimizer_of(self.parameters())
 
 
-def automatic(pl, **own):
-    class Automatic(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = own.get("layer", nn.Linear)(*own.get("sizes", (FEATURES, 1)))
+class ByHand(Plain):
+    automatic_optimization = False
 
-        def training_step(self, batch, batch_idx):
-            loss = self.layer(batch[0]).mean()
-            return loss if own.get("loss", True) else None
-
-        def configure_optimizers(self):
-            return own.get("optimizer", torch.optim.SGD)(self.parameters(), 0.1)
-
-    return Automatic()
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.layer(batch[0]).mean())
 
 
-def iterating(pl):
-    module = automatic(pl)
-
+class Iterating(Plain):
     def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
         return self.layer(batch[0]).mean()
 
-    type(module).training_step = training_step
-    return module
+
+class OfLBFGS(Plain):
+    optimizer_of = torch.optim.LBFGS
 
 
-def scheduler_of(pl):
-    callbacks = importlib.import_module(f"{pl.__name__}.callbacks")
-    return callbacks.GradientAccumulationScheduler({0: 2})
+class Lazy(Plain):
+    layer_of = partial(nn.LazyLinear, 1)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(numbered(16))
 
 
 @each(
-    ("why", "build", "options"),
+    ("why", "kind", "dataset", "callbacks"),
     [
-        ("below a batch size of 2", automatic, {"batch_size": 2}),
-        ("fast_dev_run is on", automatic, {"fast_dev_run": True}),
-        ("optimizes by hand", by_hand, {}),
-        ("takes the loader's iterator", iterating, {}),
-        ("returned no loss", lambda pl: automatic(pl, loss=False), {}),
-        ("LBFGS", lambda pl: automatic(pl, optimizer=torch.optim.LBFGS), {}),
-        ("lazy layers", lambda pl: automatic(pl, layer=nn.LazyLinear, sizes=(1,)), {}),
-        ("GradientAccumulationScheduler", automatic, {"extra": scheduler_of}),
+        ("optimizes by hand", ByHand, None, ()),
+        ("takes the loader's iterator", Iterating, None, ()),
+        ("LBFGS", OfLBFGS, None, ()),
+        ("lazy layers", Lazy, None, ()),
+        ("is a stream", Plain, Stream(), ()),
+        ("batch sampler", Plain, DataLoader(numbered(16), batch_sampler=[[0, 1], [3]]), ()),
+        (
+            "GradientAccumulationScheduler", Plain, None,
+            [lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2})],
+        ),
     ],
-)
+)  # fmt: skip
 def test_where_steps_cannot_be_tried_the_guard_says_why_and_changes_nothing(
-    pl, why, build, options
+    why, kind, dataset, callbacks
 ):
-    options = {"max_epochs": 1, **options}
-    data, module = data_for(pl), build(pl)
-    guard_options = {key: options.pop(key) for key in ("batch_size",) if key in options}
-    guard = guard_callback(pl, Steps(), **guard_options)
-    extra = [options.pop("extra")(pl)] if "extra" in options else []
-    fit(pl, module, data, [guard, *extra], **options)
-    assert guard.decision.action == "skipped"
-    assert why in guard.decision.reason
-    assert guard.decision.accumulate_grad_batches == 1
-    assert data.batch_size == BATCH
-    assert guard.sentence == guard.decision.reason
+    given = numbered(16) if dataset is None else dataset
+    if isinstance(given, DataLoader):
+        data = FastDataModule.from_loaders(given, guard="accumulate")
+    else:
+        data = FastDataModule.from_datasets(given, batch_size=8, guard="accumulate", options=INLINE)
+    before = data.batch_size
+    run = Run(kind(), Steps(total=3 * GIB), data=data, callbacks=callbacks)()
+    assert run.decision.action == "skipped"
+    assert why in run.decision.reason
+    assert data.notes == [run.decision.reason]
+    assert data.batch_size == before
 
 
-def test_a_resumed_run_keeps_its_batch_size(pl, tmp_path):
-    trainer = fit(pl, automatic(pl), data_for(pl), max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    guard = guard_callback(pl, Steps(total=3 * GIB))
-    again = pl.Trainer(
-        max_epochs=2, accelerator="cpu", callbacks=[guard], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+@each("guard", ["accumulate", "auto"])
+def test_without_room_in_host_memory_for_a_copy_of_the_model_nothing_is_tried(monkeypatch, guard):
+    monkeypatch.setattr(steps, "_COPY_SHARE", 2**62)
+    auto = guard == "auto"
+    run = fit(
+        Steps(total=1000 * GIB), guard="warn" if auto else guard, batch_size=guard if auto else 32
+    )
+    assert run.decision.action == "skipped"
+    assert "a copy of the model takes 0 MiB of host memory" in run.decision.reason
+    assert run.tried == []
+    assert run.module.sizes == [32, 32]
+
+
+# --- batch_size="auto" -------------------------------------------------------------------------
+
+
+def test_the_smallest_size_that_trains_as_many_rows_a_second_is_trained_with():
+    device = Steps(fixed=0, per_row=MIB)
+    run = fit(device, "warn", batch_size="auto", rows=4000, limit_train_batches=3)
+    assert list(dict.fromkeys(run.tried)) == [4, 8, 16, 32, 64, 128, 256]
+    assert (run.decision.action, run.decision.batch_size) == ("chosen", 64)
+    assert set(run.module.sizes) == {64}
+    assert 'batch_size="auto": 64 rows' in run.decision.reason
+    assert "64: 6400" in run.decision.reason
+    assert run.data.batch_size == 32  # as before, for another fit
+    assert run.data.notes == [run.decision.reason]
+
+
+def test_of_what_does_not_fit_and_of_less_than_ten_steps_an_epoch_nothing_is_chosen():
+    small = fit(Steps(fixed=0, per_row=200 * MIB, total=4 * GIB), batch_size="auto", rows=4000)
+    assert small.decision.batch_size == 16  # 17 fit
+    assert fit(Steps(), batch_size="auto", rows=300).decision.batch_size == 30
+    few = fit(Steps(fixed=0, total=4 * GIB), batch_size="auto", rows=400)
+    assert few.decision.batch_size == 2  # less than it begins with
+
+
+@each("asked", [64, 4096, "auto"])
+@each("length", [50, 1000])
+def test_a_size_that_is_chosen_has_run_however_long_the_dataset_is(asked, length):
+    device = Steps(fixed=0, per_row=100 * MIB, total=4 * GIB)  # 35 fit with the reserve
+    run = fit(device, batch_size=asked, rows=length)
+    assert run.decision.batch_size in run.tried
+    assert run.decision.batch_size <= 35
+    assert len(set(run.tried)) <= 12
+    assert sum(run.module.sizes) == length
+
+
+def test_nothing_is_written_and_the_loader_of_the_training_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    class Counts(FastDataModule):
+        def train_dataloader(self):
+            made.append(self.batch_size)
+            return super().train_dataloader()
+
+    data = Counts.from_datasets(numbered(400), batch_size=4096, guard="accumulate", options=INLINE)
+    device = narrow()
+    run = Run(Takes(device), device, data=data)()
+    assert made == [run.decision.batch_size]
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_a_gpu_it_is_said_and_32_are_taken():
+    data = FastDataModule.from_datasets(numbered(64), batch_size="auto", options=INLINE)
+    model = Keeps()
+    with pytest.warns(FastDataWarning, match="training is on cpu: batches have 32 samples"):
+        quiet_trainer().fit(model, datamodule=data)
+    assert {len(batch[0]) for batch in model.seen} == {32}
+
+
+def test_nobody_would_choose_it():
+    with pytest.raises(OptionsError, match='guard="off" contradict'):
+        FastDataModule("auto", guard="off")
+
+
+def test_a_saved_hyperparameter_says_so_as_well():
+    class Own(FastDataModule):
+        def __init__(self, batch_size="auto"):
+            super().__init__(options=INLINE)
+            self.save_hyperparameters()
+
+        def train_dataset(self):
+            return numbered(4000)
+
+    device = Steps(fixed=0, per_row=MIB)
+    assert Run(Takes(device), device, data=Own(), max_steps=1)().decision.batch_size == 64
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Short ones first, the longest of 64 words in the end."""
+
+    def __len__(self):
+        return 640
+
+    def __getitem__(self, index):
+        return torch.zeros(1 + index // 10)
+
+
+class OfWords(Takes):
+    def training_step(self, batch, batch_idx):
+        self.device_memory.work("forward", batch.numel() / 64)
+        return batch.mean() * self.scale
+
+
+def test_what_is_padded_is_tried_nearly_as_long_as_the_longest():
+    device = Steps(fixed=0, per_row=100 * MIB, total=4 * GIB)  # and 64 words; 35 of these fit
+    data = FastDataModule.from_datasets(
+        Sentences(), batch_size=320, guard="accumulate", options=INLINE,
+        collate_fn=partial(nn.utils.rnn.pad_sequence, batch_first=True),
     )  # fmt: skip
-    again.fit(automatic(pl), datamodule=data_for(pl), ckpt_path=tmp_path / "last.ckpt")
-    assert guard.decision.action == "skipped"
-    assert "resumed" in guard.decision.reason
-
-
-# --- remembering -------------------------------------------------------------------------------
-
-
-def test_remembered_containers_and_tensors_come_back_with_their_identities():
-    class Holder(nn.Module):
-        pass
-
-    holder = Holder()
-    holder.tensor = torch.tensor([1.0, float("nan"), -0.0])
-    holder.nested = {"list": [1, [2, torch.ones(2)]], "set": {1, 2}, "deque": deque([1], maxlen=2)}
-    holder.tied = holder.nested
-    holder.wide = torch.zeros(1).expand(3)
-    with torch.inference_mode():
-        holder.inferred = torch.ones(2)
-    tensor, nested, inner = holder.tensor, holder.nested, holder.nested["list"][1]
-    undo = Snapshot(holder)
-    for _ in range(2):  # as often as it is called
-        holder.tensor.zero_()
-        holder.tensor = None
-        inner[1].mul_(3)
-        inner.append(inner)
-        nested["list"].clear()
-        nested["set"].add(9)
-        nested["deque"].extend([5, 6])
-        del nested["set"]
-        holder.added = 1
-        with torch.inference_mode():
-            holder.inferred.add_(1)
-        undo()
-        assert holder.tensor is tensor
-        assert holder.tied is holder.nested is nested
-        assert nested["list"][1] is inner
-        np.testing.assert_array_equal(tensor.numpy(), [1.0, np.nan, -0.0])
-        assert np.signbit(tensor[2].numpy())
-        assert inner[0] == 2
-        assert inner[1].tolist() == [1, 1]
-        assert len(inner) == 2
-        assert nested["set"] == {1, 2}
-        assert list(nested["deque"]) == [1]
-        assert holder.inferred.tolist() == [1, 1]
-        assert not hasattr(holder, "added")
+    assert Run(OfWords(device), device, data=data)().decision.batch_size == 20

@@ -18,11 +18,11 @@ from trainers import Keeps, quiet_trainer
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
-from lightning_fastdata.plugin.guard.replay import joined, part_of, rows_of
+from lightning_fastdata.plugin.guard.parts import joined, part_of, rows_of
 
 torch.set_num_threads(1)
 ROWS, BATCH = 24, 6
-WAYS = ("off", "stream", "lookahead")
+WAYS = ("off", "auto")
 PLACES = ("move", "pipeline", "transform", "hook", "step")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -192,7 +192,7 @@ def test_batches_that_never_fit_come_in_parts_that_are_joined(calm, way, place):
     seen, told = train(memory, way)
     assert_same(seen, calm[False])
     # Once it is known what fits, nothing is tried in vain again. First what is ahead is dropped.
-    assert memory.failed == (3 if way == "lookahead" else 2)
+    assert memory.failed == (3 if way == "auto" else 2)
     assert "parts of 3" in told[-2]
     assert "parts of 2" in told[-1]
 
@@ -209,7 +209,7 @@ def test_draws_that_the_device_has_no_memory_for_are_carried_out_on_the_host(cal
 
 def test_a_batch_that_was_sent_ahead_goes_before_a_step_is_taken_in_parts(calm):
     memory = Memory("step", calls=[2])
-    seen, told = train(memory, "lookahead")
+    seen, told = train(memory, "auto")
     assert memory.failed == 1
     assert_same(seen, calm[False])
     assert len(told) == 1

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("guard_on_ranks.py")
 RUNS = {
     "roomy": {"memory": [64, 64]},
     "different": {"memory": [64, 10]},
-    "refused": {"memory": [10, 64], "policy": "raise"},
+    "refused": {"memory": [1, 64], "norm": False},
     "broken": {"memory": [64, 64], "breaks": True},
 }
 
@@ -50,7 +50,7 @@ def test_the_rank_with_the_least_memory_decides(found):
         assert rank["error"] == ""
 
 
-def test_a_batch_that_may_not_be_changed_ends_the_run_on_each_rank(found):
+def test_where_one_rank_has_no_room_for_one_row_the_run_ends_on_each(found):
     for rank in found["refused"]:
         assert rank["error"].startswith("BatchSizeError")
         assert rank["steps"] == 0

@@ -17,16 +17,13 @@ from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
-from torchvision import tv_tensors
-from torchvision.transforms import v2
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
+from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
 from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.plugin.placing.decision import (
     PlaceCosts,
@@ -196,23 +193,15 @@ def test_loaders_made_anew_go_on_in_the_place_that_was_chosen(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
-def test_what_was_asked_for_is_never_measured_nor_overruled(tmp_path, caplog, place):
+def test_what_was_asked_for_is_never_measured_nor_overruled(tmp_path, place):
     def forbidden(*_, **__):
         raise AssertionError("measured")
 
-    caplog.set_level(logging.INFO, LOG)
-    placing = Placing(place, costs=forbidden)
-    _, module = train(tmp_path, placing=placing, workers=0)
+    _, module = train(tmp_path, placing=Placing(place, costs=forbidden), workers=0)
     assert module.augment_on == place
-    logged = [record.getMessage() for record in caplog.records if record.name == LOG]
-    if place == "cpu":
-        assert not hasattr(module, "places")
-        assert not logged
-    else:
-        assert {p for places in module.places.values() for p in places} == {"device"}
-        assert len(logged) == 1
-        assert "no accelerator" in logged[0]
-        assert "no accelerator" in module.explain()
+    left = {p for places in getattr(module, "places", {}).values() for p in places}
+    assert left == ({"device"} if place == "gpu" else set())
+    assert ("no accelerator" in module.explain()) == (place == "gpu")
 
 
 def test_without_an_accelerator_everything_is_in_the_workers(tmp_path):
@@ -288,9 +277,6 @@ class Watch:
     def __call__(self):
         return self.s
 
-    def ns(self):
-        return round(self.s * 1e9)
-
 
 class Costly(Images):
     """Images that take 5 ms to read, 4 of them waiting."""
@@ -358,7 +344,7 @@ def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
 
     def device_ms(work, where):
         assert where == CPU
-        return time_on_device(work, where, clock=HostClock(device.ns))
+        return time_on_device(work, where, now_s=device)
 
     costs = read_place_costs(
         task_of(Costly(wall, cpu), transform), accelerator=True, clocks=clocks, device_ms=device_ms
@@ -372,36 +358,6 @@ def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
     choice = choose_place(costs)
     assert choice.place == "device"
     assert choice.saved_ms == pytest.approx(6 * 17 / 2)
-
-
-class Slow(v2.Transform):
-    """A user's transform that takes 8 ms, of every second image: both ways call it for each."""
-
-    def __init__(self, wall):
-        super().__init__()
-        self.wall, self.turns = wall, 0
-
-    def transform(self, inpt, params):
-        self.turns += 1
-        self.wall.s += 0.008 * (self.turns % 4 < 2)
-        return inpt
-
-
-def test_what_has_no_form_for_batches_says_what_it_takes():
-    wall, cpu = Watch(), Watch()
-    torchvision = v2.Compose([Slow(wall), v2.RandomInvert(1)])
-    transform = as_batch_transform(torchvision)
-    task = task_of([tv_tensors.Image(torch.zeros(3, 8, 8))] * 24, transform)
-    costs = read_place_costs(
-        task, accelerator=True, clocks=Clocks(wall, cpu, lambda: 0.0), device_ms=lambda *_: 1.0
-    )
-    assert costs.sample.samples == 15
-    # Seven images of the fifteen behind the first one; what runs for the device is not counted.
-    assert costs.sample.alone_ms == {"Slow": pytest.approx(8 * 7 / 15)}
-    assert "of what has no form for batches: Slow 3.73 ms" in choose_place(costs).reason
-    flips = as_batch_transform(v2.RandomHorizontalFlip())
-    assert not flips.without_form()
-    assert [name for name, _ in mixed(torchvision, MixUp(0.2)).without_form()] == ["Slow"]
 
 
 def test_measuring_leaves_the_random_state_and_the_dataset_alone():
@@ -464,23 +420,10 @@ def test_a_device_that_cannot_do_its_part_leaves_it_to_the_workers():
     assert "more" not in choice.reason
 
 
-def test_a_device_is_timed_by_its_own_clock_without_its_first_rounds():
-    device = Watch()
-    took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+def test_a_device_is_timed_without_its_first_rounds():
+    device, took = Watch(), iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
 
     def work():
         device.s += next(took) / 1000
 
-    class Event:
-        def record(self):
-            self.s = device.s
-
-        def query(self):
-            return True
-
-        def elapsed_time(self, end):
-            return 1000 * (end.s - self.s)
-
-    assert time_on_device(work, CPU, clock=EventClock(Event)) == pytest.approx(3.0)
-    took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
-    assert time_on_device(work, CPU, clock=HostClock(device.ns)) == pytest.approx(3.0)
+    assert time_on_device(work, CPU, now_s=device) == pytest.approx(3.0)

@@ -23,11 +23,10 @@ from lightning_fastdata import (
     LoaderOptions,
     prefetch,
 )
-from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.plugin.placing.transfer import choose_prefetch
+from lightning_fastdata.errors import OptionsError
 
 torch.set_num_threads(1)
-WAYS = ("off", "stream", "lookahead")
+WAYS = ("off", "auto")
 
 
 class Data(FastDataModule):
@@ -71,37 +70,44 @@ def noise(batch):
     return [batch[0] + torch.rand(batch[0].shape), batch[1]]
 
 
-def rows(way, executor="torch", workers=0, **about):
+def loading(way, executor="torch", workers=0):
     options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
-    module = Data.from_datasets(
-        Stacked(20), Stacked(8), Rows(8), Rows(6), 4, options=options, prefetch=way, **about
-    )
+    return {"batch_size": 4, "options": options, "prefetch": way}
+
+
+def rows(*how):
+    module = Data.from_datasets(Stacked(20), Stacked(8), Rows(8), Rows(6), **loading(*how))
     module.register_transform(noise)
     return module
 
 
-def pictures(way, executor="torch", workers=0):
+class Draws(Rows):
+    """Rows with noise of their own, drawn where they are read."""
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)) + torch.rand(4), i
+
+
+def draws(*how):
+    return Data.from_datasets(Draws(20), Draws(8), **loading(*how))
+
+
+def pictures(*how):
     augment = A.Compose([A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.8), ToTensorV2()])
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
     module = Data.from_datasets(
-        Images(16),
+        Images(24),
         Images(8),
-        batch_size=4,
         augment={"train": augment, "val": A.Compose([A.CenterCrop(8, 8), ToTensorV2()])},
         augment_on="gpu",
-        options=options,
-        prefetch=way,
         seed=2,
+        **loading(*how),
     )
     module.register_transform(lambda b: [b[0].float() + torch.rand(()), b[1]])
     return module
 
 
-def several(way, executor="torch", workers=0):
-    data = {"one": Rows(12), "other": Stacked(20)}
-    # Workers that persist draw one seed from the generator of the dropout, others one each epoch.
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
-    return Data.from_datasets(data, None, batch_size=4, prefetch=way, options=options)
+def several(*how):
+    return Data.from_datasets({"one": Rows(12), "other": Stacked(20)}, **loading(*how))
 
 
 def trained(tmp_path, module, model=None, **about):
@@ -123,63 +129,37 @@ def assert_same(ours, theirs):
     assert torch.equal(ours.scale, theirs.scale)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("make", [rows, pictures, several])
-def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(tmp_path, make, precision):
-    expected = trained(tmp_path, make("off"), precision=precision)
-    assert len(expected.seen["train"]) >= 6
-    for way in WAYS[1:]:
-        module = make(way)
-        assert_same(trained(tmp_path, module, precision=precision), expected)
-        assert module._prefetching.choice.how == way
-        assert module.streams.sent >= len(expected.seen["train"])
-        assert module.streams.landed
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-@pytest.mark.parametrize("make", [rows, pictures])
-def test_row_44_also_with_workers(tmp_path, make, executor):
-    expected = trained(tmp_path, make("off", executor, workers=2))
-    for way in WAYS[1:]:
-        assert_same(trained(tmp_path, make(way, executor, workers=2)), expected)
-
-
-class Draws(Rows):
-    """Rows with noise of their own, drawn where they are read."""
-
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)) + torch.rand(4), i
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["torch", "inline"])
-def test_row_44_also_where_the_training_process_reads_what_draws(tmp_path, executor):
-    found = []
-    for way in WAYS:
-        module = Data.from_datasets(
-            Draws(20), Draws(8), batch_size=4, prefetch=way,
-            options=LoaderOptions(num_workers=0, executor=executor, probe=False),
-        )  # fmt: skip
-        found.append(trained(tmp_path, module))
-    for other in found[1:]:
-        assert_same(other, found[0])
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("make", [rows, draws, pictures, several])
+@pytest.mark.parametrize(
+    ("executor", "workers", "precision"),
+    [
+        ("torch", 0, "32-true"),
+        ("torch", 2, "32-true"),
+        ("workers", 2, "bf16-true"),
+        ("inline", 0, "bf16-true"),
+    ],
+)
+def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(
+    tmp_path, make, executor, workers, precision
+):
+    expected = trained(tmp_path, make("off", executor, workers), precision=precision)
+    module = make("auto", executor, workers)
+    assert_same(trained(tmp_path, module, precision=precision), expected)
+    assert module.streams.sent >= len(expected.seen["train"]) >= 6
+    assert module.streams.landed
 
 
 def test_other_stages_are_the_same_too(tmp_path):
-    found = []
-    for way in WAYS:
+    plain, ahead = Learns(), Learns()
+    for model, way in ((plain, "off"), (ahead, "auto")):
         seed_everything(7, verbose=False)
-        module, model = rows(way), Learns()
-        trainer = make_trainer(tmp_path)
+        module, trainer = rows(way), make_trainer(tmp_path)
         trainer.validate(model, datamodule=module, verbose=False)
         trainer.test(model, datamodule=module, verbose=False)
         trainer.predict(model, datamodule=module)
         assert [len(model.seen[stage]) for stage in ("val", "test", "predict")] == [2, 2, 2]
-        found.append(model)
-    for other in found[1:]:
-        assert_same(other, found[0])
+    assert_same(ahead, plain)
 
 
 class Writes(Learns):
@@ -191,11 +171,10 @@ class Writes(Learns):
 
     def on_train_end(self):
         sent = self.trainer.datamodule.streams.sent if self.trainer.datamodule.streams else 0
-        how = self.trainer.datamodule._prefetching.choice.how
-        torch.save((self.seen["train"], self.losses, how, sent), self.path / f"{self.global_rank}")
+        torch.save((self.seen["train"], self.losses, sent), self.path / f"{self.global_rank}")
 
 
-def test_on_several_ranks_auto_looks_ahead_and_each_rank_sees_the_same(tmp_path):
+def test_on_several_ranks_each_sees_the_same(tmp_path):
     found = {}
     for way in ("off", "auto"):
         path = tmp_path / way
@@ -204,9 +183,8 @@ def test_on_several_ranks_auto_looks_ahead_and_each_rank_sees_the_same(tmp_path)
         trained(path, module, Writes(path), strategy="ddp_fork", devices=2, limit_val_batches=0)
         found[way] = [torch.load(path / f"{rank}", weights_only=False) for rank in range(2)]
     for plain, ahead in zip(found["off"], found["auto"], strict=True):
-        assert plain[2:] == ("off", 0)
-        assert ahead[2] == "lookahead"
-        assert ahead[3] == len(plain[0]) == 6
+        assert plain[2] == 0
+        assert ahead[2] == len(plain[0]) == 6
         assert all(torch.equal(x, y) for [x], [y] in zip(plain[0], ahead[0], strict=True))
         assert torch.equal(torch.stack(plain[1]), torch.stack(ahead[1]))
     assert not torch.equal(found["auto"][0][0][0][0], found["auto"][1][0][0][0])
@@ -227,25 +205,23 @@ class MovesItself(Learns):
         return [batch[0].to(device) + 1, batch[1].to(device)]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("kind", "becomes"),
-    [
-        (BeforeAndAfter, {"stream": "stream", "lookahead": "stream"}),
-        (MovesItself, {"stream": "off", "lookahead": "off"}),
-    ],
-)
-def test_hooks_of_the_module_see_what_they_would_see(tmp_path, kind, becomes):
-    expected = trained(tmp_path, rows("off"), kind())
-    for way in WAYS[1:]:
-        module = rows(way)
-        if becomes[way] == way:
-            ours = trained(tmp_path, module, kind())
-        else:
-            with pytest.warns(FastDataWarning, match=f"became '{becomes[way]}'"):
-                ours = trained(tmp_path, module, kind())
-        assert_same(ours, expected)
-        assert module._prefetching.choice.how == becomes[way]
+class OwnHook(Data):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        batch = super().on_before_batch_transfer(batch, dataloader_idx)
+        return [batch[0] + self.trainer.global_step, batch[1]]
+
+
+@each(("kind", "model"), [(Data, BeforeAndAfter), (Data, MovesItself), (OwnHook, Learns)])
+def test_hooks_before_the_transfer_see_what_they_would_see(tmp_path, kind, model):
+    def module(way):
+        made = kind.from_datasets(Stacked(20), None, batch_size=4, prefetch=way, num_workers=0)
+        if kind is Data:
+            made.register_transform(noise)
+        return made
+
+    expected, ahead = trained(tmp_path, module("off"), model()), module("auto")
+    assert_same(trained(tmp_path, ahead, model()), expected)
+    assert "of yours runs in the batch's own step" in ahead.explain()
 
 
 def test_a_hook_that_only_follows_the_transfer_is_no_reason_against_looking_ahead(tmp_path):
@@ -254,24 +230,9 @@ def test_a_hook_that_only_follows_the_transfer_is_no_reason_against_looking_ahea
             return [batch[0] * 2 + self.trainer.global_step, batch[1]]
 
     expected = trained(tmp_path, rows("off"), After())
-    module = rows("lookahead")
+    module = rows("auto")
     assert_same(trained(tmp_path, module, After()), expected)
-    assert module._prefetching.choice.how == "lookahead"
-
-
-def test_hooks_of_a_data_module_see_what_they_would_see(tmp_path):
-    class Own(Data):
-        def on_before_batch_transfer(self, batch, dataloader_idx):
-            batch = super().on_before_batch_transfer(batch, dataloader_idx)
-            return [batch[0] + self.trainer.global_step, batch[1]]
-
-    def module(way):
-        return Own.from_datasets(Stacked(20), None, batch_size=4, prefetch=way)
-
-    expected = trained(tmp_path, module("off"))
-    assert_same(trained(tmp_path, module("stream")), expected)
-    with pytest.warns(FastDataWarning, match="became 'stream'"):
-        assert_same(trained(tmp_path, module("lookahead")), expected)
+    assert "one batch ahead" in module.explain()
 
 
 def test_limits_measuring_and_copies_go_on_as_before(tmp_path):
@@ -312,45 +273,17 @@ def test_an_error_comes_at_its_own_step(tmp_path):
 
 def test_without_streams_nothing_changes_and_explain_says_so(tmp_path):
     expected = trained(tmp_path, rows("off"))
-    for way in ("auto", *WAYS[1:]):
-        module = FastDataModule.from_datasets(
-            Stacked(20), Stacked(8), batch_size=4, options=LoaderOptions(num_workers=0),
-            prefetch=way,
-        )  # fmt: skip
-        module.register_transform(noise)
-        assert_same(trained(tmp_path, module), expected)
-        assert "prefetch  off  this type of device" in module.explain()
-
-
-@each(
-    ("asked", "about", "how"),
-    [
-        ("off", {}, "off"),
-        ("auto", {}, "stream"),
-        ("auto", {"ranks": 2}, "lookahead"),
-        ("auto", {"precision": "16-mixed"}, "lookahead"),
-        ("auto", {"precision": "bf16-mixed"}, "stream"),
-        ("auto", {"has_streams": False}, "off"),
-        ("lookahead", {"has_streams": False}, "off"),
-        ("stream", {"ranks": 2}, "stream"),
-        ("lookahead", {}, "lookahead"),
-        ("auto", {"ranks": 2, "hooks": {"on_before_batch_transfer"}}, "stream"),
-        ("auto", {"ranks": 2, "hooks": {"transfer_batch_to_device"}}, "stream"),
-        ("auto", {"ranks": 2, "hooks_of_module": {"on_after_batch_transfer"}}, "lookahead"),
-        ("auto", {"hooks_of_module": {"transfer_batch_to_device"}}, "off"),
-    ],
-)
-def test_the_way_that_is_chosen(asked, about, how):
-    given = {"has_streams": True, "ranks": 1, "precision": "32-true", **about}
-    choice = choose_prefetch(asked, **given)
-    assert choice.how == how
-    assert choice.why
-    assert choice.refused == (asked not in ("auto", "off", how) and given["has_streams"])
+    module = FastDataModule.from_datasets(
+        Stacked(20), Stacked(8), batch_size=4, options=LoaderOptions(num_workers=0), prefetch="auto"
+    )
+    module.register_transform(noise)
+    assert_same(trained(tmp_path, module), expected)
+    assert "prefetch  off  this type of device" in module.explain()
 
 
 def test_an_unknown_way_is_refused():
-    with pytest.raises(OptionsError, match="lookahead"):
-        FastDataModule(prefetch="ahead")
+    with pytest.raises(OptionsError, match="is not one of 'auto', 'off'"):
+        FastDataModule(prefetch="lookahead")
 
 
 def test_fabric_takes_our_loader_and_what_prefetch_makes_of_it():

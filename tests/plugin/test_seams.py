@@ -28,7 +28,7 @@ PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
     "_data_source", "_loaded_from_state_dict", "_batches_that_stepped", "_combined_loader",
     "_accelerator_connector", "_data_connector", "_datahook_selector",
-    "_checkpoint_connector", "_loaded_checkpoint", "_results",
+    "_checkpoint_connector", "_loaded_checkpoint",
 )  # fmt: skip
 CLASSES_KNOWN_BY_NAME = {
     "DataHooks": "core.hooks",

@@ -161,10 +161,9 @@ FEATURES = {
     "drop_last": {"module": {"drop_last": True}},
     "weighted sampler": {"module": {"sampler": weighted}},
     "sampler with state": {"module": {"sampler": Reversing}},
-    "lookahead": {
-        "module": {"augment": pipeline, "augment_on": "gpu", "prefetch": "lookahead"},
+    "prefetch": {
+        "module": {"augment": pipeline, "augment_on": "gpu", "prefetch": "auto"},
     },
-    "stream of transfers": {"module": {"prefetch": "stream"}},
 }
 
 

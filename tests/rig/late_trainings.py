@@ -44,7 +44,7 @@ SAMPLES, BATCH, EPOCHS = 24, 4, 2
 
 Executor = Literal["inline", "gather", "workers"]
 Memory = Literal["ordinary", "pinned"]
-Way = Literal["prefetch", "off", "stream", "lookahead"]
+Way = Literal["prefetch", "off", "auto"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Case:
 def all_cases() -> list[Case]:
     """Return all trainings that there are."""
     cases = []
-    ways: list[Way] = ["prefetch", "off", "stream", "lookahead"]
+    ways: list[Way] = ["prefetch", "off", "auto"]
     executors: list[Executor] = ["inline", "gather", "workers"]
     memories: list[Memory] = ["ordinary", "pinned"]
     for way, executor, memory in itertools.product(ways, executors, memories):
@@ -87,9 +87,7 @@ def all_cases() -> list[Case]:
         cases += [case] if executor == "gather" else [case, replace(case, augmented=True)]
     watched = [replace(case, measured=True) for case in cases if case.way != "prefetch"]
     elsewhere = [
-        replace(case, device=1)
-        for case in cases
-        if case.way in ("prefetch", "stream") and not case.augmented
+        replace(case, device=1) for case in cases if case.way != "off" and not case.augmented
     ]
     return cases + watched + elsewhere
 
@@ -177,7 +175,7 @@ def check_overlap(case: Case, seen: Seen) -> None:
 
 def overlaps(case: Case) -> bool:
     """Return whether nothing that a batch has to wait for keeps it from crossing early."""
-    return case.memory != "ordinary" and case.way in ("prefetch", "stream")
+    return case.memory != "ordinary" and case.way != "off"
 
 
 # The trainings

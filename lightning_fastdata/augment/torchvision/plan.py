@@ -113,11 +113,6 @@ def _place(leaf: Leaf, why: str | None) -> OpPlacement:
     return OpPlacement(name=leaf.name, where="worker", why=why)
 
 
-def lacks_form(transform: Any) -> bool:
-    """Return whether samples of parameters of their own are transformed one after the other."""
-    return kind_of(transform) == "pixels" or _how_on_batch(transform) == _ALONE
-
-
 def _how_on_batch(transform: Any) -> str:
     """Return how a transform is carried out on a batch, and what that costs."""
     if has_form(transform):

@@ -20,7 +20,7 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.kinds import may_draw
 from lightning_fastdata.augment.torchvision.operations import device_ops, plain
-from lightning_fastdata.augment.torchvision.plan import Plan, lacks_form, make_plan
+from lightning_fastdata.augment.torchvision.plan import Plan, make_plan
 from lightning_fastdata.augment.torchvision.samples import (
     Traits,
     check_convertible,
@@ -34,7 +34,7 @@ from lightning_fastdata.augment.torchvision.worker import PipelineWorker
 from lightning_fastdata.tree import at_path, put_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from typing import Self
 
     from lightning_fastdata.augment.replay.program import Draws
@@ -61,11 +61,6 @@ class TorchvisionTransform(PipelineTransform):
         )
         self._recorder: Recorder | None = None
         """For batches of other loaders."""
-
-    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
-        """Return what torchvision itself or the user's own code does; functions have no times."""
-        listed = ((leaf.name, leaf.transform) for leaf in self.plan.leaves)
-        return [one for one in listed if isinstance(one[1], torch.nn.Module) and lacks_form(one[1])]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.

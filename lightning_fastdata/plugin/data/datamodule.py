@@ -37,12 +37,13 @@ from lightning_fastdata.plugin.data.datasets import of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
 from lightning_fastdata.plugin.data.training_run import KEY
 from lightning_fastdata.plugin.guard.callback import attach_guard
-from lightning_fastdata.plugin.guard.prediction import GuardPolicy
+from lightning_fastdata.plugin.guard.sizes import GuardPolicy
 from lightning_fastdata.plugin.placing.stage_transforms import (
     StageTransforms,
     carry_out_draws,
     finish,
     inside,
+    transfer,
 )
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
@@ -96,7 +97,7 @@ class DataModuleHooks(NeedsConstruction):
 
     Args:
         batch_size: Samples per batch and rank, for all stages. ``"auto"``: on a CUDA GPU the
-            smallest that trains 95 % of the most samples a second of all that fit, by training
+            smallest that trains 95 % of the most samples a second of those that fit, by training
             steps that are tried and undone before the fit; elsewhere 32.
         options: How to load; every ``"auto"`` is chosen for this machine. See
             :class:`LoaderOptions`. For all stages, or a dict with stages as keys.
@@ -120,13 +121,13 @@ class DataModuleHooks(NeedsConstruction):
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
             else of the image's size is an error beside operations that move pixels;
             :func:`as_batch_transform` says how to name it, or to leave it.
-        guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
-            ``"accumulate"`` smaller batches to the same effective size; ``"raise"`` an error;
-            ``"off"``: nothing. All but the last two train in parts what does not fit all the same.
-        prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
-            turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
-            one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
-            a pipeline drew runs there, too. The batches are the same in any case.
+        guard: What to do about a training batch that does not fit the GPU. ``"warn"``: train on it
+            in parts, and tell; ``"accumulate"``: before the fit try which of the asked size, half
+            of it and so on fits, and accumulate such batches to the same effective size;
+            ``"raise"`` an error; ``"off"``: nothing.
+        prefetch: ``"auto"``: on a device with streams, as CUDA has, move each batch one ahead,
+            beside the computing; ``"off"``: with its step. What a pipeline drew runs there, too.
+            The batches are the same either way.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
             make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
             samples show that it pays and a cache can be used. See :class:`CachedDataset`.
@@ -434,9 +435,7 @@ class DataModuleHooks(NeedsConstruction):
         """Move the batch and what was drawn for its transform to the device."""
         hook = self._hook_of_module("transfer_batch_to_device")
         move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
-        return self._prefetching.transfer(
-            batch, lambda b: move(b, device, dataloader_idx), device, self._transforms
-        )
+        return transfer(batch, lambda b: move(b, device, dataloader_idx), device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the stage's transforms, then the LightningModule's hook of this name."""

@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
-from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host import clock
-from lightning_fastdata.plugin.data.datasets import datasets_of
-from lightning_fastdata.plugin.guard.prediction import skipped
-from lightning_fastdata.plugin.guard.replay import ArrivesInParts, RunsInParts, why_not_in_parts
-from lightning_fastdata.plugin.guard.steps import (
-    apply_decision,
-    collates,
-    guard_batch,
-    guard_rows,
-    run_guard,
+from lightning_fastdata.plugin.guard.parts import ArrivesInParts, RunsInParts, why_not_in_parts
+from lightning_fastdata.plugin.guard.sizes import GuardDecision
+from lightning_fastdata.plugin.guard.steps import run_guard
+from lightning_fastdata.plugin.seams.internals import (
+    attributes_of,
+    forget_training_loader,
+    replace_for_one_run,
 )
-from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
 if TYPE_CHECKING:
@@ -32,37 +28,29 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
-    from lightning_fastdata.plugin.guard.prediction import GuardDecision
 
+_LOG = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
-_STEPS = 10  # a rank takes in an epoch at least, where the batch size is chosen
-_FEW_ROWS = 8  # that batches of any size are made of
-_MORE_ROWS = 64  # where they may be of unequal length, which is then that of the longest
-_PADDED = (
-    "What collate_fn pads was as long as the longest of {} samples from all over the dataset; "
-    "longer ones take more."
-)
-_NO_GPU = (
+_CHANGES: Final = ("accumulate", "chosen")
+_NO_GPU: Final = (
     'batch_size="auto" fills the memory of a GPU, and the training is on {1}: batches have '
     "{0.batch_size} samples. Set a batch size."
 )
-_TOO_LARGE = (
+_TOO_LARGE: Final = (
     "Memory ran out in the trainer's stage {stage}. Batches of a training step on one device are "
     "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too."
 )
 
 
 class GuardHooks:
-    """Runs the batch-size guard of the trainer's FastDataModule when a fit starts.
+    """Chooses a batch size that fits, and has batches that do not fit taken in parts.
 
     A FastDataModule adds it to a trainer on CUDA; it does nothing for other data modules.
 
     Args:
-        reader: Reads the device's memory. Default: the CUDA device of the trainer; on another
-            device nothing is checked.
-        clock_s: Seconds from any start, for ``batch_size="auto"``.
+        reader: Reads the device's memory. Default: that of the trainer's device; where that does
+            not tell, nothing is tried.
+        clock_s: Seconds from any start.
     """
 
     def __init__(
@@ -81,7 +69,7 @@ class GuardHooks:
     def state_dict(self) -> dict[str, int]:
         """Return the sizes that were changed, so that a resumed run trains with the same."""
         decision = self.decision
-        if decision is None or decision.action not in ("accumulate", "chosen"):
+        if decision is None or decision.action not in _CHANGES:
             return {}
         return {
             "batch_size": decision.batch_size,
@@ -93,25 +81,21 @@ class GuardHooks:
         self._resumed = dict(state_dict) or None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Try training steps of growing batches, decide, and apply the decision."""
-        datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
+        """Choose a batch size, where that is asked for, and have what does not fit taken in parts.
+
+        Raises:
+            BatchSizeError: Not even one sample fits.
+        """
+        datamodule = own_datamodule(trainer)
         if datamodule is None or datamodule.guard == "off":
             return
-        reader = self.reader or memory_reader(device)
-        if reader is not None:
-            sizes = datamodule.batch_size, trainer.accumulate_grad_batches
-            self._undo = partial(_set_sizes, trainer, datamodule, *sizes)
-            self.decision = self._decided(trainer, pl_module, datamodule, reader)
-            datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
-            reader.reset_peak()
-        elif datamodule.chooses_batch_size:
-            warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
-        self._catch_what_does_not_fit(trainer, pl_module, datamodule)
-
-    def _catch_what_does_not_fit(
-        self, trainer: Trainer, pl_module: LightningModule, datamodule: DataModule
-    ) -> None:
-        """Have batches on their way, and steps, go on with less memory where it runs out."""
+        if datamodule.chooses_batch_size or datamodule.guard == "accumulate":
+            device = trainer.strategy.root_device
+            reader = self.reader or memory_reader(device)
+            if reader is not None:
+                self._choose(trainer, pl_module, datamodule, reader)
+            elif datamodule.chooses_batch_size:
+                warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
         if datamodule.guard != "raise":
             move = ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
             replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
@@ -120,44 +104,35 @@ class GuardHooks:
             self.parts = RunsInParts(trainer, pl_module, optimization.run, datamodule)
             replace_for_one_run(trainer, optimization, "run", self.parts)
 
-    def _decided(
+    def _choose(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
         datamodule: DataModule,
         reader: MemoryReader,
-    ) -> GuardDecision:
-        asked, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
-        if self._resumed is not None:
-            return _as_before(self._resumed, trainer, datamodule)
-        rows = guard_rows(datasets_of(datamodule, "train"))
-        if rows is None:
-            return skipped(
-                asked,
-                accumulate,
-                "the training data is a stream, has a batch sampler of its own, or comes from the "
-                "module's own train_dataloader(), so that no batch of another size can be made",
+    ) -> None:
+        """Decide on the batch size, and apply what was decided."""
+        sizes = datamodule.batch_size, trainer.accumulate_grad_batches
+        self._undo = partial(_set_sizes, trainer, datamodule, *sizes)
+        if self._resumed is None:
+            decision = run_guard(trainer, pl_module, datamodule, reader, self.clock)
+        else:  # the place in the data counts batches of these sizes
+            decision = GuardDecision(
+                batch_size=self._resumed["batch_size"],
+                accumulate_grad_batches=self._resumed["accumulate_grad_batches"],
+                action="accumulate",
+                reason=f"The run is resumed with the batch size of {self._resumed['batch_size']} "
+                f"that its guard chose instead of {datamodule.batch_size}.",
             )
-        auto = datamodule.chooses_batch_size
-        try:
-            decision = run_guard(
-                trainer,
-                pl_module,
-                batch_of=partial(guard_batch, datamodule),
-                batch_size=max(1, rows // (_STEPS * trainer.world_size)) if auto else asked,
-                policy=datamodule.guard,
-                reader=reader,
-                dataset_rows=rows,
-                clock=self.clock if auto else None,
-                read_rows=_MORE_ROWS if collates(datamodule) else _FEW_ROWS,
-                batches_ahead=datamodule.batches_ahead(),
-            )
-        except DatasetError as error:  # the training may read by other keys, and tells else
-            why = f"no batch could be made of the first samples: {error}"
-            return skipped(asked, accumulate, why)
-        if decision.action == "skipped" or not collates(datamodule):
-            return decision
-        return replace(decision, reason=f"{decision.reason} {_PADDED.format(_MORE_ROWS)}")
+        self.decision = decision
+        if decision.action == "raise":
+            raise BatchSizeError(decision.reason)
+        if decision.action in _CHANGES:
+            _set_sizes(trainer, datamodule, decision.batch_size, decision.accumulate_grad_batches)
+            # It may be made already: `configure_optimizers` asked for `estimated_stepping_batches`.
+            forget_training_loader(trainer)
+        datamodule.notes[:] = [decision.reason]
+        _LOG.info(decision.reason)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: object
@@ -193,20 +168,6 @@ class GuardHooks:
 
 def _set_sizes(trainer: Trainer, datamodule: DataModule, batch_size: int, accumulate: int) -> None:
     datamodule.batch_size, trainer.accumulate_grad_batches = batch_size, accumulate
-
-
-def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) -> GuardDecision:
-    """Return the decision of the run that is resumed: its place in the data counts its batches."""
-    asked = datamodule.batch_size
-    same = skipped(asked, trainer.accumulate_grad_batches, "the run is resumed")
-    return replace(
-        same,
-        batch_size=sizes["batch_size"],
-        accumulate_grad_batches=sizes["accumulate_grad_batches"],
-        action="accumulate",
-        reason=f"The run is resumed with the batch size of {sizes['batch_size']} that its guard "
-        f"chose instead of {asked}.",
-    )
 
 
 def attach_guard(trainer: Trainer, guard: type[Callback], *, always: bool) -> None:

@@ -1,4 +1,4 @@
-"""The batch-size guard on a Lightning trainer: steps of growing batches before the fit, a decision.
+"""Training steps that are tried before a fit, and undone: which batch size may be trained with.
 
 Made to be called from ``Callback.on_fit_start``: the model is on the device, its optimizers exist,
 and no batch has been trained on. The same functions serve ``lightning.pytorch`` and
@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata.device.backend import is_out_of_memory, synchronize
-from lightning_fastdata.errors import BatchSizeError, FastDataWarning
+from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -32,31 +31,25 @@ from lightning_fastdata.plugin.data.datasets import (
     named,
     taken_apart,
 )
-from lightning_fastdata.plugin.guard.prediction import (
-    GuardDecision,
-    GuardPolicy,
-    Probe,
-    at_knee,
-    decide,
-    is_past_knee,
-    probe_sizes,
-    skipped,
-)
-from lightning_fastdata.plugin.guard.replay import (
-    NORMALISED,
+from lightning_fastdata.plugin.guard.parts import (
     first_that_holds,
+    normalises,
     rows_of,
     samples_of,
-    why_not_tried,
+    strategies_of,
+    why_not_stepped,
 )
-from lightning_fastdata.plugin.guard.snapshots import (
-    NoRoomError,
-    Snapshot,
-    Undo,
-    snapshot_random_states,
+from lightning_fastdata.plugin.guard.sizes import (
+    GuardDecision,
+    Probe,
+    accumulated,
+    chosen,
+    doubled,
+    halved,
+    skipped,
 )
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
+from lightning_fastdata.plugin.guard.snapshots import NoRoomError, Snapshot, snapshot_random_states
+from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, of_ranks, unseen_steps
 from lightning_fastdata.torch_internals import not_compiled
 
@@ -68,238 +61,109 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 
-_LOG = logging.getLogger(__name__)
-_NO_MEMORY = 2**62  # in the place of a peak
-_COPY_SHARE = 2  # of free host memory, a half
-_SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
-_TRAINED: Final = 2
+_NO_MEMORY: Final = 2**62  # in the place of a peak
+_COPY_SHARE: Final = 2  # of free host memory, a half
+_STEPS_OF_EPOCH: Final = 10  # a rank takes at least, where the batch size is chosen
+_READ: Final = 32  # samples, of which batches of any size are made
+_TRIED: Final = 3
 """Training steps of each size: the second one has the optimizer's state and the gradients of the
-first in memory."""
-_TIMED: Final = 3
-"""The same where the time counts: the first ones load kernels and choose algorithms."""
+first in memory, and loads no kernels any more."""
 
 
 def run_guard(
     trainer: Trainer,
     pl_module: LightningModule,
-    *,
-    batch_of: Callable[[int], Batch],
-    batch_size: int,
-    policy: GuardPolicy,
+    datamodule: DataModule,
     reader: MemoryReader,
-    dataset_rows: int | None = None,
-    clock: Callable[[], float] | None = None,
-    read_rows: int = 8,
-    batches_ahead: int = 0,
-    host_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
+    clock: Callable[[], float],
 ) -> GuardDecision:
-    """Return what to do about the batch size, from steps on batches of growing sizes.
+    """Return which batch size to train with, from steps that are tried on the trainer and undone.
 
-    Sizes are doubled while the next one is predicted to fit, until the chosen one has been run;
-    ranks agree on each. Each is tried in two real training steps: precision plugin, transfer hooks,
-    ``training_step``, backward, gradient clipping, optimizer step.
+    The asked size is tried, then half of it and so on until one fits; where none was asked for,
+    sizes are doubled. Ranks agree on each. Each is tried in three real training steps: precision
+    plugin, transfer hooks, ``training_step``, backward, gradient clipping, optimizer step.
     Callbacks, loggers and the profiler do not see them, ``self.log`` does nothing, and modules are
     in the train or eval mode in which training will find them. Afterwards all is as it was:
     parameters, buffers, metric states, modes, plain attributes and containers of the modules,
     optimizers, schedulers, gradient scaler, gradients (none), and the random states of Python,
-    numpy and torch. Values are copied to host memory once, and put back once: the steps have a
-    learning rate of 0. They are not compiled. Not undone: what a step does to other objects, and to
-    the world outside.
+    numpy and torch. The steps are not compiled. Not undone: what a step does to other objects, and
+    to the world outside.
 
     The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely, or
-    the copy would take more than half of the free host memory of a rank.
-    Nothing is applied yet, see :func:`apply_decision`. What a training step raises goes through,
-    out of memory excepted.
+    the copy of the model would take more than half of the free host memory of a rank.
+    Nothing is applied yet. What a training step raises goes through, out of memory excepted.
 
     Args:
         trainer: It has set up its strategy for a fit.
         pl_module: The module it trains.
-        batch_of: Gives a batch with that many rows, on the CPU, as the loader delivers it.
-        batch_size: Rows that the user asked for.
-        policy: What to do if they do not fit.
+        datamodule: Its data, and what is asked for.
         reader: Of the device that the module is on.
-        dataset_rows: Rows of the training dataset, if known: no batch has more.
-        clock: Seconds from any start. With it the size is chosen: the smallest one up to
-            ``batch_size`` that trains nearly as many rows a second as any that fits.
-        read_rows: Samples that are read, of which larger batches are made.
-        batches_ahead: Batches that are on the device beside the one that is trained on.
-        host_bytes: Returns the free memory of the host.
+        clock: Seconds from any start.
     """
-    asked = batch_size
-    accumulate_now = trainer.accumulate_grad_batches
-    if why := _why_not(trainer, pl_module, asked, policy):
-        return skipped(asked, accumulate_now, why)
-    largest = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
+    asked, accumulate_now = datamodule.batch_size, trainer.accumulate_grad_batches
+    rows = _rows_to_train_on(datamodule)
+    why = _why_not(trainer, pl_module)
+    if rows is None or why is not None:
+        return skipped(asked, accumulate_now, why or _NO_OTHER_SIZE)
+    auto = datamodule.chooses_batch_size
+    most = max(1, rows // (_STEPS_OF_EPOCH * trainer.world_size) if auto else min(asked, rows))
     restore_random = snapshot_random_states()
-    room = host_bytes() // (_COPY_SHARE * trainer.num_devices)
-    roots = (
-        pl_module,
-        *trainer.strategy.optimizers,
-        *(config.scheduler for config in trainer.lr_scheduler_configs),
-        loss_scaler(trainer),
-    )
     try:
-        with (
-            unseen_steps(trainer, pl_module),
-            not_compiled(),
-            Snapshot(*roots, room_bytes=room) as before,
-        ):
-            tried = TriedSteps(
-                trainer,
-                pl_module,
-                batch_of=Repeated(batch_of, min(read_rows, largest)),
-                reader=reader,
-                let_go=before.let_go,
-                clock=clock,
-                batches_ahead=batches_ahead,
-            )
-            gc.collect()
-            reader.reset_peak()
-            free_before = reader.free_bytes()
-            # Read again each time: kernels loaded by the first step take memory outside of torch's
-            # allocator, and so may other processes.
-            decided = partial(
-                _decided,
-                trainer,
-                reader=reader,
-                free_before=free_before,
-                asked=asked,
-                policy=policy if clock is None else None,
-                accumulate_now=accumulate_now,
-                dataset_rows=dataset_rows,
-            )
-
-            def to_run(probes: Sequence[Probe]) -> int | None:
-                return None if is_past_knee(probes) else _to_run(decided(probes), largest)
-
-            probes = probe_sizes(largest, partial(_measured_by_all, trainer, tried), to_run)
-    except NoLossError:
-        return skipped(asked, accumulate_now, "training_step returned no loss")
+        with unseen_steps(trainer, pl_module), not_compiled():
+            batch_of = _Repeated(partial(_training_batch, datamodule), min(_READ, most))
+            tried = _TriedSteps(trainer, pl_module, datamodule, batch_of, reader, clock)
+            probes = (doubled if auto else halved)(most, tried)
+    except DatasetError as error:  # the training may read by other keys, and tells else
+        why = f"no batch could be made of the first samples: {error}"
+        return skipped(asked, accumulate_now, why)
     except NoRoomError as needed:
         why = (
-            f"a copy of the model takes {size_text(needed.args[0])} of host memory, and "
-            f"{size_text(room)} may be used"
+            f"a copy of the model takes {size_text(needed.args[0])} of host memory, which is more "
+            "than half of what is free there for each process"
         )
         return skipped(asked, accumulate_now, why)
     finally:
         restore_random()
-    decision = decided(probes) if clock is None else at_knee(decided(probes), probes)
-    notes = [decision.reason]
-    if (
-        clock is None
-        and decision.batch_size != asked
-        and any(
-            isinstance(module, NORMALISED) and module.training for module in pl_module.modules()
-        )
-    ):
-        notes.append(f"Batch normalisation now averages over {decision.batch_size} rows.")
-    return replace(decision, probes=probes, reason=" ".join(notes))
+    decide = chosen if auto else partial(accumulated, asked)
+    decision = replace(decide(probes, accumulate_now), probes=probes)
+    if decision.action != "accumulate" or not normalises(pl_module):
+        return decision
+    note = f"Batch normalisation now averages over {decision.batch_size} rows."
+    return replace(decision, reason=f"{decision.reason} {note}")
 
 
-def _decided(
-    trainer: Trainer,
-    probes: Sequence[Probe],
-    *,
-    reader: MemoryReader,
-    free_before: int,
-    **asked: Any,
-) -> GuardDecision:
-    """Return the decision by the probes so far and the memory that is free now, on all ranks."""
-    free = min(free_before, reader.free_bytes())
-    budget = -of_ranks(trainer, reserve_bytes(reader.total_bytes()) - free)
-    return decide(probes=probes, budget_bytes=budget, **asked)
+_NO_OTHER_SIZE: Final = (
+    "the training data is a stream, has a batch sampler of its own, or comes from the module's own "
+    "train_dataloader(), so that no batch of another size can be made"
+)
 
 
-def _to_run(decision: GuardDecision, largest: int) -> int | None:
-    """Return the size that has to run before it is trained with; None: nothing was chosen."""
-    chosen = decision.action in ("keep", "accumulate", "chosen")
-    return min(decision.batch_size, largest) if chosen else None
-
-
-def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: int) -> Probe:
-    """Return the most that a step on that many rows takes on any rank.
-
-    Raises:
-        RuntimeError: It failed on another rank, for another reason than memory.
-    """
-    if trainer.world_size == 1:
-        return measure(rows)
-    error, peak, step_s = None, _NO_MEMORY, None
-    try:
-        _, found, step_s = measure(rows)
-        peak = _NO_MEMORY if found is None else found
-    except Exception as raised:
-        error = raised
-    failed = of_ranks(trainer, int(error is not None))
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError(
-            f"A training step on {rows} rows that the batch-size guard tried failed on another "
-            "rank, whose error says why."
-        )
-    peak = of_ranks(trainer, peak)
-    slowest_s = of_ranks(trainer, int((step_s or 0.0) * 1e9)) / 1e9
-    return Probe(rows, None if peak == _NO_MEMORY else peak, slowest_s or None)
-
-
-def apply_decision(decision: GuardDecision, trainer: Trainer, datamodule: DataModule) -> str:
-    """Set the batch size and the accumulation that were decided, and return the reason.
-
-    A training loader that the trainer has built already (``configure_optimizers`` asked for
-    ``trainer.estimated_stepping_batches``) is asked for again.
-
-    Raises:
-        BatchSizeError: The batch does not fit and may not be changed.
-    """
-    if decision.action == "raise":
-        raise BatchSizeError(decision.reason)
-    if decision.action == "warn":
-        warnings.warn(decision.reason, FastDataWarning, stacklevel=2)
-    if decision.action in ("accumulate", "chosen"):
-        datamodule.batch_size = decision.batch_size
-        trainer.accumulate_grad_batches = decision.accumulate_grad_batches
-        forget_training_loader(trainer)
-    _LOG.info(decision.reason)
-    return decision.reason
-
-
-def _why_not(
-    trainer: Trainer, pl_module: LightningModule, batch_size: int, policy: GuardPolicy
-) -> str | None:
+def _why_not(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Return why training steps cannot be tried and undone here, or None if they can."""
-    attributes = attributes_of(trainer)
-    callbacks = {kind.__name__ for own in attributes.callbacks for kind in type(own).__mro__}
-    scheduled = policy == "accumulate" and "GradientAccumulationScheduler" in callbacks
+    callbacks = attributes_of(trainer).callbacks
+    kinds = {kind.__name__ for own in callbacks for kind in type(own).__mro__}
+    strategies = strategies_of(trainer)
+    known = {"SingleDeviceStrategy", "DDPStrategy"}.intersection(strategies)
+    together = any(isinstance(module, nn.SyncBatchNorm) for module in pl_module.modules())
     tensors = (*pl_module.parameters(), *pl_module.buffers())
     reasons = {
-        f"below a batch size of {batch_size} there is little to measure": batch_size < _SMALLEST,
-        "fast_dev_run is on": bool(attributes.fast_dev_run),
         "the resumed run would lose its place in the data": trainer.ckpt_path is not None,
-        "training_step is not written": overridden_hook(pl_module, "training_step") is None,
         "lazy layers get their shape from the first batch": any(map(nn.parameter.is_lazy, tensors)),
-        "GradientAccumulationScheduler sets the accumulation itself": scheduled,
+        "GradientAccumulationScheduler sets the accumulation itself": (
+            "GradientAccumulationScheduler" in kinds
+        ),
+        f"{strategies[0]} shares the model out among devices": not known,
+        "SyncBatchNorm waits for all ranks": together and trainer.world_size > 1,
     }
-    return first_that_holds(reasons) or why_not_tried(trainer, pl_module)
+    return first_that_holds(reasons) or why_not_stepped(trainer, pl_module)
 
 
-class NoLossError(Exception):
-    """``training_step`` returned None, so that there is no backward pass to measure."""
+# -- batches to try -------------------------------------------------------------------------------
 
 
-def collates(datamodule: DataModule) -> bool:
-    """Return whether training batches are collated by a function of the user's."""
-    datasets = [dataset for _, dataset in named(datasets_of(datamodule, "train"), "")]
-    own = [taken_apart(each, 1)[1].get("collate_fn", datamodule.collate_fn) for each in datasets]
-    return any(each is not None and each is not default_collate for each in own)
-
-
-def guard_rows(datasets: object) -> int | None:
-    """Return the samples of the longest dataset; None if one is a stream, or there is none.
-
-    ``datasets`` are as a data module's method returns them.
-    """
-    known = [dataset for _, dataset in named(datasets, "")]
+def _rows_to_train_on(datamodule: DataModule) -> int | None:
+    """Return the samples of the longest dataset; None if one is a stream, or there is none."""
+    known = [dataset for _, dataset in named(datasets_of(datamodule, "train"), "")]
     if any(isinstance(item, GivenLoader) and item.batch_size is None for item in known):
         return None
     known = [taken_apart(item, 1)[0] for item in known]
@@ -307,14 +171,14 @@ def guard_rows(datasets: object) -> int | None:
     return None if None in lengths else max((n for n in lengths if n is not None), default=None)
 
 
-def guard_batch(datamodule: DataModule, rows: int) -> Batch:
-    """Return a batch of training."""
+def _training_batch(datamodule: DataModule, rows: int) -> Batch:
+    """Return a batch of training, in host memory."""
     datasets = datasets_of(datamodule, "train")
-    batches = [_first_rows(datamodule, each, rows) for _, each in named(datasets, "")]
+    batches = [_spread_rows(datamodule, each, rows) for _, each in named(datasets, "")]
     return in_form_of(datasets, batches)
 
 
-def _first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
+def _spread_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
     """Return one batch with that many rows, from all over the dataset.
 
     Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
@@ -353,7 +217,7 @@ class _OfEachRank(list[int]):
     rank, num_replicas = 0, 2  # as a sampler has them that splits itself
 
 
-class Repeated:
+class _Repeated:
     """Gives batches of any size: the samples of a small one, again and again.
 
     Reading thousands of samples takes longer than training on them. A batch whose samples cannot be
@@ -363,116 +227,132 @@ class Repeated:
     def __init__(self, batch_of: Callable[[int], Batch], rows: int) -> None:
         self._batch_of, self._rows = batch_of, rows
         self._few: Batch | None = None
-        self._known: int | None = None
 
     def __call__(self, rows: int) -> Batch:
         """Return a batch with that many rows."""
         if self._few is None:
             self._few = self._batch_of(self._rows)
-            self._known = rows_of(self._few)
-        if self._known != self._rows:
+        if rows_of(self._few) != self._rows:
             return self._batch_of(rows)
         return samples_of(self._few, [i % self._rows for i in range(rows)], self._rows)
 
 
-class TriedSteps:
-    """Tries steps of any size on a trainer, and undoes them.
+# -- steps on them --------------------------------------------------------------------------------
 
-    Args:
-        trainer: It has set up its strategy for a fit; nobody sees its steps.
-        pl_module: The module it trains.
-        batch_of: Gives a training batch with that many rows, on the CPU, as the loader does.
-        reader: Of the device that the module is on.
-        let_go: Undoes what a step does, but for the values of tensors.
-        clock: Seconds from any start; None: the time of steps does not count.
-        batches_ahead: Batches that are on the device beside the one that is trained on.
+
+def _remembered(trainer: Trainer, pl_module: LightningModule) -> Snapshot:
+    """Return what puts back all that steps change.
+
+    Raises:
+        NoRoomError: On some rank host memory has no room for it.
     """
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    changed = (pl_module, *trainer.strategy.optimizers, *schedulers, loss_scaler(trainer))
+    room = read_host_memory().available_bytes // (_COPY_SHARE * trainer.num_devices)
+    found, lacking = None, 0
+    try:
+        found = Snapshot(*changed, room_bytes=room)
+    except NoRoomError as needed:
+        lacking = needed.args[0]
+    lacking = of_ranks(trainer, lacking)  # or those with room would wait for the others
+    if found is None or lacking:
+        raise NoRoomError(lacking)
+    return found
+
+
+class _TriedSteps:
+    """Tries steps of any size on a trainer, on all ranks, and undoes them."""
 
     def __init__(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        *,
+        datamodule: DataModule,
         batch_of: Callable[[int], Batch],
         reader: MemoryReader,
-        let_go: Undo,
-        clock: Callable[[], float] | None,
-        batches_ahead: int,
+        clock: Callable[[], float],
     ) -> None:
-        self.trainer, self.pl_module = trainer, pl_module
-        self.batch_of, self.reader, self.let_go, self.clock = batch_of, reader, let_go, clock
-        self.batches_ahead = batches_ahead
+        self.trainer, self.pl_module, self.datamodule = trainer, pl_module, datamodule
+        self.batch_of, self.reader, self.clock = batch_of, reader, clock
+        self._undo = _remembered(trainer, pl_module)
+        gc.collect()
+        reader.reset_peak()
+        self._free_bytes = reader.free_bytes()
         self._ahead: list[Batch] = []
 
     def __call__(self, rows: int) -> Probe:
-        """Return what steps on that many rows took; what they made is freed.
+        """Return the most that steps on that many rows take on any rank; what they made is freed.
 
         Raises:
-            NoLossError: The training step returned no loss.
-            Exception: Whatever it raised, but for a lack of memory.
+            Exception: Whatever a step raised, but for a lack of memory.
+            RuntimeError: A step failed on another rank, for another reason.
         """
-        batch, times_s = self.batch_of(rows), []
-        self.reader.reset_peak()
+        error, found = None, (_NO_MEMORY, 0.0)
         try:
-            for _ in range(_TRAINED if self.clock is None else _TIMED):
-                times_s.append(self._trained_s(batch))
-            batch = None
-            step_s = None if self.clock is None else min(times_s[1:])
-            return Probe(rows, self.reader.peak_bytes(), step_s)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return Probe(rows, None)
-            error.add_note(
-                f"Raised in a training step on {rows} rows that the batch-size guard tried before "
-                "the fit. If training itself would not raise it, set the guard's policy to 'off'."
-            )
-            raise
+            found = self._tried(rows)
+        except Exception as raised:
+            if not is_out_of_memory(raised):
+                error = raised
         finally:
             self._ahead.clear()
-            self.let_go()
+            self._undo()
             gc.collect()
             self.reader.reset_peak()
+        failed = of_ranks(self.trainer, int(error is not None))
+        if error is not None:
+            error.add_note(
+                f"Raised in a training step on {rows} rows that the batch-size guard tried before "
+                "the fit. If training itself would not raise it, set guard='off'."
+            )
+            raise error
+        if failed:
+            raise RuntimeError(
+                f"A training step on {rows} rows that the batch-size guard tried failed on another "
+                "rank, whose error says why."
+            )
+        peak = of_ranks(self.trainer, found[0])
+        step_s = of_ranks(self.trainer, int(found[1] * 1e9)) / 1e9
+        # Read again each time: kernels loaded by the first step take memory outside of torch's
+        # allocator, and so may other processes.
+        free = min(self._free_bytes, self.reader.free_bytes())
+        budget = -of_ranks(self.trainer, reserve_bytes(self.reader.total_bytes()) - free)
+        return Probe(rows, None if peak == _NO_MEMORY else peak, budget, step_s)
+
+    def _tried(self, rows: int) -> tuple[int, float]:
+        """Return the peak in bytes of some steps, and the seconds that one of them took."""
+        batch = self.batch_of(rows)
+        self.reader.reset_peak()
+        first_s, *others_s = [self._trained_s(batch) for _ in range(_TRIED)]
+        return self.reader.peak_bytes(), min(others_s, default=first_s)
 
     def _moved(self, batch: Batch) -> Batch:
-        trainer, pl_module = self.trainer, self.pl_module
-        datamodule: Any = attributes_of(trainer).datamodule
-        owned = overridden_hook(datamodule, "on_before_batch_transfer") is not None
-        owner = datamodule if owned else pl_module
-        batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = self.datamodule.on_before_batch_transfer(batch, 0)
+        return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _trained_s(self, batch: Batch) -> float:
         """Do what the fit loop does with its first batch, in its order; return how long it took."""
         trainer, pl_module = self.trainer, self.pl_module
         strategy = trainer.strategy
         optimizer = strategy.optimizers[0]
-        self._ahead = [self._moved(batch) for _ in range(self.batches_ahead)]
+        self._ahead = [self._moved(batch) for _ in range(self.datamodule.batches_ahead())]
         batch = self._moved(batch)
-        for group in optimizer.param_groups:
-            if isinstance(group.get("lr"), int | float | torch.Tensor):
-                group["lr"] = 0.0 * group["lr"]  # the parameters stay as they are
         scaler = loss_scaler(trainer)
         if scaler is not None and scaler.is_enabled():
             # At its usual first scale gradients often overflow; the optimizer step, and the state
             # that it allocates, would then be left out.
             scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
 
-        def step() -> torch.Tensor | Mapping[str, Any] | None:
-            arguments = _arguments(pl_module.training_step, batch)
-            if trainer.world_size == 1:
-                return strategy.training_step(*arguments)
+        @torch.enable_grad()
+        def closure() -> object:
             # Not through the wrapper of DistributedDataParallel, whose collectives would wait for a
             # rank that has run out of memory. Backward, it leaves gradients alone for that, too.
             with trainer.precision_plugin.train_step_context():
-                return pl_module.training_step(*arguments)
-
-        @torch.enable_grad()
-        def closure() -> object:
-            output = step()
+                output = pl_module.training_step(*_arguments(pl_module.training_step, batch))
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            if loss is None:
-                raise NoLossError
             pl_module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
+            if loss is None:
+                return None
             strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
             return loss.detach()
 
@@ -483,8 +363,6 @@ class TriedSteps:
         return self._now_s() - began_s
 
     def _now_s(self) -> float:
-        if self.clock is None:
-            return 0.0
         synchronize(self.trainer.strategy.root_device)
         return self.clock()
 

@@ -17,8 +17,7 @@ A batch takes the workers ``batch * max(sample / workers, computing part of samp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ class SampleCosts:
     """Of those, the milliseconds without computing: for a disk or a network."""
     samples: int = 1
     """How many were measured."""
-    alone_ms: Mapping[str, float] = field(default_factory=dict)
-    """Of the pixels, the milliseconds of what has no form for batches, by name; means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +132,8 @@ def _each(sample: SampleCosts | None) -> str:
     if sample is None:
         return ""
     reading = f", {sample.read_ms:.3g} of them reading"
-    alone = [f"{name} {took_ms:.3g} ms" for name, took_ms in sample.alone_ms.items()]
-    without = f"; of what has no form for batches: {', '.join(alone)}" if alone else ""
     return (
-        f" (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms{reading}{without}; "
+        f" (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms{reading}; "
         f"{sample.samples} measured)"
     )
 

@@ -1,18 +1,15 @@
-"""The transfer of batches: on which stream, and how far ahead."""
+"""The transfer of batches: with their step, or one batch ahead on a stream beside it."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
-from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
-from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, transfer
+from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 
 if TYPE_CHECKING:
@@ -24,67 +21,11 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 
-PrefetchName: TypeAlias = Literal["auto", "off", "stream", "lookahead"]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchChoice:
-    """How batches are moved.
-
-    ``"off"``: on the stream of the computing. ``"stream"``: on one beside it, when it is the
-    batch's turn. ``"lookahead"``: there, one batch ahead.
-    """
-
-    how: Literal["off", "stream", "lookahead"]
-    why: str
-    refused: bool = False
-    """Whether the user asked for something else."""
-
-
-def choose_prefetch(
-    asked: PrefetchName,
-    *,
-    has_streams: bool,
-    ranks: int,
-    precision: str,
-    hooks: frozenset[str] = frozenset(),
-    hooks_of_module: frozenset[str] = frozenset(),
-) -> PrefetchChoice:
-    """Decide how batches are moved.
-
-    Args:
-        asked: What the user set.
-        has_streams: Whether the device has streams that run side by side.
-        ranks: Training processes. With several, Lightning has the host wait for the device before
-            each step, so that only a batch that was sent earlier crosses beside the computing.
-        precision: Lightning's name of it. The scaler of ``"16-mixed"`` waits for the device, too.
-        hooks: Transfer hooks that a subclass of the data module has written.
-        hooks_of_module: Those that the LightningModule has.
-    """
-    if asked == "off":
-        return PrefetchChoice("off", "not asked for")
-    if not has_streams:
-        return PrefetchChoice("off", "this type of device does not copy beside its computing")
-    if "transfer_batch_to_device" in hooks_of_module:
-        why = "the LightningModule moves batches itself, in transfer_batch_to_device"
-        return PrefetchChoice("off", why, refused=asked != "auto")
-    if asked != "auto":
-        choice = PrefetchChoice(asked, "set by you")
-    elif ranks > 1 or precision.startswith("16-mixed"):
-        reason = f"{ranks} ranks" if ranks > 1 else precision
-        why = f"the host waits for the device in each step ({reason})"
-        choice = PrefetchChoice("lookahead", why)
-    else:
-        choice = PrefetchChoice("stream", "the host runs ahead of the device")
-    early = (hooks | hooks_of_module) - {"on_after_batch_transfer"}
-    if choice.how == "lookahead" and early:
-        why = f"{', '.join(sorted(early))} of yours runs in the batch's own step, not one ahead"
-        return PrefetchChoice("stream", why, refused=asked != "auto")
-    return choice
+PrefetchName: TypeAlias = Literal["auto", "off"]
 
 
 class Prefetching:
-    """Moves the batches of one data module, as the user asked.
+    """Sends the batches of one data module ahead, if the user asked for it and it can be done.
 
     Raises:
         OptionsError: There is no such way to prefetch.
@@ -93,7 +34,10 @@ class Prefetching:
     def __init__(self, asked: PrefetchName) -> None:
         check_choice("prefetch", asked, get_args(PrefetchName))
         self.asked: PrefetchName = asked
-        self.choice = PrefetchChoice("off", "decided when the training starts")
+        self.why_not: str | None = (
+            "not asked for" if asked == "off" else "decided when the training starts"
+        )
+        """Why batches are not sent ahead; None: they are."""
         self._lanes: dict[torch.device, SideLane | None] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -109,23 +53,19 @@ class Prefetching:
         if device not in self._lanes:
             streams = module.device_streams(device)
             self._lanes[device] = None if streams is None else SideLane(streams)
-        theirs, before = trainer.lightning_module, self.choice
-        self.choice = choose_prefetch(
-            self.asked,
-            has_streams=self._lanes[device] is not None,
-            ranks=trainer.world_size,
-            precision=str(trainer.precision),
-            hooks=module.written_hooks(),
-            hooks_of_module=frozenset(n for n in HOOKS if overridden_hook(theirs, n) is not None),
-        )
-        if self.choice.refused and self.choice != before:
-            message = f"prefetch={self.asked!r} became {self.choice.how!r}: {self.choice.why}."
-            warnings.warn(message, FastDataWarning, stacklevel=3)
+        theirs = {n for n in HOOKS if overridden_hook(trainer.lightning_module, n) is not None}
+        early = (theirs | module.written_hooks()) - {"on_after_batch_transfer"}
+        if self._lanes[device] is None:
+            self.why_not = "this type of device does not copy beside its computing"
+        elif early:
+            self.why_not = f"{', '.join(sorted(early))} of yours runs in the batch's own step"
+        else:
+            self.why_not = None
 
     @property
     def batches_ahead(self) -> int:
         """Batches that are on the device beside the one that is trained on, at most."""
-        return 0 if self.choice.how == "off" else BATCHES_AHEAD
+        return BATCHES_AHEAD if self.why_not is None else 0
 
     def drop_ahead(self) -> bool:
         """Let go of batches that were sent ahead, and send no more; return whether there was one.
@@ -134,28 +74,11 @@ class Prefetching:
         """
         return sum(lane.drop() for lane in self._lanes.values() if lane is not None) > 0
 
-    def transfer(
-        self,
-        batch: Batch,
-        move_batch: Callable[[Batch], Batch],
-        device: torch.device,
-        transforms: StageTransforms,
-    ) -> Batch:
-        """Return a batch, or several combined, on the device, for use on the current stream."""
-        lane = self._lanes.get(device) if self.choice.how == "stream" else None
-        if lane is None:
-            return transfer(batch, move_batch, device)
-
-        def work(batch: Batch) -> Batch:
-            return carry_out_draws(transfer(batch, move_batch, device), transforms)
-
-        return lane.send(batch, work).land()
-
     def look_ahead(
         self, trainer: Trainer | None, stage: Stage, transforms: StageTransforms
     ) -> Callable[[Iterator[Batch]], Iterator[Batch]] | None:
         """Return what sends the batches of a loader one ahead; None if they are not."""
-        if trainer is None or self.choice.how != "lookahead":
+        if trainer is None or self.why_not is not None:
             return None
         return partial(self._one_ahead, trainer, stage, transforms)
 
@@ -178,8 +101,10 @@ class Prefetching:
         return OneAhead(batches, lambda b: lane.send(b, work), receive, lambda: lane.has_room)
 
     def explain(self) -> str:
-        """Return how batches are moved, and why."""
-        return f"prefetch  {self.choice.how}  {self.choice.why}"
+        """Return whether batches are sent ahead, and why not."""
+        if self.why_not is None:
+            return "prefetch  one batch ahead, on a stream beside the computing"
+        return f"prefetch  off  {self.why_not}"
 
 
 class _Converted:

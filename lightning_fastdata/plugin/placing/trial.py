@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -23,11 +23,10 @@ from lightning_fastdata.batches.staged import (
     StagingCollate,
     move,
 )
-from lightning_fastdata.device.backend import current, default_type, has_streams, synchronize
+from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.insight.measure.metrics import DeviceClock
     from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
     from lightning_fastdata.types import PixelPlace, Stage
@@ -160,20 +158,18 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         return
     made: dict[str, list[object]] = {name: [] for name in ways.make}
     took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways.make}}
-    parts = _PartTimes(task.transform.without_form(), clocks.clock_s)
     began_s = clocks.clock_s()
     for index in indices:
         sample, ms, cpu_ms = clocks.of(partial(getitem, dataset, index))
         took_ms["read"].append(ms)
         took_ms["waits"].append(max(0.0, ms - cpu_ms))
         for name, make in ways.make.items():
-            # The first sample opens files, fills caches, and imports.
-            parts.on = name == "whole" and bool(took_ms[name])
             row, ms, _ = clocks.of(partial(make, index, sample))
             made[name].append(row)
             took_ms[name].append(ms)
         if len(took_ms["read"]) > 1 and clocks.clock_s() - began_s >= budget_s:
             break
+    # The first sample opens files, fills caches, and imports.
     skip = 1 if len(took_ms["read"]) > 1 else 0
     middle = {name: median(values[skip:]) for name, values in took_ms.items()}
     each = {}
@@ -186,59 +182,27 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         read_ms=middle["read"],
         waits_ms=middle["waits"],
         samples=len(took_ms["read"]) - skip,
-        alone_ms={name: 1000 * s / (len(took_ms["read"]) - 1) for name, s in parts.took_s.items()},
     )
     tell("costs", costs)
     tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
-
-
-class _PartTimes:
-    """The seconds that parts of a pipeline take, by name, added up over what runs while ``on``."""
-
-    def __init__(
-        self, parts: Iterable[tuple[str, torch.nn.Module]], clock_s: Callable[[], float]
-    ) -> None:
-        self.on = False
-        self.took_s: dict[str, float] = {}
-        self._clock_s = clock_s
-        for name, part in parts:
-            part.register_forward_pre_hook(partial(self._add, name, -1))
-            part.register_forward_hook(partial(self._add, name, 1))
-
-    def _add(self, name: str, sign: int, *_: object) -> None:
-        if self.on:
-            self.took_s[name] = self.took_s.get(name, 0.0) + sign * self._clock_s()
 
 
 def time_on_device(
     work: Callable[[], object],
     device: torch.device,
     *,
-    clock: DeviceClock | None = None,
-    wait: Callable[[torch.device], None] = synchronize,
+    now_s: Callable[[], float] = clock.monotonic,
 ) -> float:
-    """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
-
-    The clock marks points of the device's time (default: its events, or else the host's clock);
-    ``wait`` returns when the device has done what it was given.
-    """
+    """Return the milliseconds in which a device does some work: the median of 5, after 2 others."""
     took_ms = []
     with current(device):
-        if clock is None:
-            clock = EventClock(device=device) if has_streams(device) else HostClock()
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP + _ROUNDS):
+            synchronize(device)
+            began_s = now_s()
             work()
-        wait(device)
-        for _ in range(_ROUNDS):
-            began = clock.mark()
-            work()
-            if isinstance(clock, HostClock):  # which does not know what the device has done
-                wait(device)
-            ended = clock.mark()
-            wait(device)
-            took_ms.append(clock.elapsed_ms(began, ended))
-            clock.reuse((began, ended))
-    return median(took_ms)
+            synchronize(device)
+            took_ms.append(1000 * (now_s() - began_s))
+    return median(took_ms[_WARM_UP:])
 
 
 def device_type(trainer: Trainer | None) -> str:
@@ -266,7 +230,6 @@ class Placing:
         self._read_costs = costs
         self._held: dict[Stage, tuple[int, PlaceChoice]] = {}
         """What was decided for each stage of a run, and for which batch size."""
-        self._said = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Decisions belong to one run in one process.
@@ -275,7 +238,6 @@ class Placing:
     def attached(self) -> None:
         """Forget the decisions of the run before: a trainer begins another one."""
         self._held = {}
-        self._said = False
 
     def choice(self, stage: Stage) -> PlaceChoice | None:
         """Return what was decided for a stage in this run, and why; None: nothing yet."""
@@ -307,10 +269,6 @@ class Placing:
         stage, trainer = of.spec.stage, of.trainer
         if transform is None or trainer is None or self.asked != "auto":
             on_device = transform is not None and self.may_use_device(stage, trainer)
-            if on_device and trainer is not None and self._accelerator(trainer) == "cpu":
-                if not self._said:
-                    _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
-                self._said = True
         else:
             on_device = self._decided(of, transform, trainer, plan).place == "device"
         # Without a trainer there is no hook to finish the batches, so they come finished.

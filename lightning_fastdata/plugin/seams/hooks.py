@@ -7,13 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.staged import batch_samples
-from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     hook_selector,
     replace_for_one_run,
 )
-from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -28,8 +26,6 @@ PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
 _BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
 """Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
 _HOOK: Final = HOOKS[2]
-_STEPS: Final = "fastdata_steps"
-_EARLIER: Final = "fastdata_earlier"
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
@@ -73,8 +69,8 @@ def augment_foreign_batches(
     *,
     seed: int,
     in_transfer: Callable[[], bool],
-) -> Callable[[], None]:
-    """Run a transform on every training batch of a trainer, and return what stops it.
+) -> None:
+    """Run a transform on every training batch of a trainer, until its run ends.
 
     Lightning asks one object for the hook: the data module if it overrides it, else the
     LightningModule. That instance gets an attribute of the hook's name, which runs the transform
@@ -85,58 +81,21 @@ def augment_foreign_batches(
     """
     datamodule = attributes_of(trainer).datamodule
     owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule
+    earlier = getattr(owner, _HOOK)
     epoch, samples = -1, 0  # of this epoch that were augmented
 
-    def augment(batch: Batch) -> Batch:
+    # A plain function without __wrapped__: Lightning compares its code with the default hook's.
+    def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
         nonlocal epoch, samples
         if batch is None or not trainer.training or not in_transfer():
-            return batch
+            return earlier(batch, dataloader_idx)
         if trainer.current_epoch != epoch:
             epoch, samples = trainer.current_epoch, 0
         key = SampleKey(seed, epoch, samples)
         samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
-        with told_of_shared_draws(transform, batch):
-            batch = transform.apply_unprepared(batch, key)
-        return trainer.precision_plugin.convert_input(batch)
-
-    steps = _steps_before_hook(owner)
-    steps.append(augment)
-
-    def stop() -> None:
-        if augment in steps:
-            steps.remove(augment)
-        if not steps:
-            _restore_hook(owner)
-
-    return stop
-
-
-def _steps_before_hook(owner: object) -> list[Callable[[Batch], Batch]]:
-    """Return the functions that run before the owner's hook, installing them if need be."""
-    installed = vars(owner).get(_HOOK)
-    steps: list[Callable[[Batch], Batch]] | None = held(installed, _STEPS)
-    if steps is not None:
-        return steps
-    earlier = getattr(owner, _HOOK)
-    steps = []
-
-    # A plain function without __wrapped__: Lightning compares its code with the default hook's.
-    def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
-        for step in steps:
-            batch = step(batch)
+        batch = trainer.precision_plugin.convert_input(transform.apply_unprepared(batch, key))
         return earlier(batch, dataloader_idx)
 
-    vars(on_after_batch_transfer).update({_STEPS: steps, _EARLIER: installed})
-    vars(owner)[_HOOK] = on_after_batch_transfer
-    return steps
-
-
-def _restore_hook(owner: object) -> None:
-    installed = vars(owner).get(_HOOK)
-    if held(installed, _STEPS) is None:
-        return
-    del vars(owner)[_HOOK]
-    if held(installed, _EARLIER) is not None:
-        vars(owner)[_HOOK] = held(installed, _EARLIER)
+    replace_for_one_run(trainer, owner, _HOOK, on_after_batch_transfer)

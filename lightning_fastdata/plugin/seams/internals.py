@@ -3,12 +3,9 @@
 Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dict``,
 ``_combined_loader`` and ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set,
 too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
-loop;
-``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
-``_datahook_selector``; ``_loaded_checkpoint`` of its
-``_checkpoint_connector``, whose counts are set, too; ``_results`` of a trainer, whose
-``batch_size`` is set; ``_mode`` of a CombinedLoader; ``_prefix``
-of a TensorBoardLogger.
+loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
+``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
+set, too; ``_results`` of a trainer, whose ``batch_size`` is set; ``_mode`` of a CombinedLoader.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -18,7 +15,7 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
 - in :mod:`..watch.recording`: ``batch_to_device`` of the strategy
 - in :mod:`..guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
-  strategy; in :mod:`..guard.replay`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
+  strategy; in :mod:`..guard.parts`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
   ``log`` of the module
 - in :mod:`..proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
   the trainer
@@ -47,7 +44,6 @@ class TrainerAttributes(Protocol):
     datamodule: object
     callbacks: list[Callback]
     profiler: Any
-    fast_dev_run: bool | int
     log_every_n_steps: int
     overfit_batches: int | float
     reload_dataloaders_every_n_epochs: int

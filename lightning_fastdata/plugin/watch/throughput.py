@@ -129,7 +129,7 @@ class ThroughputHooks(NeedsConstruction):
         undo: list[Callable[[], None]] = []
         self._run = MeasuredRun(trainer, recording, undo, self)
         if stage == "fit" and self.augment is not None:
-            undo.append(self._register(trainer, pl_module, recording))
+            undo += self._register(trainer, pl_module, recording)
         watch = self.misfortunes.survived_by("A loader is not measured", recording.watch)
         undo.append(watch_sources(trainer, recording.stages, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
@@ -140,17 +140,19 @@ class ThroughputHooks(NeedsConstruction):
 
     def _register(
         self, trainer: Trainer, pl_module: LightningModule, recording: Recording
-    ) -> Callable[[], None]:
+    ) -> list[Callable[[], None]]:
+        """Have the transform run on training batches, and return what has to be undone by us."""
         datamodule = own_datamodule(trainer)
         if datamodule is not None:
-            return datamodule.register_transform(self.augment, stage="train")
-        return augment_foreign_batches(
+            return [datamodule.register_transform(self.augment, stage="train")]
+        augment_foreign_batches(
             trainer,
             pl_module,
             self.augment,  # type: ignore[arg-type]
             seed=global_seed(),
             in_transfer=lambda: recording.in_transfer,
         )
+        return []
 
     @harmless("The training is not measured")
     def on_train_start(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:

@@ -35,11 +35,16 @@ if TYPE_CHECKING:
 
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 
-NORMALISED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NORMALISED: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TOLD: Final = (
     "A training batch ran out of memory before its step, while it was moved or transformed "
     "({said}). {how}. A smaller batch_size does without."
 )
+
+
+def normalises(pl_module: LightningModule) -> bool:
+    """Return whether a module has batch normalisation that looks at the batches of a training."""
+    return any(isinstance(m, _NORMALISED) and m.training for m in pl_module.modules())
 
 
 def rows_of(batch: Batch) -> int | None:
@@ -126,16 +131,14 @@ class RunsInParts:
     ) -> None:
         self.trainer, self.pl_module, self.run = trainer, pl_module, run
         self.datamodule = datamodule
-        self.largest: int | None = None
-        """Samples that fit, of batches that did not; None: all did."""
+        self.most: int | None = None
+        """Numbers that fit, of batches that did not; None: all did."""
         self.is_stepping = False
         """Whether the optimizer has begun to change the parameters."""
         self.has_logged = False
         """Whether the training step came to its end."""
         self._fitted = 0
         """Numbers in the largest batch that was trained on."""
-        self._numbers = 0
-        """Numbers in ``largest`` samples."""
 
     def __call__(self, optimizer: object, batch_idx: int, kwargs: Mapping[str, Any]) -> object:
         """Optimize on one batch, in as few parts as fit.
@@ -148,8 +151,8 @@ class RunsInParts:
         if rows is None:
             return self.run(optimizer, batch_idx, kwargs)
         size = rows
-        if self.largest is not None:  # of batches of longer samples, fewer fit
-            size = max(1, min(rows, rows * self._numbers // max(1, numbers)))
+        if self.most is not None and numbers > self.most:
+            size = max(1, rows * self.most // numbers)  # of longer samples, fewer fit
         first = not batch_idx % self.trainer.accumulate_grad_batches
         # A batch no larger than one before may still fail, if others take memory, too. To remember
         # everything for each batch would take longer than some steps.
@@ -181,9 +184,9 @@ class RunsInParts:
                 size = -(-size // 2)
         self._fitted = max(self._fitted, numbers)
         if said and size < rows:
-            if self.largest is None:
+            if self.most is None:
                 self._warn(rows, size, said)
-            self.largest, self._numbers = size, numbers * size // rows
+            self.most = numbers * size // rows
         return result
 
     def _remembered(self, *, first: bool) -> Undo:
@@ -219,7 +222,7 @@ class RunsInParts:
         return "not even one sample fits" if smallest else None
 
     def _warn(self, rows: int, size: int, said: str) -> None:
-        normalised = any(isinstance(m, NORMALISED) and m.training for m in self.pl_module.modules())
+        normalised = normalises(self.pl_module)
         note = " Batch normalisation then averages over a part." if normalised else ""
         warnings.warn(
             f"A training batch of {rows} samples ran out of memory ({said}). It was trained on in "
@@ -310,32 +313,17 @@ _BATCH_SIZE_AT = 9
 
 def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Return why batches of a training cannot be taken in parts; None: they can."""
-    strategies = _strategies(trainer)
+    strategies = strategies_of(trainer)
     reasons = {
         # one rank that runs out of memory would leave the others waiting in a collective
         f"{trainer.world_size} processes train together": trainer.world_size > 1,
         f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
     }
-    return first_that_holds(reasons) or _why_not_stepped(trainer, pl_module)
+    return first_that_holds(reasons) or why_not_stepped(trainer, pl_module)
 
 
-def why_not_tried(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Return why no training step can be tried before the training; None: it can."""
-    strategies = _strategies(trainer)
-    known = {"SingleDeviceStrategy", "DDPStrategy"}.intersection(strategies)
-    together = any(isinstance(m, nn.SyncBatchNorm) for m in pl_module.modules())
-    reasons = {
-        f"{strategies[0]} shares the model out among devices": not known,
-        "SyncBatchNorm waits for all ranks": together and trainer.world_size > 1,
-    }
-    return first_that_holds(reasons) or _why_not_stepped(trainer, pl_module)
-
-
-def _strategies(trainer: Trainer) -> list[str]:
-    return [kind.__name__ for kind in type(trainer.strategy).__mro__]
-
-
-def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
+def why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Return why a training step cannot be made again by itself; None: it can."""
     optimizers = trainer.strategy.optimizers
     arguments = inspect.signature(pl_module.training_step).parameters
     reasons = {
@@ -347,6 +335,11 @@ def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None
         ),
     }
     return first_that_holds(reasons)
+
+
+def strategies_of(trainer: Trainer) -> list[str]:
+    """Return the names of a trainer's strategy and of what it is derived from."""
+    return [kind.__name__ for kind in type(trainer.strategy).__mro__]
 
 
 def first_that_holds(reasons: Mapping[str, bool]) -> str | None:
