@@ -58,11 +58,12 @@ def _kernel(run):
 def _augmented(run):
     import albumentations as A
 
-    from lightning_fastdata import BatchTransform
+    from lightning_fastdata import SampleKey, as_batch_transform
 
     steps = [A.HorizontalFlip(), A.ColorJitter(), A.Affine(), A.Normalize(), A.ToTensorV2()]
     images = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8).to(run.device)
-    BatchTransform.from_albumentations(A.Compose(steps))(images)
+    transform = as_batch_transform(A.Compose(steps))
+    transform.apply_unprepared({"image": images}, SampleKey(0, 0, 0))
 
 
 def _prefetched(run):

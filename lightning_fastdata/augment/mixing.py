@@ -421,7 +421,6 @@ def mixed(
     stays: int | str | Sequence[int | str] = (),
     label: int | str | None = None,
     num_classes: int | None = None,
-    same_pixels: bool = False,
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
@@ -439,7 +438,6 @@ def mixed(
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
         num_classes: number of classes; needed where labels are not one-hot.
-        same_pixels: as :func:`as_batch_transform` takes it.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
@@ -449,9 +447,7 @@ def mixed(
     rest = list(steps)
     pipeline = None
     if rest and not isinstance(rest[0], MixStep):
-        first = as_batch_transform(
-            rest.pop(0), image=image, mask=mask, stays=stays, same_pixels=same_pixels
-        )
+        first = as_batch_transform(rest.pop(0), image=image, mask=mask, stays=stays)
         worker = first.in_worker(on_device=False)
         if worker is None or worker.needs_batches:
             raise TransformError(
@@ -497,10 +493,6 @@ class MixedTransform(StageTransform):
         self.library = mixer.library if pipeline is None else pipeline.library
         self.pipeline = pipeline
         self._mixer = mixer
-
-    def redrawn(self) -> tuple[str, ...]:
-        """Return the operations of which a device makes other pixels of the same distribution."""
-        return () if self.pipeline is None else self.pipeline.redrawn()
 
     def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
         """Return the parts of the pipeline that run on one sample after the other, by name."""

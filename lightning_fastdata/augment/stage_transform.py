@@ -80,10 +80,6 @@ class StageTransform:
         """Whether a device can do any part of it."""
         return True
 
-    def redrawn(self) -> tuple[str, ...]:
-        """Return the operations of which a device makes other pixels of the same distribution."""
-        return ()
-
     def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
         """Return the parts that run on one sample after the other, wherever it runs, by name."""
         return ()

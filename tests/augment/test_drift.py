@@ -8,7 +8,7 @@ from pathlib import Path
 from augment.albumentations_surface import changed, surface
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.trial import CHECKED_VERSION
+from lightning_fastdata.augment.pipeline.known_version import KNOWN_VERSION
 
 GOLDEN = json.loads((Path(__file__).parent / "albumentations_2_0_8.json").read_text("utf-8"))
 
@@ -24,7 +24,7 @@ def test_the_transforms_are_those_that_device_forms_were_written_for():
 
 
 def test_the_version_that_messages_recommend_is_the_one_that_was_written_down():
-    assert GOLDEN["version"] == CHECKED_VERSION
+    assert GOLDEN["version"] == KNOWN_VERSION
 
 
 def test_every_device_form_belongs_to_a_transform_that_was_written_down():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from albumentations import BaseCompose, BasicTransform
 
@@ -95,12 +95,6 @@ def followers(compose: Node) -> list[frozenset[int]]:
     return list(map(frozenset, after))
 
 
-def keeps_params(compose: Node) -> bool:
-    """Whether a pipeline returns the parameters that it drew: ``ReplayCompose`` and the like."""
-    own = vars(compose).get("save_applied_params", False)
-    return bool(own) or any(leaf.transform.deterministic for leaf in list_leaves(compose))
-
-
 def in_sequence(node: Node) -> bool:
     """Whether a node calls all its children in the order written."""
     return is_albumentations(node) and type(node).__name__ in SEQUENCES
@@ -172,11 +166,8 @@ class Sizes(NamedTuple):
     """Per leaf: what is known of its input."""
 
 
-def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
-    """Follow what is known of the image size through a pipeline.
-
-    Classes in ``keeps`` keep the size, whatever else would be thought of them.
-    """
+def follow_sizes(compose: Node, size: Size) -> Sizes:
+    """Follow what is known of the image size through a pipeline."""
     boundary = -1
     sizes: list[Size] = []
 
@@ -187,7 +178,7 @@ def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Siz
                 before = walk(child, before)
             return before
         sizes.extend([before] * count_leaves(node))
-        after = _node_size(node, before, keeps)
+        after = _node_size(node, before)
         if before.exact is None and after.exact is not None:
             boundary = len(sizes) - 1
         return after
@@ -196,19 +187,19 @@ def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Siz
     return Sizes(boundary, tuple(sizes))
 
 
-def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
+def _node_size(node: Node, before: Size) -> Size:
     if not is_container(node):
-        after = size_after(node, before, keeps)
+        after = size_after(node, before)
     elif in_sequence(node):
         after = before
         for child in node.transforms:
-            after = _node_size(child, after, keeps)
+            after = _node_size(child, after)
     elif is_albumentations(node) and type(node).__name__ in GROUPS:
         pick_one = type(node).__name__ in _ONE_CHILD
         sizes = [
-            size_after(child, before, keeps)
+            size_after(child, before)
             if pick_one and not is_container(child)
-            else _node_size(child, before, keeps)
+            else _node_size(child, before)
             for child in node.transforms
         ]
         if not pick_one:
@@ -229,11 +220,9 @@ def _join(sizes: list[Size]) -> Size:
     return Size(exact, (max(heights), max(widths)))
 
 
-def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
+def size_after(transform: BasicTransform, before: Size) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
-    if type(transform) in keeps:
-        return before
     if not is_albumentations(transform):
         import albumentations
 
@@ -247,13 +236,6 @@ def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] 
         return Size(None, (longest, longest)) if isinstance(longest, int) else Size()
     if name == "PadIfNeeded":
         return _padded(transform, before)
-    if name == "Crop" and before.exact is not None:
-        inside = transform.y_max <= before.exact[0] and transform.x_max <= before.exact[1]
-        height, width = transform.y_max - transform.y_min, transform.x_max - transform.x_min
-        return _exactly(height, width) if inside or transform.pad_if_needed else Size()
-    if name == "Pad" and before.exact is not None:
-        down, across = _padding(transform.padding)
-        return _exactly(before.exact[0] + down, before.exact[1] + across)
     if name in SWAPS_AXES:
         square = before.exact is not None and before.exact[0] == before.exact[1]
         return before if square else Size()
@@ -267,16 +249,6 @@ def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] 
 
 def _exactly(height: int, width: int) -> Size:
     return Size((height, width), (height, width))
-
-
-def _padding(padding: int | tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns that ``A.Pad`` adds: per side, per axis, or per edge."""
-    if isinstance(padding, int):
-        return 2 * padding, 2 * padding
-    if len(padding) == 2:
-        return 2 * padding[1], 2 * padding[0]
-    left, top, right, bottom = padding
-    return top + bottom, left + right
 
 
 def _padded_length(length: int, least: int | None, divisor: int | None) -> int:
