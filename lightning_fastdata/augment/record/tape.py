@@ -9,11 +9,9 @@ what was noted so far, for that sample only.
 What is asked of Albumentations beyond its documentation:
 
 - ``_key2func`` of a transform: by the key of a target, the function that it calls with it. Where a
-  version has no such name, the self-check fails and every pipeline runs whole on the CPU.
+  version has no such name, none is recorded.
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
   transform: replaced on the transforms of a copy of the pipeline, never on a class.
-- ``transforms`` of any composition that a dataset holds: replaced while one task of a worker is
-  timed, and put back when it ends (:mod:`lightning_fastdata.stamps.operations`).
 
 ``tests/augment/test_albumentations_internals.py`` pins each against the installed Albumentations.
 """
