@@ -5,6 +5,8 @@ Without a GPU the kernels run in Triton's interpreter, which `conftest.py` turns
 
 from __future__ import annotations
 
+import sys
+
 import albumentations as A
 import cv2
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
+from lightning_fastdata import registry
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import TapeOp, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
@@ -245,3 +248,18 @@ def test_other_images_take_one_step_after_the_other(dtype, channels):
 
 def test_the_cpu_takes_no_kernels_by_itself():
     assert not has_kernels(torch.device("cpu"))
+
+
+def test_without_this_room_torch_carries_out_each_step(monkeypatch):
+    for name in ("", ".runs"):
+        monkeypatch.setitem(sys.modules, f"lightning_fastdata.ext.kernels{name}", None)
+    pipeline, images = [A.HorizontalFlip(p=0.5), A.Normalize()], photographs(2)
+    registry.fuse.cache_clear()
+    try:
+        batch, draws = prepared(pipeline, images)
+    finally:
+        registry.fuse.cache_clear()
+    program = draws.programs["image"]
+    assert program.runs == ()
+    made = replay(program, draws.blob, batch, DEVICE_OPS, kernels=True)
+    assert torch.equal(made, replay(program, draws.blob, batch, DEVICE_OPS, kernels=False))
