@@ -17,9 +17,9 @@ from augment.batches import keys
 from augment.mixed_samples import CLASSES
 from augment.oracle_cases import USUAL
 from augment.parity import encoded_by, photographs
-from augment.test_launches import drawn as drawn_batch
 from augment.test_pipelines import ALL as PIPELINES
 from augment.test_pipelines import samples
+from kernels.test_launches import drawn as drawn_batch
 from thoroughness import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
