@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fastdata.augment.mixing import CutMix as CutMix
     from lightning_fastdata.augment.mixing import MixUp as MixUp
+    from lightning_fastdata.augment.registry import register as register
+    from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
     from lightning_fastdata.caches.cached import CachedDataset as CachedDataset
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BadSamples": "batches.bad_samples",
+    "BatchTransform": "augment.transform",
     "BucketBatchSampler": "order.buckets",
     "CachedDataset": "caches.cached",
     "CutMix": "augment.mixing",
@@ -53,6 +56,7 @@ _HOME = {
     "as_batch_transform": "augment.transform",
     "pack": "order.packing",
     "prefetch": "device.prefetch",
+    "register": "augment.registry",
     "share": "sources.shared",
 }
 

@@ -17,6 +17,7 @@ CLI_SMALL = [
     *("--trainer.max_epochs", "1", "--data.crops", "16", "--data.folder", "demo_data/few"),
 ]
 TRAININGS = {
+    "augment_without_lightning.py": ["--small"],
     "quickstart.py": ["--small"],
     "segmentation.py": ["--small"],
     "packed.py": ["--small"],

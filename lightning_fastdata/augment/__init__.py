@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_fastdata.augment.batch_images import BatchImages as BatchImages
     from lightning_fastdata.augment.batch_images import left_undone as left_undone
+    from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
@@ -34,6 +35,7 @@ _HOME = {
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
     "left_undone": "batch_images",
+    "register": "registry",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
 
 from lightning_fastdata import registry
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.dtypes import why_no_forms
+from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
@@ -33,41 +32,42 @@ from lightning_fastdata.augment.record.targets import (
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image, with_rows
-from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lightning_fastdata.augment.ops.operation import Tape
+    from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
     from lightning_fastdata.augment.pipeline.dtypes import DType
+    from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.types import Batch, SampleKey
 
 
-def is_no_cpu(device: torch.device) -> bool:
-    """Return whether a batch lies somewhere else than on the CPU."""
-    return device.type != "cpu"
+OnCpu: TypeAlias = Literal["albumentations", "torch"]
+"""What makes the pixels of a batch that lies on the CPU: Albumentations itself, or what would make
+them on a device."""
 
 
 class ForeignBatches:
     """Runs one pipeline on batches that another loader has collated.
 
-    On devices that do not ``replay`` draws, the CPU, Albumentations itself does, sample by sample;
-    on others so it does where there is a ``refusal``, and in samples for which an operation without
-    a device form was drawn.
+    On the CPU Albumentations itself does, sample by sample, unless ``on_cpu`` says otherwise; on
+    devices so it does where there is a ``refusal``, and in samples for which an operation without a
+    device form was drawn.
     """
 
     def __init__(
         self,
         compose: Node,
+        ops: Mapping[str, DeviceOp],
         refusal: str | None,
         *,
-        replays: Callable[[torch.device], bool] = is_no_cpu,
+        on_cpu: OnCpu = "albumentations",
     ) -> None:
         self._compose = copy.deepcopy(compose)
+        self._ops = ops
         self._refusal = refusal
-        self._replays = replays
+        self._on_cpu = on_cpu
         self._recorders: dict[object, Recorder | None] = {}
         self._looked = False
 
@@ -108,17 +108,28 @@ class ForeignBatches:
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
         roles = target_roles(self._compose)
         recorder = None
-        if self._replays(image.device):
+        if image.device.type != "cpu" or self._on_cpu == "torch":
             images, masks = (
                 {numpy_dtype(one.dtype) for name, one in tensors.items() if roles[name] == role}
                 for role in ("image", "mask")
             )
             if why_no_forms(images, masks) is None:
                 recorder = self._recorder(size, channels, *images)
-        replayed = None if recorder is None else replay_all(tensors, key, recorder)
+        replayed = None if recorder is None else replay_all(tensors, key, recorder, self._ops)
         results, is_chw = replayed or run_each(tensors, key, self._compose)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
+
+    def plan(self, size: tuple[int, int], channels: int | None = 3, dtype: DType = BYTES) -> Plan:
+        """Return where operations run for images of one form."""
+        return analyse(
+            self._compose,
+            self._ops,
+            size=size,
+            refusal=self._refusal,
+            channels=channels,
+            dtype=dtype,
+        )
 
     def _recorder(
         self, size: tuple[int, int], channels: int | None, dtype: DType
@@ -126,17 +137,17 @@ class ForeignBatches:
         """Return the recorder for images of one form, or None if nothing may be deferred."""
         form = (size, channels, dtype)
         if form not in self._recorders:
-            plan = analyse(
-                self._compose,
-                DEVICE_OPS,
-                size=size,
-                refusal=self._refusal,
-                channels=channels,
-                dtype=dtype,
-            )
+            plan = self.plan(size, channels, dtype)
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
-            self._recorders[form] = Recorder(self._compose, plan, DEVICE_OPS) if possible else None
+            self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
         return self._recorders[form]
+
+
+def checked_on_cpu(on_cpu: OnCpu) -> OnCpu:
+    """Return the option, or raise OptionsError if it is none."""
+    if on_cpu not in get_args(OnCpu):
+        raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {', '.join(get_args(OnCpu))}.")
+    return on_cpu
 
 
 def run_each(
@@ -167,6 +178,7 @@ def replay_all(
     tensors: Mapping[str, torch.Tensor],
     key: SampleKey,
     recorder: Recorder,
+    ops: Mapping[str, DeviceOp],
 ) -> tuple[dict[str, torch.Tensor], bool] | None:
     """Draw every sample here, and compute the draws where the batch lies.
 
@@ -200,7 +212,7 @@ def replay_all(
     )
     results = {name: with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
-        results[name] = replay_image(program, draws.blob, results[name], DEVICE_OPS)
+        results[name] = replay_image(program, draws.blob, results[name], ops)
     image = draws.programs.get("image")
     turned = image is not None and any(step.name == "ToTensorV2" for step in image.steps)
     return results, is_chw or turned

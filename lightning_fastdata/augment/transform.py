@@ -7,36 +7,48 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.augment.collated_batches import ForeignBatches
+import torch
+
+from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.front_ends import pipeline_transform
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
-from lightning_fastdata.augment.pipeline.fields import Fields, describe, listed
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    describe,
+    find_fields,
+    get_field,
+    listed,
+)
 from lightning_fastdata.augment.pipeline.known_version import refusal, what_it_means
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm
+from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
     StageTransform,
     plain_tensors,
+    table,
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
+    from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.dtypes import DType
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.fingerprint import Fingerprint
-    from lightning_fastdata.types import Batch, SampleKey
+    from lightning_fastdata.types import Batch
 
 
 def as_batch_transform(
@@ -85,18 +97,25 @@ def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
 
 
 class BatchTransform(PipelineTransform):
-    """An Albumentations pipeline for batches. Not for several threads at once."""
+    """An Albumentations pipeline for batches, for ``FastDataModule(augment=...)`` or to be called.
+
+    :meth:`from_albumentations` makes one to call. Not for several threads at once.
+    """
 
     library = "Albumentations"
     plan: Plan
+    _drawn = 0
+    """Samples that calls without a key have drawn for."""
 
-    def __init__(self, compose: Node, fields: Fields) -> None:
+    def __init__(self, compose: Node, fields: Fields, *, on_cpu: OnCpu = "albumentations") -> None:
         import albumentations
 
         self.name = type(compose).__name__
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
+        self._registered: dict[str, DeviceOp] = {}
+        self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Channels and dtype of the images that the plan is for."""
@@ -105,6 +124,78 @@ class BatchTransform(PipelineTransform):
         self._why_not: str | None = None
         """Why nothing of it runs on a device; None: something may."""
         self.take_in()
+
+    @classmethod
+    def from_albumentations(
+        cls,
+        compose: Node,
+        *,
+        image: int | str | None = None,
+        mask: int | str | None = None,
+        stays: int | str | Sequence[int | str] = (),
+        on_cpu: OnCpu = "albumentations",
+    ) -> Self:
+        """Return a transform of batches to call yourself.
+
+        Args:
+            compose: an ``A.Compose`` or any single Albumentations transform.
+            image: key or index of the image in batches that are no bare tensor; None finds it.
+            mask: key or index of the mask; None takes the key ``"mask"``.
+            stays: what is left as it is, as :func:`as_batch_transform` takes it.
+            on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
+                ``"torch"``, as on a device, to see without one what it would do; that takes many
+                times as long.
+
+        Raises:
+            TransformError: it is no pipeline.
+            OptionsError: ``on_cpu`` is something else.
+        """
+        if isinstance(compose, type) or not is_albumentations_pipeline(compose):
+            raise TransformError(
+                f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
+            )
+        return cls(compose, Fields(image=image, mask=mask, stays=listed(stays)), on_cpu=on_cpu)
+
+    def __call__(
+        self, images: Any, masks: torch.Tensor | None = None, *, key: SampleKey | None = None
+    ) -> Any:
+        """Return a batch transformed by the pipeline, where it lies.
+
+        On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise; so
+        it does, on a device, on samples for which an operation without a device form was drawn,
+        and where there is no form for images of their dtype.
+
+        Args:
+            images: uint8, float32 in [0, 1], or what else Albumentations takes of NumPy's dtypes,
+                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict or
+                tuple that holds them.
+            masks: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, if ``images`` is a tensor.
+            key: sample ``i`` draws with ``key.index + i``. None: with the seed of torch
+                (``torch.initial_seed()``), epoch 0 and a number that counts all samples this object
+                has drawn for, from 0. Ranks of one seed then draw alike: give each its own key.
+
+        Returns:
+            The images, or images and masks, or a batch like the one that was given. Images come
+            out as ``[n, C, H, W]`` behind ``ToTensorV2``, else in the layout that they had.
+
+        Raises:
+            BatchError: there are no such images.
+            TransformError: the pipeline transforms boxes or keypoints.
+        """
+        self.follow()
+        bare = isinstance(images, torch.Tensor)
+        if masks is not None and not bare:
+            raise BatchError(
+                f"masks= goes with a tensor of images, not with {describe(images)}: put the masks "
+                "into that batch, and say where with mask=."
+            )
+        batch = {"image": images, "mask": masks} if bare else images
+        fields = Fields() if bare else self._fields
+        samples = len(get_field(batch, find_fields(batch, fields, batched=True).image))
+        done = self._run_unprepared(batch, self._next_key(samples, key), fields)
+        if not bare:
+            return done
+        return done["image"] if masks is None else (done["image"], done["mask"])
 
     @property
     def compose(self) -> Any:
@@ -120,9 +211,10 @@ class BatchTransform(PipelineTransform):
         """Plan for the pipeline as it is now."""
         super().take_in()
         channels, dtype = self._images
+        self._registered = registered_forms(self.compose, self._registered)
         self.plan = analyse(
             self.compose,
-            DEVICE_OPS,
+            self.ops,
             refusal=refusal() or self._why_not,
             channels=channels,
             dtype=dtype,
@@ -135,6 +227,11 @@ class BatchTransform(PipelineTransform):
         if twin is not self and self._unfitted is not None:
             self._unfitted.take_in()
         return twin
+
+    @property
+    def ops(self) -> Mapping[str, DeviceOp]:
+        """Device forms by name, with those that were registered for the pipeline's own classes."""
+        return {**DEVICE_OPS, **self._registered}
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
@@ -154,7 +251,7 @@ class BatchTransform(PipelineTransform):
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
-        return ComposeWorker(self.compose, self._fields, plan)
+        return ComposeWorker(self.compose, self._fields, plan, self._registered)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
@@ -193,7 +290,7 @@ class BatchTransform(PipelineTransform):
         if draws is None:
             return batch
         with plain_tensors():
-            return replay_batch(batch, draws, self._fields, DEVICE_OPS)
+            return replay_batch(batch, draws, self._fields, self.ops)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and compute here, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
@@ -203,15 +300,34 @@ class BatchTransform(PipelineTransform):
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
         self.follow(key.epoch)
-        if self._foreign is None:
-            self._foreign = ForeignBatches(self.compose, refusal())
+        return self._run_unprepared(batch, key, self._fields)
+
+    def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         with plain_tensors():
-            return self._foreign.run(batch, self._fields, key)
+            return self._on_batches().run(batch, fields, key)
+
+    def _on_batches(self) -> ForeignBatches:
+        if self._foreign is None:
+            self._foreign = ForeignBatches(self.compose, self.ops, refusal(), on_cpu=self._on_cpu)
+        return self._foreign
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_foreign": None}
 
-    def explain(self) -> str:
-        """Return a table: operation, where it runs, why."""
-        reason = refusal()
-        return super().explain() + ("" if reason is None else f"\n{what_it_means(reason)}")
+    def explain(self, size: tuple[int, int] | None = None) -> str:
+        """Return a table: operation, where it runs, why.
+
+        Args:
+            size: height and width of images that are collated already; None: images of a dataset,
+                which may differ in size until an operation makes them one size.
+        """
+        plan = self.plan if size is None else self._on_batches().plan(size)
+        rows = table(plan.rows)
+        reason = refusal() if size is None else None
+        return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
+
+    def _next_key(self, samples: int, key: SampleKey | None) -> SampleKey:
+        if key is not None:
+            return key
+        first, self._drawn = self._drawn, self._drawn + samples
+        return SampleKey(torch.initial_seed(), 0, first)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.types import SampleKey
@@ -40,7 +41,8 @@ def pipeline(*transforms, **options):
 
 def collated(compose, batch, key, *, on_device):
     """Return a batch of another loader after a pipeline, as a device makes it, or the CPU."""
-    foreign = ForeignBatches(compose, None, replays=lambda device: on_device)
+    on_cpu = "torch" if on_device else "albumentations"
+    foreign = ForeignBatches(compose, DEVICE_OPS, None, on_cpu=on_cpu)
     return foreign.run(batch, Fields(), key)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import (
+    BatchTransform,
     DataThroughputCallback,
     FastDataModule,
     FastDataWarning,
@@ -61,7 +62,11 @@ def of_a_loader(transform, sample):
     return transform.apply_unprepared(default_collate([sample]), KEY)
 
 
-WAYS = [in_worker, on_device, of_a_loader]
+def called(transform, sample):
+    return transform(default_collate([sample]), key=KEY)
+
+
+WAYS = [in_worker, on_device, of_a_loader, called]
 WITHOUT_ROLE = {
     "tuple": ((IMAGE, MASK), "1"),
     "tuple of tensors": ((TENSOR, torch.from_numpy(MASK)), "1"),
@@ -136,9 +141,13 @@ def test_what_has_a_role_is_what_albumentations_makes_of_it(way, form):
 @each("stays", ["before", ["before"], ("before", "absent")])
 def test_what_is_said_to_stay_stays(way, stays):
     sample = {"image": IMAGE, "mask": MASK, "before": OTHER}
-    made = way(as_batch_transform(moves(), stays=stays), sample)
-    assert torch.equal(made["before"][0], torch.from_numpy(OTHER))
-    assert made["mask"].shape == (1, 16, 20)
+    for transform in (
+        as_batch_transform(moves(), stays=stays),
+        BatchTransform.from_albumentations(moves(), stays=stays),
+    ):
+        made = way(transform, sample)
+        assert torch.equal(made["before"][0], torch.from_numpy(OTHER))
+        assert made["mask"].shape == (1, 16, 20)
 
 
 LEAVES_PIXELS = [

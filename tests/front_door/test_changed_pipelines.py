@@ -14,7 +14,7 @@ from misses import each
 from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule
+from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule
 from lightning_fastdata.errors import OptionsError
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
@@ -85,6 +85,18 @@ def test_so_does_one_of_the_callback(change) -> None:
     callback = DataThroughputCallback(augment=compose, summary=False, report=False)
     given = {"train_dataloaders": DataLoader(Images(), 4)}
     assert fitted(lambda: change(compose), callback, **given) == [True, False, False]
+
+
+@each("change", CHANGES)
+@each("on_cpu", ["albumentations", "torch"])
+def test_so_does_one_that_is_called_with_the_next_call(change, on_cpu) -> None:
+    compose = inverting()
+    images = torch.from_numpy(np.stack([IMAGE] * 2))
+    aug = BatchTransform.from_albumentations(compose, on_cpu=on_cpu)
+    right = images.permute(0, 3, 1, 2)
+    assert torch.equal(aug(images), 255 - right)
+    change(compose)
+    assert torch.equal(aug(images), right)
 
 
 def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() -> None:

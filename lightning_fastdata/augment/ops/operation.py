@@ -39,6 +39,7 @@ Encode: TypeAlias = "Callable[[Transform, Values, Shape, DType], Encoded | None]
 Run: TypeAlias = "Callable[[Tensor, Values, Arrays], Tensor]"
 
 
+# Functions with a name: what users register travels to other processes.
 def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  # noqa: ARG001
     return shape
 
@@ -80,6 +81,11 @@ class DeviceOp:
     """Shape of one image after the operation, given its shape before."""
     out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
+    owner: type | None = None
+    """The class that it was registered for, and no other; None: Albumentations' class ``name``. It
+    keeps the shape and dtype of images and masks."""
+    reads_pixels: bool = False
+    """With an owner: whether its sampler must be given the real image."""
 
 
 class TapeOp(NamedTuple):

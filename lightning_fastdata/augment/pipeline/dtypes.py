@@ -44,7 +44,8 @@ MASKS: Final = frozenset(
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
     """Return whether a device form knows images of a dtype."""
-    return dtype == BYTES or (dtype == FLOATS and op.name in _OF_FLOATS)
+    of_floats = op.owner is not None or op.name in _OF_FLOATS
+    return dtype == BYTES or (dtype == FLOATS and of_floats)
 
 
 def why_no_forms(images: Iterable[DType], masks: Iterable[DType]) -> str | None:

@@ -129,10 +129,11 @@ def analyse(
         refusal = "the pipeline may change the dtype of some samples only, and a batch has one"
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
-    sizes = follow_sizes(compose, Size(size, size))
+    keeps = {op.owner for op in forms if op is not None and op.owner is not None}
+    sizes = follow_sizes(compose, Size(size, size), keeps)
     boundary = max(sizes.boundary, opaque)
     placed: list[OpPlacement] = []
-    sees = [_reads_pixels(leaf.transform) for leaf in leaves]
+    sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     barrier_after: str | None = None
     behind = followers(compose)
     for index in range(len(leaves) - 1, -1, -1):
@@ -167,7 +168,9 @@ def analyse(
 
 def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
-    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
+    kind = type(transform)
+    own = next((op for op in ops.values() if op.owner is kind), None)
+    return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
 
 
 def _where(
@@ -197,6 +200,8 @@ def _why_worker(
         return "no device form"
     if not takes_dtype(op, given):
         return f"no device form for images of {given}"
+    if op.owner is not None:
+        return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)
     made = size_after(leaf.transform, Size(one_size, one_size)).exact
@@ -246,7 +251,9 @@ def _why_before(index: int, opaque: int) -> str:
     return "up to the operation that makes the image size the same for all samples"
 
 
-def _reads_pixels(transform: Node) -> bool:
+def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
+    if op is not None and op.owner is not None:
+        return op.reads_pixels
     if not is_albumentations(transform):
         return True
     name = type(transform).__name__

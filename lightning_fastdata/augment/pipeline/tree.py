@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from albumentations import BaseCompose, BasicTransform
 
@@ -166,8 +166,11 @@ class Sizes(NamedTuple):
     """Per leaf: what is known of its input."""
 
 
-def follow_sizes(compose: Node, size: Size) -> Sizes:
-    """Follow what is known of the image size through a pipeline."""
+def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
+    """Follow what is known of the image size through a pipeline.
+
+    Classes in ``keeps`` keep the size, whatever else would be thought of them.
+    """
     boundary = -1
     sizes: list[Size] = []
 
@@ -178,7 +181,7 @@ def follow_sizes(compose: Node, size: Size) -> Sizes:
                 before = walk(child, before)
             return before
         sizes.extend([before] * count_leaves(node))
-        after = _node_size(node, before)
+        after = _node_size(node, before, keeps)
         if before.exact is None and after.exact is not None:
             boundary = len(sizes) - 1
         return after
@@ -187,19 +190,19 @@ def follow_sizes(compose: Node, size: Size) -> Sizes:
     return Sizes(boundary, tuple(sizes))
 
 
-def _node_size(node: Node, before: Size) -> Size:
+def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
     if not is_container(node):
-        after = size_after(node, before)
+        after = size_after(node, before, keeps)
     elif in_sequence(node):
         after = before
         for child in node.transforms:
-            after = _node_size(child, after)
+            after = _node_size(child, after, keeps)
     elif is_albumentations(node) and type(node).__name__ in GROUPS:
         pick_one = type(node).__name__ in _ONE_CHILD
         sizes = [
-            size_after(child, before)
+            size_after(child, before, keeps)
             if pick_one and not is_container(child)
-            else _node_size(child, before)
+            else _node_size(child, before, keeps)
             for child in node.transforms
         ]
         if not pick_one:
@@ -220,9 +223,11 @@ def _join(sizes: list[Size]) -> Size:
     return Size(exact, (max(heights), max(widths)))
 
 
-def size_after(transform: BasicTransform, before: Size) -> Size:
+def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
+    if type(transform) in keeps:
+        return before
     if not is_albumentations(transform):
         import albumentations
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastdata import registry
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import Tape, Track
+from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, Track
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -64,12 +64,20 @@ class SampleForm(NamedTuple):
 class ComposeWorker(TapedWorker):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline.
+    Several threads may call it: each has its own copy of the pipeline. It carries the forms that
+    were registered for the pipeline's own classes: a process that was spawned knows no others.
     """
 
-    def __init__(self, compose: BaseCompose, fields: Fields, plan: Plan | None) -> None:
+    def __init__(
+        self,
+        compose: BaseCompose,
+        fields: Fields,
+        plan: Plan | None,
+        registered: Mapping[str, DeviceOp] | None = None,
+    ) -> None:
         super().__init__()
         self._compose = compose
+        self._registered = registered or {}
         self._fields = fields
         self._plan = plan
         self._roles = target_roles(compose)
@@ -126,6 +134,10 @@ class ComposeWorker(TapedWorker):
         return SampleForm(shape[2] if len(shape) == 3 else None, images, masks)
 
     @property
+    def _ops(self) -> Mapping[str, DeviceOp]:
+        return {**DEVICE_OPS, **self._registered}
+
+    @property
     def fuse(self) -> Fuse | None:
         """What finds operations that kernels carry out together; None: there are no kernels."""
         found: Fuse | None = registry.fuse()
@@ -153,7 +165,7 @@ class ComposeWorker(TapedWorker):
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
             if program is not None:
-                made = replay_image(program, draws.blob, pixels[None], DEVICE_OPS)[0]
+                made = replay_image(program, draws.blob, pixels[None], self._ops)[0]
             values[place] = made if self._makes_tensors else made.numpy()
         return put_fields(sample, values)
 
@@ -180,7 +192,7 @@ class ComposeWorker(TapedWorker):
             if self._plan is None:
                 compose = run = copy.deepcopy(self._compose)
             else:
-                run = Recorder(self._compose, self._plan, DEVICE_OPS)
+                run = Recorder(self._compose, self._plan, self._ops)
                 compose = run.compose
             self._local.own = own = run, reseeder(compose)
         return own
