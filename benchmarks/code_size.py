@@ -38,12 +38,16 @@ def imports_of(tree: ast.AST, known: set[str]) -> set[str]:
 
 
 def names_of_augment(trees: dict[Path, ast.AST]) -> set[str]:
-    """Return what other rooms import of ``augment``; the package's own names are the user's."""
+    """Return what other rooms import of ``augment``; the package's own names are the user's.
+
+    Kernels are a part of ``augment`` that may be left out.
+    """
     room = f"{PACKAGE.name}.augment"
+    own = {PACKAGE / "augment", PACKAGE / "ext" / "kernels"}
     return {
         alias.name
         for file, tree in trees.items()
-        if file != PACKAGE / "__init__.py" and PACKAGE / "augment" not in file.parents
+        if file != PACKAGE / "__init__.py" and own.isdisjoint(file.parents)
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{room}.")
         for alias in node.names

@@ -88,7 +88,7 @@ def compiled(kernel, capability):
     """Return a kernel as Triton has compiled it for GPUs of a capability, such as 90."""
     from triton.runtime import driver
 
-    from lightning_fastdata.augment.replay.kernels.fused import OPTIONS, fused_kernel
+    from lightning_fastdata.ext.kernels.fused import OPTIONS, fused_kernel
 
     driver.set_active(_Device(capability))
     arguments = [_Tensor(one) if isinstance(one, str) else one for one in kernel["arguments"]]

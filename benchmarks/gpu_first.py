@@ -17,7 +17,7 @@ from lightning_fastdata.device.backend import is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = ("tests/gpu/test_augment.py", "tests/gpu/test_explicit.py", "tests/augment")
-KERNELS = ("tests/augment/test_launches.py",)
+KERNELS = ("tests/kernels/test_launches.py",)
 CHECKS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -58,11 +58,12 @@ def _kernel(run):
 def _augmented(run):
     import albumentations as A
 
-    from lightning_fastdata import BatchTransform
+    from lightning_fastdata import SampleKey, as_batch_transform
 
     steps = [A.HorizontalFlip(), A.ColorJitter(), A.Affine(), A.Normalize(), A.ToTensorV2()]
     images = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8).to(run.device)
-    BatchTransform.from_albumentations(A.Compose(steps))(images)
+    transform = as_batch_transform(A.Compose(steps))
+    transform.apply_unprepared({"image": images}, SampleKey(0, 0, 0))
 
 
 def _prefetched(run):

@@ -21,9 +21,9 @@ import torch
 
 from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.known_version import refusal
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.pipeline.trial import refusal
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
@@ -45,10 +45,7 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     ),
     "CenterCrop": ({"height": 96, "width": 128},),
     "ColorJitter": ({}, {"hue": 0}),
-    "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
-    "ElasticTransform": ({"alpha": 40, "sigma": 6},),
     "Normalize": ({},),
-    "Pad": ({"padding": 9},),
     "PadIfNeeded": (
         {"min_height": 256, "min_width": 256, "border_mode": 4},
         {
@@ -96,9 +93,6 @@ class OperationParity:
     """What it was called with beside ``p=1``, as text; empty for the defaults."""
     where: str
     """``device`` or ``worker``, for images of one size."""
-    same_law: bool
-    """Whether the device draws or chooses in its own way: the result then has the distribution of
-    Albumentations' result and not its pixels, and the differences mean nothing."""
     from_bytes: PixelParity
     """On uint8 images."""
     from_floats: PixelParity
@@ -141,7 +135,6 @@ def operation_parity(
         name=name,
         arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
         where="worker" if plan.placements[0].where == "worker" else "device",
-        same_law=DEVICE_OPS[name].draws_pixels(transform),
         from_bytes=pixel_parity(transform, images, draws=draws),
         from_floats=pixel_parity(transform, floats, draws=draws),
     )
@@ -212,8 +205,7 @@ def both_ways(
     """
     size = (int(images[0].shape[0]), int(images[0].shape[1]))
     compose = copy.deepcopy(compose)
-    dtypes = tuple({image.dtype for image in images})
-    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), dtypes=dtypes)
+    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), dtype=images[0].dtype)
     recorder = Recorder(compose, plan, DEVICE_OPS)
     wanted, left, tapes = [], [], []
     for row, image in enumerate(images):
@@ -263,9 +255,7 @@ Other versions of OpenCV may round differently: run it on your machine without `
 Each operation ran {draws} times on {pictures} photographs of {side} x {side} pixels, with the same
 draws by Albumentations and by the form that runs on the batch, here on the CPU. Differences are in
 levels, of which 255 span the range of an image, for float32 too. *Equal* is the share of values
-less than a thousandth of a level apart. An operation that is "drawn there" keeps the distribution
-of Albumentations' result and not its pixels; how that is checked is in
-[augmentation.md](augmentation.md#the-same-distribution).
+less than a thousandth of a level apart.
 
 *Runs on* is meant for images of one size. In a pipeline it depends on the neighbours: what comes
 before the operation that makes all images one size stays in the worker, and so does what is not
@@ -314,15 +304,13 @@ def measure_all(images: Sequence[np.ndarray], *, draws: int = 2) -> Iterator[Ope
 
 def table_row(found: OperationParity) -> tuple[str, ...]:
     """Return the cells of one operation: name, arguments, place, and three for each dtype."""
-    cells = [_cells(one, found.same_law) for one in (found.from_bytes, found.from_floats)]
+    cells = [_cells(one) for one in (found.from_bytes, found.from_floats)]
     return (found.name, found.arguments, found.where, *cells[0], *cells[1])
 
 
-def _cells(parity: PixelParity, same_law: bool) -> tuple[str, str, str]:
+def _cells(parity: PixelParity) -> tuple[str, str, str]:
     if parity.on_device == 0:
         return "CPU", "", ""
-    if same_law:
-        return "drawn there", "", ""
     if parity.largest == 0:
         return "0", "0", "100 %"
     # Rounded down: only what is equal is called so.

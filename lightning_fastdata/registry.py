@@ -3,7 +3,7 @@
 No module but those of ``ext`` imports ``ext``. Executors are found here by the name that a user
 gives, own ones and those of installed packages (entry points of the group
 ``lightning_fastdata.executors``); classes and functions of ``ext`` that have a public name
-elsewhere, by that.
+elsewhere, by that; kernels by :func:`fuse`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ def from_ext(name: str) -> Any:
     if home is None:
         raise AttributeError(f"lightning_fastdata has no {name!r}.")
     return getattr(import_module(f"{_EXT}.{home}"), name)
+
+
+@cache
+def fuse() -> Any:
+    """Return what finds runs of operations that kernels carry out; None: that room is not there."""
+    try:
+        return import_module(f"{_EXT}.kernels.runs").fuse
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(_EXT):
+            raise
+        return None
 
 
 def executor_names() -> list[str]:

@@ -18,7 +18,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
@@ -35,7 +34,6 @@ _HOME = {
     "as_batch_transform": "transform",
     "left_undone": "undone",
     "register": "registry",
-    "warn_of_unkeyed": "pipeline.unkeyed",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

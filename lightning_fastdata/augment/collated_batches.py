@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.pipeline.dtypes import BYTES
+from lightning_fastdata import registry
+from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
@@ -50,8 +51,9 @@ them on a device."""
 class ForeignBatches:
     """Runs one pipeline on batches that another loader has collated.
 
-    Nothing runs on a device where there is a ``refusal``. ``same_pixels`` leaves to the CPU what
-    draws numbers for pixels.
+    On the CPU Albumentations itself does, sample by sample, unless ``on_cpu`` says otherwise; on
+    devices so it does where there is a ``refusal``, and in samples for which an operation without a
+    device form was drawn.
     """
 
     def __init__(
@@ -60,13 +62,11 @@ class ForeignBatches:
         ops: Mapping[str, DeviceOp],
         refusal: str | None,
         *,
-        same_pixels: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> None:
         self._compose = copy.deepcopy(compose)
         self._ops = ops
         self._refusal = refusal
-        self._same_pixels = same_pixels
         self._on_cpu = on_cpu
         self._recorders: dict[object, Recorder | None] = {}
         self._looked = False
@@ -107,45 +107,37 @@ class ForeignBatches:
         tensors, turned = channels_behind(given, size)
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
         roles = target_roles(self._compose)
-        dtypes = tuple(
-            numpy_dtype(tensor.dtype) for name, tensor in tensors.items() if roles[name] == "image"
-        )
-        shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
-        recorder = None if shortcut else self.recorder(size, channels, dtypes)
-        replayed = None
-        if recorder is not None:
-            replayed = replay_all(tensors, key, recorder, self._ops)
+        recorder = None
+        if image.device.type != "cpu" or self._on_cpu == "torch":
+            images, masks = (
+                {numpy_dtype(one.dtype) for name, one in tensors.items() if roles[name] == role}
+                for role in ("image", "mask")
+            )
+            if why_no_forms(images, masks) is None:
+                recorder = self._recorder(size, channels, *images)
+        replayed = None if recorder is None else replay_all(tensors, key, recorder, self._ops)
         results, is_chw = replayed or run_each(tensors, key, self._compose)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
 
-    def plan(
-        self,
-        size: tuple[int, int],
-        channels: int | None = 3,
-        dtypes: tuple[DType, ...] = (BYTES,),
-    ) -> Plan:
-        """Return where operations run for images of one shape and dtype."""
+    def plan(self, size: tuple[int, int], channels: int | None = 3, dtype: DType = BYTES) -> Plan:
+        """Return where operations run for images of one form."""
         return analyse(
             self._compose,
             self._ops,
             size=size,
             refusal=self._refusal,
-            same_pixels=self._same_pixels,
             channels=channels,
-            dtypes=dtypes,
+            dtype=dtype,
         )
 
-    def recorder(
-        self,
-        size: tuple[int, int],
-        channels: int | None = 3,
-        dtypes: tuple[DType, ...] = (BYTES,),
+    def _recorder(
+        self, size: tuple[int, int], channels: int | None, dtype: DType
     ) -> Recorder | None:
         """Return the recorder for images of one form, or None if nothing may be deferred."""
-        form = (size, channels, dtypes)
+        form = (size, channels, dtype)
         if form not in self._recorders:
-            plan = self.plan(size, channels, dtypes)
+            plan = self.plan(size, channels, dtype)
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
             self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
         return self._recorders[form]
@@ -215,7 +207,9 @@ def replay_all(
         rows = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
         if len({(row.shape, row.dtype) for row in rows}) > 1:
             return None
-    draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
+    draws = compile_tapes(tapes, fuse=registry.fuse()).to(
+        tensors["image"].device, non_blocking=True
+    )
     results = {name: with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
         results[name] = replay_image(program, draws.blob, results[name], ops)

@@ -3,8 +3,8 @@
 A front end records what a pipeline draws for each sample in the worker, as a tape of operations
 (:data:`~lightning_fastdata.augment.ops.operation.Tape`). The tapes of a batch are packed into one
 program (:mod:`~lightning_fastdata.augment.replay.program`) that the device carries out. Its module
-has one function ``stage_transform(transform, fields, *, same_pixels)``, which returns the transform
-of batches, or None of what is no pipeline of its library.
+has one function ``stage_transform(transform, fields)``, which returns the transform of batches, or
+None of what is no pipeline of its library.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ FRONT_ENDS: Final = (
 """What a pipeline of a library has been imported from, and the module of its front end."""
 
 
-def pipeline_transform(
-    transform: object, fields: Fields, *, same_pixels: bool
-) -> StageTransform | None:
+def pipeline_transform(transform: object, fields: Fields) -> StageTransform | None:
     """Return the transform of batches that a front end makes of a pipeline; None: it is none.
 
     Raises:
@@ -40,9 +38,7 @@ def pipeline_transform(
             front_end = import_module(home)
         except ImportError:  # the library is older than what its front end is for
             continue
-        made: StageTransform | None = front_end.stage_transform(
-            transform, fields, same_pixels=same_pixels
-        )
+        made: StageTransform | None = front_end.stage_transform(transform, fields)
         if made is not None:
             return made
     return None

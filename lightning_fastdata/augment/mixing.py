@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_fastdata.augment.batch_draws import BatchDraws
-from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -27,7 +26,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
-from lightning_fastdata.augment.record.worker import ComposeWorker
+from lightning_fastdata.augment.record.targets import size_of
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
     StageTransform,
@@ -42,34 +41,20 @@ from lightning_fastdata.types import Batch, SampleKey
 if TYPE_CHECKING:
     from typing import Self
 
+    from lightning_fastdata.augment.taped import TapedWorker
+
 __all__ = ["CutMix", "MixUp", "MixedTransform", "mixed"]
-_BOX_KEYS: Final = ("boxes", "bboxes")
+_NOT_MIXED: Final = ("boxes", "bboxes", "mask", "masks")
 _LABEL_KEYS: Final = ("label", "labels", "target", "targets")
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The fields of a batch of ``n`` samples that mixing changes."""
-
-    image: Tensor
-    """Images ``[n, C, H, W]``, uint8 or floating point."""
-    labels: Tensor | None = None
-    """Shares of the classes ``[n, classes]``, float32; None if there are no labels."""
-    mask: Tensor | None = None
-    """Classes of pixels ``[n, H, W]`` of any integer dtype, or ``[n, C, H, W]``; or None."""
-
-
-def _check_share(name: str, value: float) -> None:
-    """Raise OptionsError unless a probability is one."""
-    if not 0 <= value <= 1:
-        raise OptionsError(f"{name} is {value}; give a probability from 0 to 1.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    """Raise OptionsError unless a number is positive and finite."""
-    if not 0 < value < float("inf"):
-        raise OptionsError(f"{name} is {value}; give a positive number.")
+def _check(alpha: float, p: float) -> None:
+    """Raise OptionsError unless one number is positive, and the other a probability."""
+    if not 0 < alpha < float("inf"):
+        raise OptionsError(f"alpha is {alpha}; give a positive number.")
+    if not 0 <= p <= 1:
+        raise OptionsError(f"p is {p}; give a probability from 0 to 1.")
 
 
 def partners(order: Tensor) -> Tensor:
@@ -83,17 +68,12 @@ def partners(order: Tensor) -> Tensor:
     return torch.empty_like(ring).scatter_(0, ring, ring.roll(1))
 
 
-def _per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """Return values ``[n]`` in a shape that broadcasts with ``like`` ``[n, ...]``."""
-    return values.view(-1, *[1] * (like.ndim - 1))
-
-
-def _mixed_labels(parts: Parts, kept: Tensor, other: Tensor) -> Tensor | None:
-    """Return the shares of the classes, of which ``kept``, float64 ``[n]``, is the sample's own."""
-    if parts.labels is None:
-        return None
-    own, rest = (_per_sample(one.to(parts.labels.dtype), parts.labels) for one in (kept, 1 - kept))
-    return parts.labels * own + parts.labels[other] * rest
+def _blended(values: Tensor, kept: Tensor, other: Tensor) -> Tensor:
+    """Return floats ``[n, ...]``, of which ``kept``, float64 ``[n]``, is the sample's own share."""
+    own, rest = (
+        share.to(values.dtype).view(-1, *[1] * (values.ndim - 1)) for share in (kept, 1 - kept)
+    )
+    return values[other] * rest + values * own
 
 
 @dataclass(frozen=True)
@@ -117,30 +97,19 @@ class MixUp:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("alpha", self.alpha)
-        _check_share("p", self.p)
+        _check(self.alpha, self.p)
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether (a uniform number) and the share."""
         return [generator.random(), generator.beta(self.alpha, self.alpha)]
 
-    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
-        """Return the blended batch; BatchError if it has masks, which cannot be blended."""
-        if parts.mask is not None:
-            raise BatchError(
-                "MixUp blends images, and this batch has masks of pixels, which cannot be blended. "
-                "Use CutMix for masks."
-            )
-        other = partners(order)
+    def mix(self, image: Tensor, numbers: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return blended images, and the share of its own that each sample keeps."""
         share = torch.where(numbers[:, 0] < self.p, numbers[:, 1], 1.0)
-        given = parts.image.dtype
         # Half precision would round the shares, so that they no longer add up to 1.
-        wide = torch.float64 if given == torch.float64 else torch.float32
-        image = parts.image.to(wide)
-        own, rest = (_per_sample(one, image).to(wide) for one in (share, 1 - share))
-        image = image[other] * rest + image * own
-        image = (image if given.is_floating_point else image.round()).to(given)
-        return replace(parts, image=image, labels=_mixed_labels(parts, share, other))
+        wide = image if image.dtype == torch.float64 else image.float()
+        made = _blended(wide, share, other)
+        return (made if image.is_floating_point() else made.round()).to(image.dtype), share
 
 
 @dataclass(frozen=True)
@@ -165,30 +134,27 @@ class CutMix:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("alpha", self.alpha)
-        _check_share("p", self.p)
+        _check(self.alpha, self.p)
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether, the share, and where the middle is in parts of the sides."""
         share = generator.beta(self.alpha, self.alpha)
         return [generator.random(), share, *generator.random(2)]
 
-    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
-        """Return the batch with rectangles, in images and masks."""
-        height, width = parts.image.shape[2:]
+    def mix(self, image: Tensor, numbers: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images with rectangles, and the share of its own that each sample keeps."""
+        height, width = size_of(image)
         left, top, right, bottom = cut_boxes(numbers, height, width, p=self.p)
         y = torch.arange(height, device=numbers.device)
         x = torch.arange(width, device=numbers.device)
         rows = (y >= top[:, None]) & (y < bottom[:, None])
         columns = (x >= left[:, None]) & (x < right[:, None])
-        other = partners(order)
+        inside = rows[:, :, None] & columns[:, None, :]
+        if image.ndim == 4:
+            first = channels_first(tuple(image.shape[1:]))
+            inside = inside[:, None] if first else inside[..., None]
         kept = 1 - ((right - left) * (bottom - top)).double() / (height * width)
-        choose = rows[:, :, None] & columns[:, None, :]
-        image = torch.where(choose[:, None], parts.image[other], parts.image)
-        mask = parts.mask
-        if mask is not None:
-            mask = torch.where(choose if mask.ndim == 3 else choose[:, None], mask[other], mask)
-        return replace(parts, image=image, mask=mask, labels=_mixed_labels(parts, kept, other))
+        return torch.where(inside, image[other], image), kept
 
 
 def cut_boxes(
@@ -209,7 +175,8 @@ def cut_boxes(
 
 MixStep: TypeAlias = MixUp | CutMix
 """One way to change a batch whose samples see each other: how many numbers it draws for each, the
-numbers, and what it makes of a batch by them. ``order``, int64 ``[n]``, decides who meets whom."""
+numbers, and what it makes of images ``[n, C, H, W]``, ``[n, H, W, C]`` or ``[n, H, W]`` by them and
+each sample's partner ``other``, int64 ``[n]``."""
 
 
 class Mixer:
@@ -256,73 +223,58 @@ class Mixer:
     ) -> Draws:
         """Return what the samples of a batch have drawn, beside the tapes of a pipeline."""
         if inner is None:
-            return compile_tapes([{}] * len(drawn), beside=stack_drawn(drawn))
-        return cast("ComposeWorker", inner).collate(tapes, stack_drawn(drawn))
+            return compile_tapes([{}] * len(drawn), stack_drawn(drawn))
+        return cast("TapedWorker", inner).collate(tapes, stack_drawn(drawn))
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
-        """Return a collated batch with its samples mixed as was drawn."""
-        numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
-        return self.mix(batch, numbers, order)
+        """Return a collated batch with its samples mixed as was drawn.
 
-    def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
-        """Return a collated batch with its samples mixed.
-
-        By the numbers drawn for it, float64 ``[n, count]``, and a random number of each sample for
-        each step, int64 ``[n, steps]``. BatchError: a field has not the form that mixing needs.
+        Raises:
+            BatchError: a field has not the form that mixing needs.
         """
+        numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
         with plain_tensors():
-            found = self._find(batch)
-            label = self._label_place(batch, found["image"])
-            image = get_field(batch, found["image"])
-            if not isinstance(image, Tensor) or image.ndim not in {3, 4}:
-                raise BatchError(
-                    f"Mixing needs a batch of images of one size, but the image field is "
-                    f"{describe(image)}."
-                )
-            if len(image) != len(numbers):
-                raise BatchError(
-                    f"The image field is {describe(image)}, but was drawn for {len(numbers)} "
-                    "samples. A collate_fn must keep the samples of a batch, in order."
-                )
-            form = _Form(image)
-            shares = None if label is None else self._shares(batch, label, image.device)
-            known = {*found.values(), *(() if label is None else (label,))}
-            self._check_beside(batch, known, form.image)
-            given = get_field(batch, found["mask"]) if "mask" in found else None
-            parts = Parts(
-                image=form.image,
-                labels=shares,
-                mask=None if given is None else _mask_parts(given, form.image),
-            )
+            place = find_fields(batch, self.fields, batched=True).image
+            image = self._images(batch, place, len(numbers))
+            self._refuse_others(batch)
+            label = self._label_place(batch, place)
+            self._check_beside(batch, {place, label}, image)
+            labels = None if label is None else self._shares(batch, label, image.device)
             ends = list(accumulate(step.count for step in self.steps))
             own = numbers.tensor_split(ends[:-1], dim=1)
             for step, drawn, by in zip(self.steps, own, order.unbind(1), strict=True):
-                parts = step.mix(parts, drawn, by)
-            changed: dict[Location, object] = {found["image"]: form.restored(parts.image)}
-            if given is not None and parts.mask is not None:
-                changed[found["mask"]] = _mask_restored(parts.mask, given)
-            if label is not None:
-                changed[label] = parts.labels
-            return put_fields(batch, changed)
+                other = partners(by)
+                image, kept = step.mix(image, drawn, other)
+                labels = None if labels is None else _blended(labels, kept, other)
+            return put_fields(
+                batch, {place: image} if label is None else {place: image, label: labels}
+            )
 
-    def _find(self, batch: Batch) -> dict[str, Location]:
-        image, mask = find_fields(batch, self.fields, batched=True)
-        for name in _BOX_KEYS:
+    def _images(self, batch: Batch, place: Location, samples: int) -> Tensor:
+        image = get_field(batch, place)
+        if isinstance(image, Tensor) and image.ndim in {3, 4} and len(image) == samples:
+            return image
+        raise BatchError(
+            f"The image field is {describe(image)}, but was drawn for {samples} samples. Mixing "
+            "needs a batch of images of one size: a collate_fn must keep the samples of a batch, "
+            "in order."
+        )
+
+    def _refuse_others(self, batch: Batch) -> None:
+        """Raise BatchError if a batch holds boxes or masks, which cannot be mixed."""
+        for name in _NOT_MIXED:
             if isinstance(batch, Mapping) and name in batch and name not in self.fields.stays:
                 raise BatchError(
-                    f"The batch holds {name!r}, which mixing would leave where they are while the "
-                    f"images change. Boxes are not mixed. If these are none: stays=[{name!r}]."
+                    f"The batch holds {name!r}, which mixing would leave as they are while the "
+                    "images change: only images and labels are mixed. If they belong to no image: "
+                    f"stays=[{name!r}]."
                 )
-        return {
-            "image": image,
-            **({} if mask is None else {"mask": _existing(batch, mask, "mask")}),
-        }
 
     def _check_beside(self, batch: Batch, known: Collection[Location], image: Tensor) -> None:
         """Raise BatchError if something of the images' size would not be mixed."""
         mover = Mover(_name(self.steps[0]), takes_boxes=False)
-        size = image.shape[2], image.shape[3]
-        check_beside(batch, {*known, *self.fields.stays}, size, mover, samples=len(image))
+        known = {*known, *self.fields.stays}
+        check_beside(batch, known, size_of(image), mover, samples=len(image))
 
     def _label_place(self, item: Batch, image: Location) -> int | str | None:
         if self._label is not None:
@@ -334,7 +286,9 @@ class Mixer:
         return None
 
     def _shares(self, batch: Batch, place: int | str, device: torch.device) -> Tensor:
-        labels, num_classes = get_field(batch, _existing(batch, place, "label")), self._num_classes
+        if not has_field(batch, place):
+            raise BatchError(f"There is no field {place!r} (given as label=) in {describe(batch)}.")
+        labels = get_field(batch, place)
         if not isinstance(labels, Tensor) or labels.ndim not in {1, 2}:
             raise BatchError(
                 f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
@@ -343,22 +297,21 @@ class Mixer:
         if labels.ndim == 2:
             return labels.float()
         if labels.is_floating_point():
-            dtype = str(labels.dtype).removeprefix("torch.")
             raise BatchError(
-                f"The labels are {describe(labels)}, numbers of {dtype}. Classes are integers: "
-                "have the dataset return int(label). One number for each sample to regress on is "
-                "mixed as rows of one, [n, 1]: torch.tensor([value])."
+                f"The labels are {describe(labels)}. Classes are integers: have the dataset return "
+                "int(label). One number for each sample to regress on is mixed as rows of one, "
+                "[n, 1]: torch.tensor([value])."
             )
-        if num_classes is None:
+        if self._num_classes is None:
             raise BatchError(
                 f"The labels are {describe(labels)}. To mix classes their number is needed: "
                 "mixed(..., num_classes=10)."
             )
         if labels.device.type == "cpu" and len(labels):
             for value in labels.long().aminmax():
-                _check_class(int(value), num_classes, "A label of the batch")
+                _check_class(int(value), self._num_classes, "A label of the batch")
         # By comparison: one_hot would ask the device for the largest class.
-        return (labels[:, None] == torch.arange(num_classes, device=device)).float()
+        return (labels[:, None] == torch.arange(self._num_classes, device=device)).float()
 
 
 def _check_class(value: int, classes: int, what: str) -> None:
@@ -369,59 +322,12 @@ def _check_class(value: int, classes: int, what: str) -> None:
         )
 
 
-def _existing(batch: Batch, place: int | str, name: str) -> int | str:
-    if not has_field(batch, place):
-        raise BatchError(f"There is no field {place!r} (given as {name}=) in {describe(batch)}.")
-    return place
-
-
-class _Form:
-    """The images of a batch as ``[n, C, H, W]``, and the way back to how they came."""
-
-    def __init__(self, image: Tensor) -> None:
-        self._gray = image.ndim == 3
-        self._last = image.ndim == 4 and not channels_first(tuple(image.shape[1:]))
-        image = image[:, None] if self._gray else image
-        last = image.is_contiguous(memory_format=torch.channels_last)
-        keeps = last and not image.is_contiguous()
-        self._format = torch.channels_last if keeps else torch.contiguous_format
-        self.image = image.permute(0, 3, 1, 2) if self._last else image
-
-    def restored(self, image: Tensor) -> Tensor:
-        if self._gray:
-            return image[:, 0]
-        if self._last:
-            return image.permute(0, 2, 3, 1).contiguous()
-        # Nothing is copied where a step has kept it.
-        return image.contiguous(memory_format=self._format)
-
-
-def _mask_parts(mask: object, image: Tensor) -> Tensor:
-    size = tuple(image.shape[2:])
-    if isinstance(mask, Tensor) and mask.ndim in {3, 4}:
-        if tuple(mask.shape[1:3]) == size:
-            return mask if mask.ndim == 3 else mask.permute(0, 3, 1, 2)
-        if tuple(mask.shape[2:]) == size:
-            return mask
-    raise BatchError(
-        f"The masks are {describe(mask)} beside images of {size[0]} x {size[1]} pixels. Mixing "
-        "needs masks of the size of the images."
-    )
-
-
-def _mask_restored(mask: Tensor, given: Tensor) -> Tensor:
-    same = tuple(mask.shape) == tuple(given.shape)
-    return mask if same else mask.permute(0, 2, 3, 1).contiguous()
-
-
 def mixed(
     *steps: object,
     image: int | str | None = None,
-    mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
     label: int | str | None = None,
     num_classes: int | None = None,
-    same_pixels: bool = False,
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
@@ -433,13 +339,11 @@ def mixed(
         steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then
             ``MixUp`` or ``CutMix``, in the order in which they run.
         image: key or index of the image in a sample and in a batch; None finds it.
-        mask: key or index of the mask; None takes the key ``"mask"`` where there is one.
         stays: what is left as it is, as :func:`as_batch_transform` takes it.
         label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
         num_classes: number of classes; needed where labels are not one-hot.
-        same_pixels: as :func:`as_batch_transform` takes it.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
@@ -449,16 +353,13 @@ def mixed(
     rest = list(steps)
     pipeline = None
     if rest and not isinstance(rest[0], MixStep):
-        first = as_batch_transform(
-            rest.pop(0), image=image, mask=mask, stays=stays, same_pixels=same_pixels
-        )
-        worker = first.in_worker(on_device=False)
+        pipeline = as_batch_transform(rest.pop(0), image=image, stays=stays)
+        worker = pipeline.in_worker(on_device=False)
         if worker is None or worker.needs_batches:
             raise TransformError(
-                f"{first.name} comes before what mixes, and only a pipeline of Albumentations or "
-                "torchvision v2 can. Register a callable by itself, behind the mixing."
+                f"{pipeline.name} comes before what mixes, and only a pipeline of Albumentations "
+                "or torchvision v2 can. Register a callable by itself, behind the mixing."
             )
-        pipeline = first
     mixes = tuple(step for step in rest if isinstance(step, MixStep))
     wrong = [step for step in rest if not isinstance(step, MixStep)]
     if wrong or not rest:
@@ -468,7 +369,7 @@ def mixed(
         )
     if isinstance(pipeline, BatchTransform):
         _check_all_is_mixed(pipeline)
-    fields = Fields(image=image, mask=mask, stays=listed(stays))
+    fields = Fields(image=image, stays=listed(stays))
     return MixedTransform(pipeline, Mixer(mixes, fields, label, num_classes))
 
 
@@ -497,10 +398,6 @@ class MixedTransform(StageTransform):
         self.library = mixer.library if pipeline is None else pipeline.library
         self.pipeline = pipeline
         self._mixer = mixer
-
-    def redrawn(self) -> tuple[str, ...]:
-        """Return the operations of which a device makes other pixels of the same distribution."""
-        return () if self.pipeline is None else self.pipeline.redrawn()
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
@@ -573,7 +470,7 @@ class MixedWorker(WorkerTransform):
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         """Return the sample as the worker leaves it, and what was drawn for it."""
         self._mixer.check_classes(sample)
-        tape: Tape | None = None
+        tape: object = None
         if self._inner is not None:
             sample, tape = self._inner(sample, key)
         return sample, (tape, self._mixer.draw(key))

@@ -17,7 +17,6 @@ import numpy as np
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, channels
 from lightning_fastdata.augment.ops.table import ramp_table, run_table
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.replay import instructions
 from lightning_fastdata.errors import TransformError, require
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ def register(
         encode=encode or encode_bytes,
         image=image or run_table,
         mask=mask,
-        fused=instructions.table if table else None,
         owner=kind,
         reads_pixels=_has_sampler(kind) if reads_pixels is None else reads_pixels,
     )

@@ -80,10 +80,6 @@ class StageTransform:
         """Whether a device can do any part of it."""
         return True
 
-    def redrawn(self) -> tuple[str, ...]:
-        """Return the operations of which a device makes other pixels of the same distribution."""
-        return ()
-
     def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
         """Return the transform for a dataset, of which these are samples from all over it.
 

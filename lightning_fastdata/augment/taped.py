@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
+    from lightning_fastdata.augment.ops.operation import Tape
+    from lightning_fastdata.augment.replay.program import Fuse
     from lightning_fastdata.types import Batch
 
 
@@ -35,9 +36,9 @@ class TapedWorker(WorkerTransform):
         vars(self).update(state, _local=threading.local())
 
     @property
-    def fusible(self) -> Mapping[str, DeviceOp]:
-        """Operations by name, of which some may be carried out together."""
-        return {}
+    def fuse(self) -> Fuse | None:
+        """What finds operations that kernels carry out together; None: there are no kernels."""
+        return None
 
     def waiting(
         self, item: Batch, names: Collection[Any], *, batched: bool = False
@@ -57,7 +58,7 @@ class TapedWorker(WorkerTransform):
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
     ) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
-        return compile_tapes([tape or {} for tape in tapes], self.fusible, beside)
+        return compile_tapes([tape or {} for tape in tapes], beside, self.fuse)
 
     def stacks(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.front_ends import pipeline_transform
-from lightning_fastdata.augment.pipeline.dtypes import BYTES
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
@@ -19,10 +20,10 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     listed,
 )
-from lightning_fastdata.augment.pipeline.plan import analyse, redrawn
+from lightning_fastdata.augment.pipeline.known_version import refusal, what_it_means
+from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
-from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
-from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm, device_ops
+from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.augment.stage_transform import (
@@ -56,7 +57,6 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
-    same_pixels: bool = False,
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -72,9 +72,6 @@ def as_batch_transform(
             in tuples ``{"2": "image"}`` names the third element.
         stays: for a pipeline, keys or indices of what is to stay as it is beside an image that
             is moved. Anything else of the image's height and width is an error.
-        same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
-            numbers for every pixel to the worker. On the device they keep the distribution of
-            Albumentations' result, not its pixels.
 
     Raises:
         TransformError: it is none of these.
@@ -83,7 +80,7 @@ def as_batch_transform(
     if isinstance(transform, StageTransform):
         return transform
     if callable(transform) and not isinstance(transform, type):
-        made = pipeline_transform(transform, fields, same_pixels=same_pixels)
+        made = pipeline_transform(transform, fields)
         return CallableTransform(transform, fields) if made is None else made
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a torchvision "
@@ -92,13 +89,11 @@ def as_batch_transform(
     )
 
 
-def stage_transform(
-    transform: object, fields: Fields, *, same_pixels: bool
-) -> BatchTransform | None:
+def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
     """Return the transform of batches of an Albumentations pipeline; None: it is none."""
     if not is_albumentations_pipeline(transform):
         return None
-    return BatchTransform(transform, fields, same_pixels=same_pixels)
+    return BatchTransform(transform, fields)
 
 
 class BatchTransform(PipelineTransform):
@@ -112,14 +107,7 @@ class BatchTransform(PipelineTransform):
     _drawn = 0
     """Samples that calls without a key have drawn for."""
 
-    def __init__(
-        self,
-        compose: Node,
-        fields: Fields,
-        *,
-        same_pixels: bool = False,
-        on_cpu: OnCpu = "albumentations",
-    ) -> None:
+    def __init__(self, compose: Node, fields: Fields, *, on_cpu: OnCpu = "albumentations") -> None:
         import albumentations
 
         self.name = type(compose).__name__
@@ -127,11 +115,10 @@ class BatchTransform(PipelineTransform):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
         self._registered: dict[str, DeviceOp] = {}
-        self._same_pixels = same_pixels
         self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
-        self._images: tuple[int | None, Collection[DType]] = 3, (BYTES,)
-        """Channels and dtypes of the images that the plan is for."""
+        self._images: tuple[int | None, DType] = 3, BYTES
+        """Channels and dtype of the images that the plan is for."""
         self._unfitted: BatchTransform | None = None
         """What :meth:`for_samples` has made this of; it runs on the device."""
         self._why_not: str | None = None
@@ -146,7 +133,6 @@ class BatchTransform(PipelineTransform):
         image: int | str | None = None,
         mask: int | str | None = None,
         stays: int | str | Sequence[int | str] = (),
-        same_pixels: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> Self:
         """Return a transform of batches to call yourself.
@@ -156,7 +142,6 @@ class BatchTransform(PipelineTransform):
             image: key or index of the image in batches that are no bare tensor; None finds it.
             mask: key or index of the mask; None takes the key ``"mask"``.
             stays: what is left as it is, as :func:`as_batch_transform` takes it.
-            same_pixels: the same.
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, as on a device, to see without one what it would do; that takes many
                 times as long.
@@ -169,12 +154,7 @@ class BatchTransform(PipelineTransform):
             raise TransformError(
                 f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
             )
-        return cls(
-            compose,
-            Fields(image=image, mask=mask, stays=listed(stays)),
-            same_pixels=same_pixels,
-            on_cpu=on_cpu,
-        )
+        return cls(compose, Fields(image=image, mask=mask, stays=listed(stays)), on_cpu=on_cpu)
 
     def __call__(
         self, images: Any, masks: torch.Tensor | None = None, *, key: SampleKey | None = None
@@ -230,15 +210,14 @@ class BatchTransform(PipelineTransform):
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
-        channels, dtypes = self._images
+        channels, dtype = self._images
         self._registered = registered_forms(self.compose, self._registered)
         self.plan = analyse(
             self.compose,
             self.ops,
             refusal=refusal() or self._why_not,
-            same_pixels=self._same_pixels,
             channels=channels,
-            dtypes=dtypes,
+            dtype=dtype,
         )
         self._foreign: ForeignBatches | None = None
 
@@ -252,11 +231,7 @@ class BatchTransform(PipelineTransform):
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
         """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return device_ops(self._registered)
-
-    def redrawn(self) -> tuple[str, ...]:
-        """Return the operations of which a device makes other pixels of the same distribution."""
-        return redrawn(self.compose, self.plan, self.ops)
+        return {**DEVICE_OPS, **self._registered}
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
@@ -284,7 +259,7 @@ class BatchTransform(PipelineTransform):
         What a device can do depends on channels and dtypes of the images.
         """
         worker = ComposeWorker(self.compose, self._fields, None)
-        found: list[SampleForm | None] = []
+        found: list[SampleForm] = []
         for sample in samples:
             try:
                 found.append(worker.form_of(sample))
@@ -296,14 +271,11 @@ class BatchTransform(PipelineTransform):
             return self
         fitted = copy.copy(self)
         fitted._unfitted = self
-        if forms := [form for form in found if form is not None]:
-            channels, first = forms[0]
-            fitted._images = channels, tuple(first.values())
-            several = {one for form in forms for one in form.dtypes.items() - first.items()}
-            if several:
-                fitted._why_not = "the samples hold images of several dtypes"
-        else:
-            fitted._why_not = "the samples hold no image, but frames or volumes"
+        first = found[0]
+        fitted._images = first.channels, first.images["image"]
+        fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
+        if any(form.images.items() - first.images.items() for form in found):
+            fitted._why_not = "the samples hold images of several dtypes"
         fitted.take_in()
         return fitted
 
@@ -336,13 +308,7 @@ class BatchTransform(PipelineTransform):
 
     def _on_batches(self) -> ForeignBatches:
         if self._foreign is None:
-            self._foreign = ForeignBatches(
-                self.compose,
-                self.ops,
-                refusal(),
-                same_pixels=self._same_pixels,
-                on_cpu=self._on_cpu,
-            )
+            self._foreign = ForeignBatches(self.compose, self.ops, refusal(), on_cpu=self._on_cpu)
         return self._foreign
 
     def __getstate__(self) -> dict[str, Any]:

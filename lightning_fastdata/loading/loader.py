@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
+from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
@@ -324,7 +324,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             in_order=in_order,
         )
         self._show_share()
-        warn_of_unkeyed(dataset, collate_fn)
         self.seed = seed
         self.epoch = epoch
         self.transform = transform

@@ -117,8 +117,8 @@ def check_loader(
     _check_seconds("timeout", timeout)
     if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
-            f"transform is {transform!r}; it has to be made by BatchTransform."
-            "from_albumentations(...). Or give it to a FastDataModule as augment=."
+            f"transform is {transform!r}; it has to be made by as_batch_transform(...). Or give it "
+            "to a FastDataModule as augment=."
         )
     if needs_batches and whole["batch_size"][0] is None and orders["batch_sampler"] is None:
         raise TransformError(

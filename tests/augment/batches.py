@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from lightning_fastdata.augment.collated_batches import ForeignBatches
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.types import SampleKey
 
@@ -32,8 +35,15 @@ def boxed(sample, height, width):
     }
 
 
-def pipeline(*transforms, same_pixels=False, **options):
-    return as_batch_transform(A.Compose(list(transforms), **options), same_pixels=same_pixels)
+def pipeline(*transforms, **options):
+    return as_batch_transform(A.Compose(list(transforms), **options))
+
+
+def collated(compose, batch, key, *, on_device):
+    """Return a batch of another loader after a pipeline, as a device makes it, or the CPU."""
+    on_cpu = "torch" if on_device else "albumentations"
+    foreign = ForeignBatches(compose, DEVICE_OPS, None, on_cpu=on_cpu)
+    return foreign.run(batch, Fields(), key)
 
 
 def keys(count, seed=0):
@@ -62,3 +72,19 @@ def flat(count, size=(48, 56), channels=3, level=128, dtype=np.uint8):
     """Return samples whose images are of one level."""
     image = np.full((*size, channels), level, dtype)
     return [{"image": image} for _ in range(count)]
+
+
+def alike(one, other):
+    """Whether two results of a pipeline are the same: structure, types, dtypes and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        floats = one.dtype.kind in "fc"
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=floats)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)

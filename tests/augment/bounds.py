@@ -31,7 +31,7 @@ BOUNDS = {
     **dict.fromkeys(("Affine", "Rotate", "ShiftScaleRotate"), WARPED),
     **dict.fromkeys(("RandomResizedCrop", "RandomSizedCrop", "Resize"), Bound(1, 0.998, 0.01)),
     # Sums of many terms, in whatever order.
-    **dict.fromkeys(("Blur", "GaussianBlur", "MotionBlur", "Sharpen"), Bound(1, 0.99, 0)),
+    **dict.fromkeys(("Blur", "GaussianBlur", "MotionBlur"), Bound(1, 0.99, 0)),
     "HueSaturationValue": Bound(1, 0.999, 0),
 }
 

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import peek_params
-from lightning_fastdata.augment.replay.torch import run_whole
 
 torch.set_num_threads(1)
 
@@ -75,28 +73,10 @@ def _form(encoded):
     return encoded.static, shapes
 
 
-def draw_both(transform, data, compose=None):
-    """Run Albumentations, and draw for the device from the same state of its generators.
-
-    The transform is called, or the pipeline that it belongs to.
-    """
-    sampler, op = transform.get_params_dependent_on_data, DEVICE_OPS[type(transform).__name__]
-
-    def both_draw(params, data):
-        small = peek_params(op, transform, params, data)
-        return {**sampler(params=params, data=data), **small}
-
-    transform.get_params_dependent_on_data = both_draw
-    try:
-        return (compose or transform)(**data)
-    finally:
-        del transform.get_params_dependent_on_data
-
-
 def encoded_by(transform, image):
     """Return the device form, what it notes of an image, and what Albumentations makes of it."""
     transform.set_random_seed(3)
-    result = draw_both(transform, {"image": image.copy()})["image"]
+    result = transform(image=image.copy())["image"]
     op = DEVICE_OPS[type(transform).__name__]
     return op, op.encode(transform, transform.params, image.shape, image.dtype), result
 
@@ -116,7 +96,7 @@ def both(transform, images, masks=None, seeds=range(4)):
                 data["mask"] = masks[number]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                expected = draw_both(transform, {k: value.copy() for k, value in data.items()})
+                expected = transform(**{k: value.copy() for k, value in data.items()})
             encoded = op.encode(transform, transform.params, image.shape, image.dtype)
             assert encoded is not None
             hash(encoded.static)
@@ -136,7 +116,7 @@ def both(transform, images, masks=None, seeds=range(4)):
         if masks is not None:
             mask_batch = torch.from_numpy(np.stack([one[1]["mask"] for one in members]))
             run = op.mask or (lambda m, *_: m)
-            mask_outs = run_whole(run, mask_batch, dict(static), arrays).numpy()
+            mask_outs = run(mask_batch, dict(static), arrays).numpy()
         for (_, _, expected), out, mask_out in zip(members, outs, mask_outs, strict=True):
             want = np.asarray(expected["image"])
             assert out.shape == want.shape

@@ -14,7 +14,6 @@ from typing import Literal
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
-import cv2
 import numpy as np
 
 Kind = Literal["image", "mask", "boxes", "keypoints", "two images"]
@@ -43,10 +42,6 @@ class Vignette(A.ImageOnlyTransform):
         return (img * shade[..., None]).astype(img.dtype)
 
 
-def darker_blue(image, **_):
-    return np.concatenate([image[..., :2], image[..., 2:] // 2], -1)
-
-
 def _boxes(style="pascal_voc", **options):
     return A.BboxParams(style, label_fields=["classes"], **options)
 
@@ -71,20 +66,6 @@ with warnings.catch_warnings():
             ),
             worker="RandomResizedCrop",
         ),
-        "cifar": Recipe(
-            compose=Compose(
-                [
-                    A.PadIfNeeded(136, 168, border_mode=cv2.BORDER_REFLECT_101),
-                    A.RandomCrop(128, 160),
-                    H(),
-                    A.CoarseDropout((1, 1), (16, 16), (16, 16), p=0.5),
-                    Norm((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
-                    Tensor(),
-                ]
-            ),
-            any_size=False,
-            worker="PadIfNeeded RandomCrop",
-        ),
         "self-supervised": Recipe(
             compose=Compose(
                 [
@@ -98,24 +79,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop",
-        ),
-        "leaves": Recipe(
-            compose=Compose(
-                [
-                    A.RandomResizedCrop((112, 112)),
-                    A.Transpose(),
-                    H(),
-                    V(),
-                    SSR(p=0.5),
-                    HSV(p=0.5),
-                    RBC((-0.1, 0.1), (-0.1, 0.1), p=0.5),
-                    Norm(),
-                    A.CoarseDropout(p=0.5),
-                    Tensor(),
-                ]
-            ),
-            worker="RandomResizedCrop",
+            worker="RandomResizedCrop Solarize",
         ),
         "skin lesions": Recipe(
             compose=Compose(
@@ -157,49 +121,6 @@ with warnings.catch_warnings():
             ),
             worker="Resize GaussianBlur Vignette",
         ),
-        "randaugment": Recipe(
-            compose=Compose(
-                [
-                    A.RandomResizedCrop((96, 96)),
-                    H(),
-                    A.SomeOf(
-                        [
-                            A.AutoContrast(),
-                            A.Equalize(),
-                            A.InvertImg(),
-                            A.Rotate(30),
-                            A.Posterize(4),
-                            A.Solarize(),
-                            RBC(),
-                            A.Sharpen(),
-                            A.Affine(shear=(-15, 15)),
-                            A.Affine(translate_percent=(-0.2, 0.2)),
-                        ],
-                        n=2,
-                        p=1,
-                    ),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="RandomResizedCrop AutoContrast Equalize Sharpen",
-        ),
-        "with a lambda": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(96, 96),
-                    SSR(),
-                    H(),
-                    V(),
-                    OneOf([RBC(), NOISE(), A.Blur()], p=0.5),
-                    A.CoarseDropout(),
-                    Norm(),
-                    Tensor(),
-                    A.Lambda(image=lambda image, **_: image),
-                ]
-            ),
-            worker="Resize Normalize ToTensorV2 Lambda",
-        ),
     }
     SEGMENTATION = {
         "camera and street": Recipe(
@@ -217,8 +138,8 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop Perspective CLAHE "
-            "Sharpen Blur MotionBlur",
+            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop GaussNoise Perspective "
+            "CLAHE Sharpen Blur MotionBlur",
         ),
         "elastic": Recipe(
             compose=Compose(
@@ -226,6 +147,7 @@ with warnings.catch_warnings():
             ),
             kind="mask",
             any_size=False,
+            worker="ElasticTransform GaussNoise",
         ),
         "tumours": Recipe(
             compose=Compose(
@@ -240,30 +162,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="CropNonEmptyMaskIfExists RandomCrop",
-        ),
-        "x-rays": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    A.ToGray(p=1),
-                    A.CLAHE((1, 3), p=0.5),
-                    A.Affine(rotate=(-10, 10), translate_percent=(-0.05, 0.05), fill=0),
-                    GAMMA((80, 120)),
-                    A.UnsharpMask(p=0.2),
-                    Norm((0.5,), (0.25,)),
-                    Tensor(),
-                ]
-            ),
-            kind="mask",
-            worker="Resize CLAHE UnsharpMask",
-        ),
-        "thin plates": Recipe(
-            compose=Compose(
-                [A.Resize(112, 112), A.ThinPlateSpline(), H(), RBC(), Norm(), Tensor()]
-            ),
-            kind="mask",
-            worker="Resize ThinPlateSpline",
+            worker="CropNonEmptyMaskIfExists RandomCrop ElasticTransform",
         ),
     }
     SATELLITE = {
@@ -365,7 +264,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize Perspective Morphological Morphological Downscale SaltAndPepper",
+            worker="Resize Perspective Morphological Morphological Downscale Sharpen SaltAndPepper",
         ),
     }
     COMPETITIONS = {
@@ -385,7 +284,7 @@ with warnings.catch_warnings():
                 ]
             ),
             any_size=False,
-            worker="GaussianBlur MedianBlur CLAHE GridDistortion",
+            worker="GaussNoise GaussianBlur MedianBlur CLAHE ElasticTransform GridDistortion",
         ),
         "random order": Recipe(
             compose=Compose(
@@ -402,51 +301,6 @@ with warnings.catch_warnings():
                 ]
             ),
             worker="Resize GaussianBlur RGBShift ISONoise ShotNoise AdditiveNoise",
-        ),
-        "deep fakes": Recipe(
-            compose=Compose(
-                [
-                    A.ImageCompression(quality_range=(60, 100), p=0.5),
-                    NOISE((0.02, 0.1), p=0.1),
-                    BLUR(3, p=0.05),
-                    H(),
-                    OneOf(
-                        [
-                            A.LongestMaxSize(112, interpolation=cv2.INTER_CUBIC),
-                            A.LongestMaxSize(112, interpolation=cv2.INTER_AREA),
-                            A.LongestMaxSize(112, interpolation=cv2.INTER_LINEAR),
-                        ],
-                        p=1,
-                    ),
-                    A.PadIfNeeded(112, 112, border_mode=0),
-                    OneOf([RBC(), A.FancyPCA(), HSV()], p=0.7),
-                    A.ToGray(p=0.2),
-                    SSR(0.1, 0.2, 10, border_mode=0),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="ImageCompression GaussNoise GaussianBlur HorizontalFlip LongestMaxSize "
-            "LongestMaxSize LongestMaxSize PadIfNeeded FancyPCA",
-        ),
-        "night and glass": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    OneOf([A.GlassBlur(), A.ZoomBlur(), A.Spatter(), A.RandomSnow()], p=0.3),
-                    A.ChromaticAberration(p=0.3),
-                    A.RingingOvershoot(p=0.3),
-                    A.Illumination(p=0.2),
-                    A.Lambda(image=darker_blue, p=0.3),
-                    A.SafeRotate(20),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker=(
-                "Resize GlassBlur ZoomBlur Spatter RandomSnow ChromaticAberration "
-                "RingingOvershoot Illumination Lambda SafeRotate"
-            ),
         ),
     }
 

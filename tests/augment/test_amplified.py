@@ -7,6 +7,7 @@ import warnings
 import albumentations as A
 import numpy as np
 import torch
+from augment.batches import collated
 from augment.bounds import bound_of
 from augment.parity import extremes, photographs
 from hypothesis import example, given
@@ -19,7 +20,6 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, may_differ
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.types import SampleKey
 
 SIZE = (60, 72)
@@ -29,14 +29,11 @@ OFF = {
     "gaussian": lambda: A.GaussianBlur(p=1),
     "motion": lambda: A.MotionBlur(p=1),
     "blur": lambda: A.Blur(p=1),
-    "sharpen": lambda: A.Sharpen(p=1),
     "warp": lambda: A.Affine(rotate=(-40, 40), p=1),
     "resize": lambda: A.Resize(50, 80, p=1),
     "crop": lambda: A.RandomResizedCrop((64, 56), p=1),
 }
 MORE = {
-    "posterize": lambda: A.Posterize((2, 5), p=1),
-    "solarize": lambda: A.Solarize((0.1, 0.9), p=1),
     "gamma": lambda: A.RandomGamma((30, 60), p=1),
     "harsh": lambda: A.RandomBrightnessContrast(contrast_limit=(2, 5), p=1),
 }
@@ -69,11 +66,11 @@ def gap_and_most(compose):
     outs = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for place in ("albumentations", "torch"):
-            run = BatchTransform.from_albumentations(compose, same_pixels=True, on_cpu=place)
-            outs.append(run(IMAGES.clone(), key=KEY).double())
+        for on_device in (False, True):
+            batch = collated(compose, {"image": IMAGES.clone()}, KEY, on_device=on_device)
+            outs.append(batch["image"].double())
     gap = float((outs[0] - outs[1]).abs().max()) * levels_per_unit(compose, np.uint8)
-    plan = analyse(compose, DEVICE_OPS, size=SIZE, same_pixels=True)
+    plan = analyse(compose, DEVICE_OPS, size=SIZE)
     off = [
         bound_of(leaf.transform).largest
         for leaf, place in zip(list_leaves(compose), plan.placements, strict=True)
@@ -83,8 +80,8 @@ def gap_and_most(compose):
 
 
 @max_examples(60)
-@example(["hue", "posterize"], "all")
-@example(["flip", "jitter", "posterize"], "shuffled")
+@example(["gaussian", "hue"], "all")
+@example(["flip", "warp", "jitter", "harsh"], "shuffled")
 @given(st.lists(NAMES, min_size=2, max_size=5), st.sampled_from(sorted(GROUPS)))
 def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group):
     head, *tail = made(names)
@@ -96,10 +93,10 @@ def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group):
 
 def places(*operations):
     compose = A.Compose(list(operations))
-    return analyse(compose, DEVICE_OPS, size=SIZE, same_pixels=True).placements
+    return analyse(compose, DEVICE_OPS, size=SIZE).placements
 
 
-@each("more", [name for name in MORE if name not in ("gamma", "harsh")])
+@each("more", MORE)
 @each("off", [name for name, make in OFF.items() if may_differ(make())])
 def test_what_is_off_and_then_amplified_is_computed_in_the_worker(off, more):
     first, flip, last = places(OFF[off](), A.HorizontalFlip(), MORE[more]())
@@ -112,9 +109,6 @@ def test_what_is_off_and_then_amplified_is_computed_in_the_worker(off, more):
         assert places(A.OneOf([OFF[off](), MORE[more]()]))[0].where == "device"
 
 
-def test_contrast_and_gamma_amplify_if_they_are_strong():
-    blur = A.GaussianBlur(p=1)
-    for name in ("gamma", "harsh"):
-        assert places(blur, MORE[name]())[0].where == "worker"
-    for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1), A.Solarize(p=1)):
-        assert places(blur, mild)[0].where == "device"
+def test_contrast_and_gamma_of_usual_strengths_amplify_nothing():
+    for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1)):
+        assert places(A.GaussianBlur(p=1), mild)[0].where == "device"

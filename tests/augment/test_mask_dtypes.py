@@ -7,14 +7,13 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.batches import in_worker, keys, on_device, pipeline
+from augment.batches import collated, in_worker, keys, on_device, pipeline
 from augment.oracle_cases import CASES
 from augment.parity import both, photographs
 from misses import each
 from torch.utils.data import default_collate
 
 from benchmarks.parity import make_example
-from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed
@@ -123,9 +122,9 @@ def test_a_mask_of_another_loaders_batch_does_so_too(dtype, everywhere):
         compose = A.Compose([A.HorizontalFlip(p=1), A.ImageCompression(p=1), A.VerticalFlip(p=1)])
     want = albumentations_masks(compose, samples)
     tensors = default_collate(samples)
-    recorder = ForeignBatches(compose, DEVICE_OPS, None).recorder((40, 40))
-    assert_masks(run_each(tensors, keys(1)[0], compose)[0]["mask"], want, dtype)
-    assert_masks(replay_all(tensors, keys(1)[0], recorder, DEVICE_OPS)[0]["mask"], want, dtype)
+    for there in (False, True):
+        made = collated(compose, tensors, keys(1)[0], on_device=there)
+        assert_masks(made["mask"], want, dtype)
 
 
 @each("place", [in_worker, lambda *args: on_device(*args)[1]])

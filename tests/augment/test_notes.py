@@ -3,10 +3,10 @@
 import albumentations as A
 import numpy as np
 import pytest
+from augment.batches import alike
 from misses import each
 from torch.utils.data import Dataset
 
-from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import reseed

@@ -14,7 +14,7 @@ from misses import each
 from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 
 
@@ -44,12 +44,6 @@ def test_images_of_one_line_can_be_turned_in_the_worker(size):
     samples = [{"image": image, "mask": image[..., 0]} for image in photographs(*size)]
     turned = A.Compose([A.VerticalFlip(p=1), A.HorizontalFlip(p=1), A.Lambda(p=1)])
     assert_same(as_batch_transform(turned), samples)
-
-
-def test_a_batch_of_lines_is_turned_as_its_samples_are():
-    images = torch.from_numpy(np.stack(photographs(1, 9))).permute(0, 3, 1, 2)
-    turned = BatchTransform.from_albumentations(A.Compose([A.VerticalFlip(p=1), A.D4(p=0)]))
-    assert torch.equal(turned(images), images)
 
 
 @each(
@@ -108,9 +102,10 @@ def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
 
 @each("device", ["cpu", "meta"])
 def test_a_batch_without_samples_is_refused_wherever_it_lies(device):
-    explicit = BatchTransform.from_albumentations(A.Compose([A.Resize(8, 8), A.Normalize()]))
+    transform = pipeline(A.Resize(8, 8), A.Normalize())
+    nothing = torch.zeros(0, 3, 16, 16, dtype=torch.uint8, device=device)
     with pytest.raises(BatchError, match="at least one sample"):
-        explicit(torch.zeros(0, 3, 16, 16, dtype=torch.uint8, device=device))
+        transform.apply_unprepared({"image": nothing}, keys(1)[0])
 
 
 @each("channels", [1, 3, 4])

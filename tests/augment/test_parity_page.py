@@ -35,7 +35,7 @@ def test_what_is_not_quite_equal_is_not_called_equal():
     near = PixelParity(largest=1.0, mean=1e-9, equal=1 - 1e-9, on_device=1.0)
     none = PixelParity(largest=0.0, mean=0.0, equal=1.0, on_device=0.0)
     row = OperationParity(
-        name="Blur", arguments="", where="device", same_law=False, from_bytes=near, from_floats=none
+        name="Blur", arguments="", where="device", from_bytes=near, from_floats=none
     )
     cells = parity_page.table_row(row)
     assert cells[3:] == ("1", "1e-09", "99.9999 %", "CPU", "", "")

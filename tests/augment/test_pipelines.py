@@ -7,7 +7,6 @@ import warnings
 
 import cv2
 import numpy as np
-import pytest
 from augment.batches import in_worker, on_device
 from augment.bounds import bound_of
 from augment.pipelines import RECIPES, Kind, Recipe
@@ -57,30 +56,9 @@ def samples(recipe: Recipe) -> list[dict]:
 
 EQUAL = frozenset(
     {
-        "AutoContrast",
-        "CenterCrop",
-        "CoarseDropout",
-        "D4",
-        "Downscale",
-        "Erasing",
-        "HorizontalFlip",
-        "InvertImg",
-        "Morphological",
-        "Normalize",
-        "Pad",
-        "PadIfNeeded",
-        "Posterize",
-        "RandomBrightnessContrast",
-        "RandomCrop",
-        "RandomGamma",
-        "RandomGridShuffle",
-        "RandomRotate90",
-        "Resize",
-        "Solarize",
-        "ToFloat",
-        "ToGray",
-        "ToTensorV2",
-        "Transpose",
+        *("CenterCrop", "CoarseDropout", "D4", "Erasing", "HorizontalFlip", "Normalize"),
+        *("PadIfNeeded", "RandomBrightnessContrast", "RandomCrop", "RandomGamma"),
+        *("RandomRotate90", "Resize", "ToFloat", "ToGray", "ToTensorV2", "Transpose"),
         "VerticalFlip",
     }
 )
@@ -105,9 +83,9 @@ def differences(compose, wanted, got) -> np.ndarray:
     return np.where(gap < 1e-3, 0, gap)
 
 
-def run_both(recipe, *, same_pixels):
+def run_both(recipe):
     """Return the batch after worker and device, the worker's rest, and Albumentations' samples."""
-    transform = as_batch_transform(recipe.compose, same_pixels=same_pixels)
+    transform = as_batch_transform(recipe.compose)
     given = samples(recipe)
     with warnings.catch_warnings():
         # What Albumentations thinks of a draw is not for us to say.
@@ -117,7 +95,7 @@ def run_both(recipe, *, same_pixels):
 
 
 def test_the_pipelines_are_many_and_of_every_kind():
-    assert len(ALL) >= 24
+    assert len(ALL) >= 14
     assert {one.kind for one in ALL.values()} == set(Kind.__args__)
 
 
@@ -135,12 +113,11 @@ def test_each_operation_of_a_real_pipeline_has_a_place_and_a_reason(name):
     assert all(len(line.split()) > 2 for line in lines)
 
 
-@pytest.mark.cases(17)
 @each("name", list(ALL))
 def test_a_real_pipeline_makes_albumentations_own_pixels(name):
     recipe = ALL[name]
-    batch, rest, wanted = run_both(recipe, same_pixels=True)
-    placements = as_batch_transform(recipe.compose, same_pixels=True).plan.placements
+    batch, rest, wanted = run_both(recipe)
+    placements = as_batch_transform(recipe.compose).plan.placements
     leaves = [
         leaf.transform
         for leaf, one in zip(list_leaves(recipe.compose), placements, strict=True)
@@ -161,34 +138,7 @@ def test_a_real_pipeline_makes_albumentations_own_pixels(name):
             np.count_nonzero(np.asarray(one["mask"]) != mask.numpy())
             for one, mask in zip(wanted, batch["mask"], strict=True)
         )
-        # A spline is computed in another order of sums: where a position is halfway between two
-        # pixels, the last bit decides.
-        assert wrong <= (2 if "ThinPlateSpline" in on_the_batch else 0)
-    same_rest(rest, wanted)
-
-
-@pytest.mark.cases(9)
-@each(
-    "name",
-    [
-        name
-        for name, one in ALL.items()
-        if as_batch_transform(one.compose).plan
-        != as_batch_transform(one.compose, same_pixels=True).plan
-    ],
-)
-def test_noise_drawn_on_the_device_changes_pixels_only(name):
-    recipe = ALL[name]
-    batch, rest, wanted = run_both(recipe, same_pixels=False)
-    images = np.stack([np.asarray(one["image"]) for one in wanted])
-    assert batch["image"].shape == images.shape
-    assert batch["image"].numpy().dtype == images.dtype
-    # Not the same noise, but the same photographs, as bright as before.
-    shift = np.abs(
-        batch["image"].numpy().astype(np.float64).mean((1, 2, 3)) - images.mean((1, 2, 3))
-    )
-    assert shift.max() < 0.05 * images.std() + 0.5 * (images.dtype == np.uint8)
-    # What is moved: nothing in these pipelines draws boxes behind a field of the device's own.
+        assert wrong == 0
     same_rest(rest, wanted)
 
 

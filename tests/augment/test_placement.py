@@ -92,10 +92,3 @@ def test_cpus_bound_what_computes_and_not_what_waits():
     assert known.loader_ms("workers") == 2.0  # 2 ms of computing on one CPU
     assert replace(known, cpus=2).loader_ms("workers") == 10.0 / 8
     assert replace(known, workers=0).loader_ms("workers") == 10.0
-
-
-def test_what_only_keeps_the_distribution_is_named_in_the_reason():
-    known = PlaceCosts(accelerator=True, batch_size=1, workers=1, cpus=1, redrawn=("GaussNoise",))
-    choice = choose_place(known)
-    assert choice.place == "device"
-    assert "GaussNoise makes other pixels of the same distribution" in choice.reason

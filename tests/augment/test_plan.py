@@ -3,6 +3,7 @@ from __future__ import annotations
 import albumentations as A
 import numpy as np
 import pytest
+from augment.batches import alike
 from misses import each
 
 from benchmarks.parity import examples, make_example
@@ -10,18 +11,14 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import Size, size_after
-from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 NAMES = [
     "Affine",
     "CoarseDropout",
-    "Crop",
-    "Pad",
     "ColorJitter",
     "HorizontalFlip",
-    "InvertImg",
     "Normalize",
     "PadIfNeeded",
     "RandomBrightnessContrast",
@@ -90,11 +87,7 @@ class Unusual(A.HorizontalFlip):
         ("wwwd", [A.Resize(8, 8), Custom(), A.Resize(4, 4), H()]),
         ("wd", [A.Resize(8, 9), A.SafeRotate()]),
         ("wwwd", [A.Resize(8, 8), A.Affine(fit_output=True), A.Resize(4, 4), H()]),
-        ("wdd", [A.Resize(8, 8), A.Pad((1, 2)), H()]),
-        ("wwwd", [A.Resize(8, 8), A.Pad((1, 2)), A.CLAHE(), H()]),
-        ("wwwd", [A.Resize(8, 8), A.Crop(1, 1, 7, 5), A.CLAHE(), H()]),
-        ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 7, 5), H()]),
-        ("wdd", [A.Resize(8, 8), A.Crop(1, 1, 9, 12, pad_if_needed=True), H()]),
+        ("wwwd", [A.Resize(8, 8), A.Pad((1, 2)), A.Resize(4, 4), H()]),
         ("wdd", [A.Resize(40, 40), A.PadIfNeeded(None, None, 32, 32), H()]),
         ("ww", [A.PadIfNeeded(None, None, 32, 32), A.Resize(8, 8)]),
         ("wwwd", [A.Resize(8, 8), A.Crop(1, 1, 9, 5), A.Resize(4, 4), H()]),
@@ -107,7 +100,7 @@ class Unusual(A.HorizontalFlip):
         ("wed", [A.Resize(8, 8), A.RandomBrightnessContrast(brightness_by_max=False), H()]),
         # A batch must stay one tensor.
         ("ww", [H(), NORM(p=0.5)]),
-        ("wwd", [NORM(p=0.5), NORM(), TENSOR()]),
+        ("www", [NORM(p=0.5), NORM(), TENSOR()]),
         ("www", [H(), A.OneOf([NORM((0, 0, 0)), NORM()], p=1)]),
         ("eww", [H(), NORM(), A.CLAHE()]),
         (

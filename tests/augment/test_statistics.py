@@ -109,27 +109,3 @@ def test_drawn_numbers_say_nothing_about_other_transforms_generators_or_samples(
     for one, other in pairs:
         both = ~(np.isnan(one) | np.isnan(other))
         assert stats.spearmanr(one[both], other[both]).pvalue > ALPHA
-
-
-def test_choices_are_as_likely_as_their_weights_and_orders_as_each_other():
-    chosen = A.Compose([A.OneOf([Probe(p=weight) for weight in (0.1, 0.3, 0.6)], p=1)])
-    order = A.Compose([A.RandomOrder([Probe(p=1) for _ in range(3)], n=1)])
-    for compose, weights in ((chosen, (0.1, 0.3, 0.6)), (order, (1 / 3,) * 3)):
-        counts = np.zeros(3)
-        for key in SERIES["neighbouring samples"]:
-            for transform in compose.transforms[0].transforms:
-                transform.params = {}
-            reseed((compose,), key)
-            compose(image=IMAGE)
-            counts += [bool(one.params) for one in compose.transforms[0].transforms]
-        assert stats.chisquare(counts, np.array(weights) * DRAWS).pvalue > ALPHA
-
-
-def test_a_bare_seeded_pipeline_applies_its_transforms_in_lockstep():
-    seeded = A.Compose([Probe(p=p) for p in CHANCES], seed=3)
-    applied, _ = drawn(seeded, [None] * 200)
-    assert np.array_equal(applied[:, 2], applied[:, 3])
-    assert independent(applied[:, 2], applied[:, 3]) < ALPHA
-    # With keys, the same pipeline does not.
-    applied, _ = drawn(seeded, SERIES["neighbouring samples"])
-    assert independent(applied[:, 2], applied[:, 3]) > ALPHA

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import albumentations as A
 import numpy as np
-import pytest
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
@@ -65,22 +64,3 @@ def test_only_samples_that_draw_a_barrier_need_pixels_and_they_need_them_once() 
         left = [noted.name for noted in tape["image"].ops]
         assert left == (["VerticalFlip"] if calls else ["HorizontalFlip", "VerticalFlip"])
     assert set(fetched) == {0, 1}
-
-
-def test_what_is_shown_in_the_place_of_pixels_cannot_be_written_to() -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        phantom(SHAPE, np.dtype(np.uint8))[0] = 1
-
-
-def test_targets_may_have_any_name() -> None:
-    names = ("index", "transform", "original", "op", "key")
-    recorder = recorder_of(
-        A.HorizontalFlip(p=1), A.CLAHE(p=0.5), additional_targets=dict.fromkeys(names, "mask")
-    )
-    data = {"image": np.zeros(SHAPE, np.uint8)} | {
-        name: np.full(SHAPE[:2], number) for number, name in enumerate(names)
-    }
-    for index in range(8):
-        result, tape = record(recorder, index, data)
-        assert [result[name].max() for name in names] == [0, 1, 2, 3, 4]
-        assert set(tape) == {"image", *names}

@@ -7,6 +7,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
+from augment.batches import collated
 from misses import each
 from torch.utils.data import default_collate
 
@@ -112,18 +113,17 @@ def test_the_users_pipeline_is_never_changed() -> None:
 
 @each("layout", ["nchw", "nhwc"])
 @each("tail", [(), (A.Normalize, A.ToTensorV2)])
-@each("on_cpu", ["albumentations", "torch"])
-def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail, on_cpu) -> None:
+@each("there", [False, True])
+def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail, there) -> None:
     operations = [A.HorizontalFlip(), A.RandomGamma(), A.CLAHE(p=0.4)]
     compose = A.Compose([*operations, *(make() for make in tail)])
     items = samples(6)
     images = torch.stack([torch.from_numpy(item["image"]) for item in items])
     masks = torch.stack([torch.from_numpy(item["mask"]) for item in items])
     batch = {"image": images if layout == "nhwc" else images.permute(0, 3, 1, 2), "mask": masks}
-    transform = BatchTransform(compose, Fields(), on_cpu=on_cpu)
     key = SampleKey(3, 1, 40)
-    result = transform.apply_unprepared(batch, key)
-    oracle, _ = both_ways(transform, items, key)
+    result = collated(compose, batch, key, on_device=there)
+    oracle, _ = both_ways(BatchTransform(compose, Fields()), items, key)
     expected = oracle["image"]
     if layout == "nchw" and not tail:
         expected = expected.permute(0, 3, 1, 2)

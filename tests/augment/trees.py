@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from albumentations.augmentations.crops.transforms import CropSizeError
+from augment.batches import alike
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.pipeline.trial import alike
 from lightning_fastdata.augment.record.targets import target_roles
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed
@@ -144,14 +144,14 @@ def logged(compose):
     return compose, log
 
 
-def compare(compose, samples, *, seed=0, pixels=True, same_pixels=False, **options):
+def compare(compose, samples, *, seed=0, pixels=True, **options):
     """Run samples through Albumentations alone, and through worker and device; both must agree.
 
     Returns the transform, the batch's samples as Albumentations made them, and as we did.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        transform = as_batch_transform(compose, same_pixels=same_pixels)
+        transform = as_batch_transform(compose)
         part = transform.in_worker(on_device=True)
         real, log = logged(compose)
         wanted, left, tapes = [], [], []

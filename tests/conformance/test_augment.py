@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 
 torch.set_num_threads(1)
 
@@ -211,12 +211,10 @@ def test_the_callbacks_pipeline_is_the_modules(tmp_path):
     assert equal(by_callback["train"], by_module["train"])
 
 
-@pytest.mark.parametrize("on_cpu", ["albumentations", "torch"])
-def test_the_callback_augments_plain_loaders_with_the_pipelines_own_pixels(tmp_path, on_cpu):
+def test_the_callback_augments_plain_loaders_with_the_pipelines_own_pixels(tmp_path):
     def run(epochs=2, saved=None):
         model = Keeps()
-        augment = BatchTransform.from_albumentations(EXACT["flips"](), on_cpu=on_cpu)
-        callback = DataThroughputCallback(augment=augment, summary=False, report=False)
+        callback = DataThroughputCallback(augment=EXACT["flips"](), summary=False, report=False)
         trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=epochs)
         trainer.fit(model, DataLoader(Images(8), batch_size=4), ckpt_path=saved)
         trainer.save_checkpoint(tmp_path / "last.ckpt")

@@ -6,12 +6,13 @@ import albumentations as A
 import lightning as L
 import numpy as np
 import torch
+from augment.batches import collated
 from misses import each
 from skimage import data
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import BatchTransform, DataThroughputCallback
+from lightning_fastdata import DataThroughputCallback, SampleKey, as_batch_transform
 
 torch.set_num_threads(1)
 
@@ -50,54 +51,39 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     assert (one.double() - other.double()).abs().max() <= level
 
 
-def albumentations_does(operation: A.BasicTransform, images: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(7)
-    return BatchTransform.from_albumentations(operation)(images.clone())
-
-
-def device_does(operation: A.BasicTransform, images: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(7)
-    return BatchTransform.from_albumentations(operation, on_cpu="torch")(images.clone())
+def made(operations: list[A.BasicTransform], images: torch.Tensor, on_device: bool) -> torch.Tensor:
+    batch, key = {"image": images.clone()}, SampleKey(7, 0, 0)
+    return collated(A.Compose(operations), batch, key, on_device=on_device)["image"]
 
 
 @each("name", OPERATIONS)
 def test_gray_batches_come_out_as_albumentations_makes_them(name: str) -> None:
     for images in FORMS.values():
-        wanted = albumentations_does(OPERATIONS[name], images)
-        assert_close(device_does(OPERATIONS[name], images), wanted)
+        assert_close(*(made([OPERATIONS[name]], images, there) for there in (True, False)))
 
 
 @each("form", FORMS)
 def test_draws_are_carried_out_on_gray_batches(form: str) -> None:
     images = FORMS[form]
-    compose = A.Compose([A.HorizontalFlip(), A.RandomGamma(), A.Rotate(p=0.7), A.ToTensorV2()])
-    aug = BatchTransform.from_albumentations(compose, on_cpu="torch")
-    torch.manual_seed(7)
-    assert_close(aug(images), albumentations_does(compose, images))
-
-
-def trained_on(augment: BatchTransform, images: torch.Tensor) -> torch.Tensor:
-    L.seed_everything(3, verbose=False)
-    module = Learner(lambda batch: batch[0].clone())
-    trainer = quiet_trainer(
-        callbacks=[DataThroughputCallback(augment=augment, summary=False, report=False)]
-    )
-    trainer.fit(module, DataLoader(TensorDataset(images.clone()), batch_size=2))
-    return torch.cat(module.seen)
+    operations = [A.HorizontalFlip(), A.RandomGamma(), A.Rotate(p=0.7), A.ToTensorV2()]
+    assert_close(*(made(operations, images, there) for there in (True, False)))
 
 
 @each("form", ["[n, H, W]", "[n, 1, H, W]"])
 def test_the_callback_gives_a_training_gray_batches_in_their_form(form: str) -> None:
+    images = FORMS[form]
     pipeline = [A.D4(), A.OneOf([A.Equalize(p=1), A.ImageCompression(p=1)]), A.CoarseDropout(p=0.7)]
-    results = [
-        trained_on(BatchTransform.from_albumentations(A.Compose(pipeline), **options), FORMS[form])
-        for options in ({}, {"on_cpu": "torch"})
-    ]
-    assert results[0].shape == FORMS[form].shape
-    assert torch.equal(*results)
+    L.seed_everything(7, verbose=False)
+    module = Learner(lambda batch: batch[0].clone())
+    callback = DataThroughputCallback(augment=A.Compose(pipeline), summary=False, report=False)
+    loader = DataLoader(TensorDataset(images.clone()), batch_size=2)
+    quiet_trainer(callbacks=[callback]).fit(module, loader)
+    seen = torch.cat(module.seen)
+    assert torch.equal(seen, made(pipeline, images, False)[: len(seen)])
+    assert torch.equal(seen, made(pipeline, images, True)[: len(seen)])
 
 
 def test_a_batch_that_is_given_stays_as_it_was() -> None:
     images = GRAY.clone()
-    BatchTransform.from_albumentations(A.Equalize(p=1))(images)
+    as_batch_transform(A.Equalize(p=1)).apply_unprepared({"image": images}, SampleKey(0, 0, 0))
     assert torch.equal(images, GRAY)

@@ -265,7 +265,7 @@ LOADERS = {
         "prefetch_factor is 0",
     ),
     "sampler": ((Samples(),), {"sampler": 3}, "sampler is 3"),
-    "transform": ((Samples(),), {"transform": FLIP}, "BatchTransform.from_albumentations"),
+    "transform": ((Samples(),), {"transform": FLIP}, "as_batch_transform"),
     "worker_init_fn": ((Samples(),), {"worker_init_fn": "f"}, "worker_init_fn is 'f'"),
 }
 

@@ -5,8 +5,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.oracle_cases import CASES
-from augment.test_drawn_on_device import ALL as DRAWN
 from gpu.device import (
     CUDA,
     DeviceWork,
@@ -33,16 +31,11 @@ EXACT = [
     A.RandomCrop(50, 61, p=1),
     A.RandomCrop(120, 101, pad_if_needed=True, border_mode=2, p=1),
     A.CenterCrop(51, 60, p=1),
-    A.Crop(3, 4, 60, 47, p=1),
-    A.Pad((3, 5, 7, 2), fill=31.0, p=1),
     A.PadIfNeeded(130, 111, border_mode=4, p=1),
     A.Resize(67, 91, interpolation=0, p=1),
     A.Resize(67, 71, p=1),
-    A.InvertImg(p=0.7),
     A.RandomBrightnessContrast(p=0.7),
     A.RandomGamma(p=0.7),
-    A.Solarize((0.2, 0.8), p=0.7),
-    A.Posterize((2, 6), p=0.7),
     A.ToGray(p=0.7),
     A.CoarseDropout((1, 5), fill=99.0, fill_mask=3.0, p=0.7),
     A.Erasing(p=0.7),
@@ -71,16 +64,6 @@ CLOSE = [
     A.ColorJitter(p=0.7),
     *WARPS,
 ]
-_TRIED = {type(one).__name__ for one in (*EXACT, *CLOSE)}
-OTHERS = [
-    *(
-        getattr(A, case.name)(**{**case.arguments, "p": 1})
-        for case in CASES
-        if case.name not in _TRIED
-    ),
-]
-DRAWN_THERE = {type(one).__name__ for one in DRAWN.values()}
-"""Compared with the CPU in ``tests/augment/test_drawn_on_device.py``."""
 RECIPES = {
     "classification": [
         A.RandomResizedCrop((64, 80)),
@@ -89,10 +72,10 @@ RECIPES = {
         A.Normalize(),
         A.ToTensorV2(),
     ],
-    "tables": [A.D4(), A.RandomGamma(), A.Posterize(), A.Normalize(), A.ToTensorV2()],
+    "tables": [A.D4(), A.RandomGamma(), A.Normalize(), A.ToTensorV2()],
     "choices": [
         A.OneOf([A.GaussianBlur(), A.MotionBlur(), A.Rotate()], p=0.8),
-        A.RandomOrder([A.CoarseDropout(), A.InvertImg(p=0.5), A.Solarize()], n=3, p=0.9),
+        A.RandomOrder([A.CoarseDropout(), A.D4(p=0.5), A.RandomGamma()], n=3, p=0.9),
         A.ToFloat(),
         A.ToTensorV2(),
     ],
@@ -118,8 +101,7 @@ def gaps(transform, images):
 
 
 def test_every_operation_that_has_a_device_form_is_tried_here():
-    tried = _TRIED | {type(one).__name__ for one in OTHERS} | DRAWN_THERE
-    assert tried == set(DEVICE_OPS)
+    assert {type(one).__name__ for one in (*EXACT, *CLOSE)} == set(DEVICE_OPS)
 
 
 @pytest.mark.parametrize("transform", EXACT, ids=name_of)
@@ -139,18 +121,6 @@ def test_other_operations_on_the_device_are_at_most_one_level_off(transform):
     )
 
 
-@pytest.mark.parametrize("transform", OTHERS, ids=name_of)
-def test_nearly_all_pixels_of_the_rest_are_those_of_the_cpu(transform):
-    """Sines and sums of floats may differ in their last bit, and move a pixel to its neighbour."""
-    run, batch, draws, _ = staged(A.Compose([transform]), samples_of(pictures()))
-    host = run.apply(batch, draws)
-    device = run.apply(on(CUDA, batch), draws.to(CUDA))
-    apart = (device["image"].cpu().double() - host["image"].double()).abs()
-    assert (apart > 1).double().mean() < 1e-3
-    assert (device["mask"].cpu() != host["mask"]).double().mean() < 1e-3
-    assert torch.equal(device["label"].cpu(), host["label"])
-
-
 @pytest.mark.parametrize("transform", [*EXACT, *CLOSE], ids=name_of)
 def test_float_images_on_the_device_equal_the_cpu_to_a_small_part_of_a_level(transform):
     given = transform.get_transform_init_args()
@@ -166,7 +136,7 @@ def test_whole_pipelines_on_the_device_equal_the_cpu_and_albumentations(name):
     run, batch, draws, oracle = staged(A.Compose(RECIPES[name]), samples_of(pictures(16)))
     host = run.apply(batch, draws)
     device = run.apply(on(CUDA, batch), draws.to(CUDA))
-    # In "choices" a blurred level can be moved on by a rotation and inverted, but not enlarged.
+    # In "choices" a blurred level can be moved on by a rotation, but not enlarged.
     level = {"tables": 0.0, "choices": 1 / 255, "classification": 1 / (0.224 * 255)}[name]
     assert largest_gap(device["image"], host["image"]) <= level * 1.0001
     assert largest_gap(device["image"], oracle["image"]) <= 4 * level * 1.0001
@@ -181,7 +151,7 @@ def test_the_watch_on_waiting_sees_a_wait():
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32], ids=["bytes", "floats"])
-@pytest.mark.parametrize("transform", [*EXACT, *CLOSE, *OTHERS], ids=name_of)
+@pytest.mark.parametrize("transform", [*EXACT, *CLOSE], ids=name_of)
 def test_no_operation_waits_for_the_device(transform, dtype):
     given = transform.get_transform_init_args()
     if dtype == np.float32 and given.get("fill"):

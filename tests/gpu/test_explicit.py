@@ -35,17 +35,3 @@ def test_it_gives_what_the_cpu_gives_also_with_samples_that_visit_it(middle):
 def test_gray_images_without_a_dimension_for_channels_come_out_as_on_the_cpu(images):
     aug = BatchTransform.from_albumentations(A.Compose([*HEAD, A.RandomGamma(p=0.5)]))
     assert torch.equal(aug(images.to(CUDA), key=KEY).cpu(), aug(images, key=KEY))
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_pixels_do_not_depend_on_the_precision_of_matrix_products(precision):
-    aug = BatchTransform.from_albumentations(
-        A.Compose([A.GaussNoise(p=1), A.ElasticTransform(p=1)])
-    )
-    given, before = IMAGES.to(CUDA), torch.get_float32_matmul_precision()
-    wanted = aug(given, key=KEY)
-    try:
-        torch.set_float32_matmul_precision(precision)
-        assert torch.equal(aug(given, key=KEY), wanted)
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -20,7 +20,7 @@ from thoroughness import LONG
 from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_fastdata import FastDataLoader, FastDataWarning, FastImageFolder
-from lightning_fastdata.augment import BatchTransform
+from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches import bad_samples, slots
 from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
 from lightning_fastdata.errors import DatasetError, OptionsError, WorkerError
@@ -156,7 +156,7 @@ def test_what_replaces_a_sample_is_drawn_under_its_own_key() -> None:
 def test_samples_that_a_transform_refuses_are_replaced_with_the_same_bytes() -> None:
     found = {}
     for setup in SETUPS if LONG else ("inline", "workers-2", "torch-0"):
-        transform = BatchTransform.from_albumentations(pipeline())
+        transform = as_batch_transform(pipeline())
         data = loader(Images(), setup, transform=transform)
         batches = list(data)
         assert taken(batches) == expected(), setup
@@ -251,7 +251,7 @@ def test_an_error_names_the_sample_its_file_and_the_stage(setup) -> None:
         list(loader(Numbers(40, (9,)), setup, "raise"))
     text = "\n".join([str(told.value), *getattr(told.value, "__notes__", ())])
     assert "hile reading sample 9 of the dataset (file /data/9.bin)" in text
-    transform = BatchTransform.from_albumentations(pipeline())
+    transform = as_batch_transform(pipeline())
     with pytest.raises(ArithmeticError, match="no transform of 3") as told:
         list(loader(Images(), setup, "raise", transform=transform))
     text = "\n".join([str(told.value), *getattr(told.value, "__notes__", ())])

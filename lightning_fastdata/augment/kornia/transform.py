@@ -64,12 +64,7 @@ _UNKEYED: Final = (
 )
 
 
-def stage_transform(
-    transform: object,
-    fields: Fields,
-    *,
-    same_pixels: bool,  # noqa: ARG001 - they always are
-) -> KorniaTransform | None:
+def stage_transform(transform: object, fields: Fields) -> KorniaTransform | None:
     """Return the transform of batches that a module of Kornia is; None: it is none.
 
     An ``nn.Sequential`` that begins with one is taken for a sequence of Kornia.

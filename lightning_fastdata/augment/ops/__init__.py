@@ -5,18 +5,15 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops import colors, convolution, dropout, noise, output, table
-from lightning_fastdata.augment.ops.positions import elastic, index, resize, warp
+from lightning_fastdata.augment.ops import colors, convolution, dropout, output, table
+from lightning_fastdata.augment.ops.positions import index, resize, warp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
-_FAMILIES = (
-    *(index, resize, warp, table, colors, convolution, dropout, output),
-    *(elastic, noise),
-)
+_FAMILIES = (index, resize, warp, table, colors, convolution, dropout, output)
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
     {op.name: op for family in _FAMILIES for op in family.OPS}

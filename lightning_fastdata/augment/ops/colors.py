@@ -23,7 +23,6 @@ from lightning_fastdata.augment.ops.operation import (
     channels,
 )
 from lightning_fastdata.augment.ops.table import look_up, ramp_table
-from lightning_fastdata.augment.replay import instructions
 
 _BYTES: Final = np.arange(256, dtype=np.uint8)
 _HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
@@ -221,9 +220,9 @@ def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
 
 
 OPS = (
-    DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv, fused=instructions.hsv),
-    DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
-    DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
+    DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv),
+    DeviceOp("ColorJitter", _encode_jitter, _run_jitter),
+    DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape),
 )
 """Gray is exact and HueSaturationValue is at most one level off, above all in the last columns,
 which do not fill a vector of OpenCV's and which it rounds differently; in ColorJitter, contrast and

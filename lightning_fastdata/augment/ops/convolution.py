@@ -1,4 +1,4 @@
-"""Blurs of uint8 images and what sharpens them: a kernel per sample, and a border that reflects."""
+"""Blurs of uint8 images: a kernel per sample, and a border that reflects."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -78,11 +78,7 @@ def run_kernel(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
 def _encode_kernel(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    kernel: np.ndarray | None
-    if type(transform).__name__ == "Sharpen":
-        sharpens = transform.method == "kernel"
-        kernel = np.asarray(params["sharpening_matrix"], np.float32) if sharpens else None
-    elif isinstance(params["kernel"], int | np.integer):
+    if isinstance(params["kernel"], int | np.integer):
         size = int(params["kernel"])
         kernel = padded_kernel(np.full(size, 1.0 / size))
     else:
@@ -91,7 +87,6 @@ def _encode_kernel(
 
 
 OPS = tuple(
-    DeviceOp(name, _encode_kernel, run_kernel)
-    for name in ("Blur", "GaussianBlur", "MotionBlur", "Sharpen")
+    DeviceOp(name, _encode_kernel, run_kernel) for name in ("Blur", "GaussianBlur", "MotionBlur")
 )
 """At most one level off, mostly where the sum lies between two levels."""

@@ -20,7 +20,6 @@ from lightning_fastdata.augment.ops.operation import (
     as_channels_last,
     channels,
 )
-from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
 """The number of rectangles is rounded up to a multiple of this, so that samples share launches."""
@@ -61,7 +60,7 @@ def _fill(name: str) -> Run:
 
 
 OPS = tuple(
-    DeviceOp(name, _encode, _fill("fill"), mask=_fill("fill_mask"), fused=instructions.holes)
+    DeviceOp(name, _encode, _fill("fill"), mask=_fill("fill_mask"))
     for name in ("CoarseDropout", "Erasing")
 )
 """Exact."""

@@ -36,14 +36,7 @@ class Encoded(NamedTuple):
 
 
 Encode: TypeAlias = "Callable[[Transform, Values, Shape, DType], Encoded | None]"
-Draw: TypeAlias = "Callable[[Transform, Values, Values], Values | None]"
 Run: TypeAlias = "Callable[[Tensor, Values, Arrays], Tensor]"
-Instruction: TypeAlias = tuple[int, ...]
-Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
-End: TypeAlias = Literal["normalize", "to float", "channels first"]
-Geometry: TypeAlias = Literal["window", "resize"]
-Fused: TypeAlias = "Instructions | Geometry | End"
-"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 
 
 # Functions with a name: what users register travels to other processes.
@@ -53,16 +46,6 @@ def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  #
 
 def _same_dtype(transform: Transform, dtype: DType) -> DType:  # noqa: ARG001
     return dtype
-
-
-def never(transform: Transform) -> bool:  # noqa: ARG001
-    """Return False."""
-    return False
-
-
-def always(transform: Transform) -> bool:  # noqa: ARG001
-    """Return True."""
-    return True
 
 
 def channels(shape: Shape) -> int:
@@ -81,8 +64,7 @@ class DeviceOp:
 
     Images are ``[n, H, W, C]`` uint8, or of other dtypes that ``pipeline/dtypes.py`` names; masks
     are ``[n, H, W]`` or ``[n, H, W, C]`` of any integer dtype or float32. The parameters were drawn
-    by Albumentations itself; where it draws a number for every pixel, the device draws them anew
-    from a seed.
+    by Albumentations itself.
     """
 
     name: str
@@ -99,16 +81,6 @@ class DeviceOp:
     """Shape of one image after the operation, given its shape before."""
     out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
-    draw: Draw | None = None
-    """``(transform, params, data) -> params``: stands in for a sampler that builds a field of the
-    size of the image. It draws from the transform's generators what the sampler would draw, in the
-    same order, and returns the few numbers that ``encode`` needs; or None, having drawn nothing, if
-    only the sampler will do. Without it the sampler runs."""
-    draws_pixels: Callable[[Transform], bool] = never
-    """Whether the device draws numbers for every pixel, given the transform. The result then has
-    the distribution of Albumentations' result, not its pixels."""
-    fused: Fused | None = None
-    """What it is within a run of operations on images that one kernel computes."""
     owner: type | None = None
     """The class that it was registered for, and no other; None: Albumentations' class ``name``. It
     keeps the shape and dtype of images and masks."""
@@ -143,31 +115,3 @@ class Track(NamedTuple):
 Tape: TypeAlias = Mapping[Any, Track]
 """One track per target: by its name, e.g. ``{"image": ..., "mask": ...}``, or by its path in the
 sample."""
-
-
-def draw_params(
-    op: DeviceOp,
-    transform: Transform,
-    sampler: Callable[..., dict[str, Any]],
-    params: Values,
-    data: Values,
-) -> dict[str, Any]:
-    """Return what the device form of a transform needs of what it draws for a sample.
-
-    Of images and masks in ``data`` only shape and dtype count. ``sampler`` is its own
-    ``get_params_dependent_on_data``.
-    """
-    drawn = None if op.draw is None else op.draw(transform, params, data)
-    return sampler(params=params, data=data) if drawn is None else dict(drawn)
-
-
-def peek_params(op: DeviceOp, transform: Transform, params: Values, data: Values) -> dict[str, Any]:
-    """Return what the device form of a transform draws, and leave its generators as they were."""
-    if op.draw is None:
-        return {}
-    bits = transform.random_generator.bit_generator
-    numpy_state, python_state = bits.state, transform.py_random.getstate()
-    small = op.draw(transform, params, data)
-    bits.state = numpy_state
-    transform.py_random.setstate(python_state)
-    return dict(small or {})

@@ -90,15 +90,14 @@ def _float_dtype(transform: Transform, dtype: DType) -> DType:
 
 
 OPS = (
-    DeviceOp("Normalize", _encode_normalize, _normalize, out_dtype=_float_dtype, fused="normalize"),
-    DeviceOp("ToFloat", _encode_to_float, _to_float, out_dtype=_float_dtype, fused="to float"),
+    DeviceOp("Normalize", _encode_normalize, _normalize, out_dtype=_float_dtype),
+    DeviceOp("ToFloat", _encode_to_float, _to_float, out_dtype=_float_dtype),
     DeviceOp(
         "ToTensorV2",
         _encode_to_tensor,
         _channels_first,
         mask=_mask_to_tensor,
         out_shape=lambda _transform, _params, shape: (channels(shape), *shape[:2]),
-        fused="channels first",
     ),
 )
 """Exact."""

@@ -20,7 +20,6 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     channels,
 )
-from lightning_fastdata.augment.replay import instructions
 
 
 def look_up(images: Tensor, table: Tensor) -> Tensor:
@@ -53,10 +52,8 @@ def encode_table(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     """Return what a transform makes of every byte, as a table."""
-    count = channels(shape)
-    if type(transform).__name__ == "Posterize" and np.size(params["num_bits"]) not in (1, count):
-        return None  # Albumentations leaves the other channels as the memory was
-    return Encoded((("form", "table"),), {"table": ramp_table(transform, params, count)})
+    table = ramp_table(transform, params, channels(shape))
+    return Encoded((("form", "table"),), {"table": table})
 
 
 def run_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
@@ -65,7 +62,6 @@ def run_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
 
 
 OPS = tuple(
-    DeviceOp(name, encode_table, run_table, fused=instructions.table)
-    for name in ("InvertImg", "Posterize", "RandomBrightnessContrast", "RandomGamma", "Solarize")
+    DeviceOp(name, encode_table, run_table) for name in ("RandomBrightnessContrast", "RandomGamma")
 )
 """Exact, since the table is made by Albumentations."""

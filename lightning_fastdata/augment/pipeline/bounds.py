@@ -14,8 +14,6 @@ from lightning_fastdata.augment.pipeline.tree import is_albumentations
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_fastdata.augment.pipeline.tree import Node
 
 _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
@@ -23,28 +21,16 @@ _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
 _OFF: Final = frozenset(
     {
         *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
-        *("Blur", "GaussianBlur", "MotionBlur", "Sharpen", "HueSaturationValue"),
+        *("Blur", "GaussianBlur", "MotionBlur", "HueSaturationValue"),
     }
 )
 """Off by a level in a few pixels; ``tests/augment/bounds.py`` has by how much."""
-_JUMPS: Final = "has a threshold"
-_OF_HUE: Final = "turns a level into many of hue"
-_AMPLIFIES: Final[Mapping[str, str]] = {
-    "Posterize": _JUMPS,
-    "HueSaturationValue": _OF_HUE,
-    "ColorJitter": _OF_HUE,
-    "Sharpen": "enlarges the differences of neighbours",
-}
-"""What makes many levels of one, and why."""
 MOST_PER_LEVEL: Final = 3
 """So many levels may become of one that is off: contrast and gamma of usual strengths."""
 
 
 def may_differ(transform: Node) -> bool:
-    """Return whether the device may make other values of uint8 images, a few or by a little.
-
-    What is drawn for every pixel on the device is not meant, nor what users registered.
-    """
+    """Return whether the device may make other values of uint8 images, a few or by a little."""
     if not is_albumentations(transform):
         return False
     name = type(transform).__name__
@@ -56,16 +42,14 @@ def may_differ(transform: Node) -> bool:
 
 
 def why_amplifies(transform: Node) -> str | None:
-    """Return how a transform makes many levels of one that images are off; None: it does not."""
+    """Return how a device form makes many levels of one that images are off; None: it does not."""
     name = type(transform).__name__
     if not is_albumentations(transform):
         return None
-    if name == "Solarize":  # in the middle, what is below becomes what is above
-        jump = max(abs(255 - 510 * threshold) for threshold in transform.threshold_range)
-        return _JUMPS if jump > MOST_PER_LEVEL else None
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
-    return None if name == "ColorJitter" and not any(transform.hue) else _AMPLIFIES.get(name)
+    changes_hue = name == "HueSaturationValue" or (name == "ColorJitter" and any(transform.hue))
+    return "turns a level into many of hue" if changes_hue else None
 
 
 def _levels_of_one(transform: Node) -> float:

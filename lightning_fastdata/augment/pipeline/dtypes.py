@@ -6,7 +6,7 @@ is one tensor: all of its images have one dtype when they leave the worker.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -23,33 +23,23 @@ CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
 """Transforms that are there to change the dtype."""
 _OF_FLOATS: Final = frozenset(
     {
-        *("CenterCrop", "Crop", "D4", "HorizontalFlip", "NoOp", "Pad", "PadIfNeeded", "RandomCrop"),
+        *("CenterCrop", "D4", "HorizontalFlip", "NoOp", "PadIfNeeded", "RandomCrop"),
         *("RandomRotate90", "ToTensorV2", "Transpose", "VerticalFlip"),
-        *("Affine", "Rotate", "ShiftScaleRotate", "ElasticTransform"),
+        *("Affine", "Rotate", "ShiftScaleRotate"),
         *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
         *("CoarseDropout", "Erasing", "Normalize", "ToFloat"),
     }
 )
-"""Transforms whose device forms take float32 as well as uint8; colours, blurs and noise do not."""
+"""Transforms whose device forms take float32 as well as uint8; colours and blurs do not."""
 
 DType: TypeAlias = "np.dtype[Any]"
 BYTES: Final = np.dtype(np.uint8)
 FLOATS: Final = np.dtype(np.float32)
-
-
-class Followed(NamedTuple):
-    """How the dtype of one image develops along a pipeline; None: some samples have another one."""
-
-    before: tuple[DType | None, ...]
-    """Per leaf: its input."""
-    after: DType | None
-    """What the pipeline returns."""
-
-    @property
-    def boundary(self) -> int:
-        """Number of the last leaf before or behind which samples may have several dtypes, or -1."""
-        mixed = [index for index, dtype in enumerate((*self.before, self.after)) if dtype is None]
-        return min(mixed[-1], len(self.before) - 1) if mixed else -1
+MASKS: Final = frozenset(
+    np.dtype(kind)
+    for kind in (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float32)
+)
+"""Dtypes of masks that device forms take: torch hardly computes with wider unsigned ones."""
 
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
@@ -58,28 +48,34 @@ def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
     return dtype == BYTES or (dtype == FLOATS and of_floats)
 
 
-def why_not(op: DeviceOp, dtypes: Iterable[DType | None]) -> str | None:
-    """Return why a device form cannot have such images, or None."""
-    strange = [dtype for dtype in dtypes if dtype is None or not takes_dtype(op, dtype)]
-    return f"no device form for images of {strange[0]}" if strange else None
+def why_no_forms(images: Iterable[DType], masks: Iterable[DType]) -> str | None:
+    """Return why there are no device forms for the images and masks of a sample, or None."""
+    for what, dtypes, known in (("images", images, {BYTES, FLOATS}), ("masks", masks, MASKS)):
+        if strange := set(dtypes) - known:
+            return f"there are no device forms for {what} of {strange.pop()}"
+    return "the images of a sample have several dtypes" if len(set(images)) > 1 else None
 
 
-def follow_dtypes(leaves: Iterable[Leaf], given: DType) -> Followed:
-    """Follow the dtype of an image through a pipeline.
+def follow_dtypes(leaves: Iterable[Leaf], given: DType) -> list[DType] | None:
+    """Return the dtype that images have before each transform.
 
     What transforms of users make is not known before they run: images of another dtype are then
     computed in the worker, and so is their batch.
+
+    Returns:
+        None: some samples only may change their dtype, and a batch has one.
     """
-    before: list[DType | None] = []
-    current: DType | None = given
+    before: list[DType] = []
     for leaf in leaves:
-        before.append(current)
-        after = dtype_after(leaf.transform, current)
-        current = None if leaf.conditional and after != current else after
-    return Followed(tuple(before), current)
+        before.append(given)
+        after = dtype_after(leaf.transform, given)
+        if leaf.conditional and after != given:
+            return None
+        given = after
+    return before
 
 
-def dtype_after(transform: Node, dtype: DType | None) -> DType | None:
+def dtype_after(transform: Node, dtype: DType) -> DType:
     """Return which dtype an image of one has after a transform was applied."""
     name = type(transform).__name__
     if name not in CASTS or not is_albumentations(transform):

@@ -23,20 +23,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import draw_params
 from lightning_fastdata.augment.pipeline.bounds import may_differ, why_amplifies
 from lightning_fastdata.augment.pipeline.dtypes import (
     BYTES,
     CHANGES_DTYPE_OR_LAYOUT,
     DType,
-    Followed,
     changes_form,
     follow_dtypes,
-    why_not,
+    takes_dtype,
 )
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
@@ -45,7 +43,6 @@ from lightning_fastdata.augment.pipeline.tree import (
     follow_sizes,
     followers,
     is_albumentations,
-    keeps_params,
     last_opaque,
     list_leaves,
     size_after,
@@ -53,7 +50,7 @@ from lightning_fastdata.augment.pipeline.tree import (
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.tree import Node
@@ -106,18 +103,14 @@ class Plan(Placements):
     its own way; -1 for none."""
 
 
-_DRAWS: Final = "; draws numbers for every pixel there"
-
-
 def analyse(
     compose: Node,
     ops: Mapping[str, DeviceOp],
     *,
     size: tuple[int, int] | None = None,
     refusal: str | None = None,
-    same_pixels: bool = False,
     channels: int | None = 3,
-    dtypes: Collection[DType] = (BYTES,),
+    dtype: DType = BYTES,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
 
@@ -126,23 +119,19 @@ def analyse(
         ops: device forms by class name.
         size: ``(height, width)`` when all images are known to have it.
         refusal: a reason to run everything in the worker.
-        same_pixels: keep in the worker what would draw numbers for every pixel on the device.
         channels: of the images; None for images ``[H, W]``.
-        dtypes: of each image that a sample has.
+        dtype: of the images, uint8 or float32.
     """
     leaves = list_leaves(compose)
+    before = follow_dtypes(leaves, dtype)
     refusal = refusal or _refusal(leaves)
-    own_pixels = None
-    if same_pixels:
-        own_pixels = "same_pixels: the device would make other pixels of the same distribution"
-    elif keeps_params(compose):
-        own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
+    if refusal is None and before is None:
+        refusal = "the pipeline may change the dtype of some samples only, and a batch has one"
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
     keeps = {op.owner for op in forms if op is not None and op.owner is not None}
     sizes = follow_sizes(compose, Size(size, size), keeps)
-    followed = [follow_dtypes(leaves, dtype) for dtype in dtypes]
-    boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
+    boundary = max(sizes.boundary, opaque)
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     barrier_after: str | None = None
@@ -153,13 +142,12 @@ def analyse(
         op = forms[index]
         why_worker = refusal
         if why_worker is None and index <= boundary:
-            why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
-        given = {one.before[index] for one in followed}
+            why_worker = _why_before(index, opaque)
+        given = dtype if before is None else before[index]
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
-        draws = op is not None and op.draws_pixels(leaf.transform)
         if why_worker is None:
             after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
-            why_worker = own_pixels if draws else _why_amplified(leaf, given, after)
+            why_worker = _why_amplified(leaf, given, after)
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
             earlier = leaves[boundary + 1 : index]
@@ -167,7 +155,6 @@ def analyse(
             if not _has_form(earlier, leaf, ops, size_here, channels, given):
                 why_worker = "no device form for its settings, or for the images it is given"
         where, why = _where(name, why_worker, barrier_after, sees=sees[index])
-        why += _DRAWS if op is not None and draws and where != "worker" else ""
         placed.append(OpPlacement(name=name, where=where, why=why))
         sees[index] |= where == "worker"
         barrier_after = name if sees[index] else barrier_after
@@ -177,16 +164,6 @@ def analyse(
         sees_pixels=tuple(sees),
         opaque_until=opaque,
     )
-
-
-def redrawn(compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str, ...]:
-    """Return the operations of which a device makes other pixels of the same distribution."""
-    names = []
-    for leaf, placement in zip(list_leaves(compose), plan.placements, strict=True):
-        op = device_form(leaf.transform, ops)
-        if placement.where != "worker" and op is not None and op.draws_pixels(leaf.transform):
-            names.append(placement.name)
-    return tuple(dict.fromkeys(names))
 
 
 def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
@@ -216,13 +193,13 @@ def _why_worker(
     leaf: Leaf,
     op: DeviceOp | None,
     before: Size,
-    given: Collection[DType | None],
+    given: DType,
     barrier_after: str | None,
 ) -> str | None:
     if op is None:
         return "no device form"
-    if (strange := why_not(op, given)) is not None:
-        return strange
+    if not takes_dtype(op, given):
+        return f"no device form for images of {given}"
     if op.owner is not None:
         return None
     # Images of an unknown but common size are taken to be any, so not square.
@@ -250,9 +227,10 @@ def _on_device(leaves: Iterable[int], placed: list[OpPlacement], count: int) -> 
     return [leaf for leaf in sorted(leaves) if known.get(leaf) != "worker"]
 
 
-def _why_amplified(leaf: Leaf, given: Collection[DType | None], after: list[Leaf]) -> str | None:
+def _why_amplified(leaf: Leaf, given: DType, after: list[Leaf]) -> str | None:
     """Return why an operation may not be off at all: one of those after it makes more of that."""
-    for other in (one.transform for one in after if BYTES in given and may_differ(leaf.transform)):
+    differs = given == BYTES and may_differ(leaf.transform)
+    for other in (one.transform for one in after if differs):
         if (how := why_amplifies(other)) is not None:
             return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
@@ -266,27 +244,19 @@ def _refusal(leaves: list[Leaf]) -> str | None:
     return None
 
 
-def _why_before(
-    index: int, opaque: int, sized: int, followed: Collection[Followed], leaves: list[Leaf]
-) -> str:
+def _why_before(index: int, opaque: int) -> str:
     """Return why a leaf that comes before something runs in the worker."""
     if index <= opaque:
         return "a container around or after it calls its transforms in its own way"
-    if index <= sized:
-        return "up to the operation that makes the image size the same for all samples"
-    latest = max(followed, key=lambda one: one.boundary)
-    if latest.after is None:
-        return "the pipeline may change the dtype of some samples only, and a batch has one"
-    name = type(leaves[latest.boundary].transform).__name__
-    return f"samples may be of several dtypes until {name} gives all of them one"
+    return "up to the operation that makes the image size the same for all samples"
 
 
 def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
-    name = type(transform).__name__
     if op is not None and op.owner is not None:
         return op.reads_pixels
     if not is_albumentations(transform):
         return True
+    name = type(transform).__name__
     return name == "RandomBrightnessContrast" and not transform.brightness_by_max
 
 
@@ -296,7 +266,7 @@ def _has_form(
     ops: Mapping[str, DeviceOp],
     size: tuple[int, int],
     channels: int | None,
-    given: Collection[DType | None],
+    given: DType,
     draws: int = 4,
 ) -> bool:
     """Whether an operation has a device form for its settings, which is tried out.
@@ -313,8 +283,7 @@ def _has_form(
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        tried = [dtype for dtype in given for _ in range(draws)]
-        found = (_encodes(transform, op, np.zeros(shape, dtype)) for dtype in tried)
+        found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(draws))
         return all(found) if changes else any(found)
     except Exception:
         # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
@@ -326,5 +295,5 @@ def _encodes(transform: Node, op: DeviceOp, image: np.ndarray) -> bool:
     data = {"image": image}
     params = transform.update_transform_params(transform.get_params(), data)
     sampler = transform.get_params_dependent_on_data
-    params.update(draw_params(op, transform, sampler, params, data))
+    params.update(sampler(params=params, data=data))
     return op.encode(transform, params, image.shape, image.dtype) is not None

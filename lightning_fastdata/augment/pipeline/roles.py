@@ -154,7 +154,7 @@ def _role_of(path: Path, mover: Mover) -> str:
         )
     return (
         f"If it is the mask, say mask={place!r} (to FastDataModule, DataThroughputCallback, "
-        "as_batch_transform or mixed). If it is another image or mask, say A.Compose(..., "
+        "as_batch_transform). If it is another image or mask, say A.Compose(..., "
         f"additional_targets={{'{place}': 'image'}}), or 'mask'."
     )
 

@@ -95,12 +95,6 @@ def followers(compose: Node) -> list[frozenset[int]]:
     return list(map(frozenset, after))
 
 
-def keeps_params(compose: Node) -> bool:
-    """Whether a pipeline returns the parameters that it drew: ``ReplayCompose`` and the like."""
-    own = vars(compose).get("save_applied_params", False)
-    return bool(own) or any(leaf.transform.deterministic for leaf in list_leaves(compose))
-
-
 def in_sequence(node: Node) -> bool:
     """Whether a node calls all its children in the order written."""
     return is_albumentations(node) and type(node).__name__ in SEQUENCES
@@ -247,13 +241,6 @@ def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] 
         return Size(None, (longest, longest)) if isinstance(longest, int) else Size()
     if name == "PadIfNeeded":
         return _padded(transform, before)
-    if name == "Crop" and before.exact is not None:
-        inside = transform.y_max <= before.exact[0] and transform.x_max <= before.exact[1]
-        height, width = transform.y_max - transform.y_min, transform.x_max - transform.x_min
-        return _exactly(height, width) if inside or transform.pad_if_needed else Size()
-    if name == "Pad" and before.exact is not None:
-        down, across = _padding(transform.padding)
-        return _exactly(before.exact[0] + down, before.exact[1] + across)
     if name in SWAPS_AXES:
         square = before.exact is not None and before.exact[0] == before.exact[1]
         return before if square else Size()
@@ -267,16 +254,6 @@ def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] 
 
 def _exactly(height: int, width: int) -> Size:
     return Size((height, width), (height, width))
-
-
-def _padding(padding: int | tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns that ``A.Pad`` adds: per side, per axis, or per edge."""
-    if isinstance(padding, int):
-        return 2 * padding, 2 * padding
-    if len(padding) == 2:
-        return 2 * padding[1], 2 * padding[0]
-    left, top, right, bottom = padding
-    return top + bottom, left + right
 
 
 def _padded_length(length: int, least: int | None, divisor: int | None) -> int:

@@ -9,11 +9,9 @@ what was noted so far, for that sample only.
 What is asked of Albumentations beyond its documentation:
 
 - ``_key2func`` of a transform: by the key of a target, the function that it calls with it. Where a
-  version has no such name, the self-check fails and every pipeline runs whole on the CPU.
+  version has no such name, none is recorded.
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
   transform: replaced on the transforms of a copy of the pipeline, never on a class.
-- ``transforms`` of any composition that a dataset holds: replaced while one task of a worker is
-  timed, and put back when it ends (:mod:`lightning_fastdata.stamps.operations`).
 
 ``tests/augment/test_albumentations_internals.py`` pins each against the installed Albumentations.
 """
@@ -34,14 +32,11 @@ from lightning_fastdata.augment.ops.operation import (
     Tape,
     TapeOp,
     Track,
-    draw_params,
-    peek_params,
 )
-from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
+from lightning_fastdata.augment.pipeline.dtypes import MASKS, takes_dtype
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
 from lightning_fastdata.augment.record.targets import Pending, Target, contiguous, target_roles
-from lightning_fastdata.augment.replay.torch import replay_one
 
 if TYPE_CHECKING:
     from albumentations import BaseCompose, BasicTransform
@@ -78,8 +73,8 @@ class Recorder:
         # A mask takes the parameters of the image beside it.
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
         self._targets: dict[str, Target] = {}
-        self._small: dict[int, _Values] = {}
-        """What device forms drew for the transforms whose own sampler ran, too."""
+        self._strange: set[str] = set()
+        """Masks of a sample whose dtype no device form takes, though OpenCV may change it."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -94,7 +89,11 @@ class Recorder:
         most once, when an operation needs them, and is the result itself where none does.
         """
         self._targets = {key: Target(source, data[key]) for key, source in (sources or {}).items()}
-        self._small = {}
+        self._strange = {
+            key
+            for key, role in self._roles.items()
+            if role == "mask" and key in data and getattr(data[key], "dtype", None) not in MASKS
+        }
         result: _Values = self.compose(**data)
         tape = {}
         for key, role in self._roles.items():
@@ -111,7 +110,6 @@ class Recorder:
         original = transform.apply_with_params
         op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
         run = functools.partial(self._run, original)
-        hooked = None
         if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
@@ -126,11 +124,6 @@ class Recorder:
                 drawn_by = getattr(transform, name)
                 draw = functools.partial(self._draw_on_pixels, drawn_by)
                 setattr(transform, name, draw)
-        elif hooked is not None and hooked.op.draw is not None:
-            sampler = transform.get_params_dependent_on_data
-            transform.get_params_dependent_on_data = functools.partial(
-                self._draw_small, sampler, hooked
-            )
 
     def _target(self, key: str, value: Any) -> Target:
         target = self._targets.get(key)
@@ -157,22 +150,6 @@ class Recorder:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
         return original(params=params, data=self._real(data))
 
-    def _draw_small(
-        self, original: Callable[..., _Values], hooked: _Hooked, params: _Values, data: _Values
-    ) -> _Values:
-        transform, op = hooked.transform, hooked.op
-        # What is computed here, boxes or lists of masks, needs the whole field.
-        given = {key for key in function_by_key(transform) if data.get(key) is not None}
-        deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
-        whole = not {"image"} <= given <= deferred
-        # So does an image that has to be computed here. Images and masks are of one size, unless a
-        # pipeline skips that check.
-        one_size = len({np.shape(data[key])[:2] for key in given}) == 1
-        if whole or not one_size or not takes_dtype(op, data["image"].dtype):
-            self._small[hooked.leaf] = peek_params(op, transform, params, data)
-            return original(params=params, data=data)
-        return draw_params(op, transform, original, params, data)
-
     def _run(
         self,
         original: Callable[..., _Values],
@@ -190,9 +167,7 @@ class Recorder:
 
     def _record(self, hooked: _Hooked, params: _Values, /, **data: Any) -> _Values:
         leaf, op = hooked.leaf, hooked.op
-        # Apart from the parameters, which a pipeline may return.
-        drawn = params | self._small.pop(leaf) if leaf in self._small else params
-        noted = self._encode(hooked, drawn, data)
+        noted = self._encode(hooked, params, data)
         if noted is None:
             return self._run(hooked.original, params, **data)
         if len(noted) < len(data):
@@ -201,12 +176,8 @@ class Recorder:
         for key, encoded, shape, dtype in noted:
             target = self._target(key, data[key])
             changes = shape != target.shown.shape or dtype != target.shown.dtype
-            apply, given = function_by_key(hooked.transform)[key], params
-            if op.draw is not None:
-                # The few numbers that were drawn are not enough for Albumentations.
-                is_image = self._roles[key] == "image"
-                apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            target.pending.append(Pending(TapeOp(leaf, op.name, encoded), apply, given))
+            apply = function_by_key(hooked.transform)[key]
+            target.pending.append(Pending(TapeOp(leaf, op.name, encoded), apply, params))
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
@@ -242,7 +213,7 @@ class Recorder:
                     return None
                 noted.append((key, encoded, new_shape, new_dtype))
             elif op.mask is not None:
-                if not noted:
+                if not noted or key in self._strange:
                     return None
                 turned = op.name != "ToTensorV2" or (transform.transpose_mask and len(shape) == 3)
                 new_shape = op.out_shape(transform, params, shape) if turned else shape

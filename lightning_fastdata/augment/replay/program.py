@@ -3,27 +3,65 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, StepGroup, fuse
 from lightning_fastdata.device.backend import reads_page_locked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from lightning_fastdata.augment.ops.operation import (
-        DeviceOp,
-        Encoded,
-        Role,
-        Tape,
-        TapeOp,
-    )
+    from lightning_fastdata.augment.ops.operation import Encoded, Role, Tape, TapeOp
 
 _ALIGN: Final = 16
+Fuse: TypeAlias = (
+    "Callable[[Sequence[ScheduledStep], int, Callable[[np.ndarray], ArrayAt]], tuple[Any, ...]]"
+)
+"""``(steps, samples, add) -> runs``: finds what kernels carry out; ``add`` packs an array. Each run
+has the numbers of its ``first`` and ``last`` step, says whether it is ``idle``, ``takes(batch)``,
+and returns a batch after it, ``run(blob, batch)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayAt:
+    """Where one array lies in the blob of its batch."""
+
+    offset: int
+    """First byte; a multiple of 16."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one sample's part of the array to the next one's."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def view(self, blob: torch.Tensor) -> torch.Tensor:
+        """Return the array as a view of the blob, wherever that is."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+
+
+class StepGroup(NamedTuple):
+    """Samples that take one step with the same settings and array shapes."""
+
+    rows: Sequence[int]
+    encoded: Sequence[Encoded]
+    """What each of them drew."""
+    arrays: Mapping[str, ArrayAt]
+    """Where their numbers lie."""
+
+
+class ScheduledStep(NamedTuple):
+    """One step as the schedule knows it, before it is packed away."""
+
+    name: str
+    """Class name of the transform."""
+    groups: Sequence[StepGroup]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +91,8 @@ class Program:
 
     role: Role
     steps: tuple[ProgramStep, ...]
-    runs: tuple[FusedRun, ...] = ()
-    """Steps that one kernel can carry out together."""
+    runs: tuple[Any, ...] = ()
+    """Steps that one kernel can carry out together: what ``Fuse`` has found."""
 
     @property
     def makes_tensor(self) -> bool:
@@ -144,29 +182,31 @@ class Packer:
 
 def compile_tapes(
     tapes: Sequence[Tape],
-    ops: Mapping[str, DeviceOp] | None = None,
     beside: Mapping[str, np.ndarray] | None = None,
+    fuse: Fuse | None = None,
 ) -> Draws:
     """Order and pack the tapes of a batch, and the arrays ``beside`` them, by name.
 
     Each sample keeps its own order of operations; a step takes the operation that is written first
-    among those that come next, with all samples whose turn it is. ``ops`` know what can be fused;
-    without them nothing is.
+    among those that come next, with all samples whose turn it is. Without ``fuse`` no kernel
+    carries out several.
     """
     packer = Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
         notes = [tape[key].ops if key in tape else () for tape in tapes]
-        steps, known = _schedule(notes, packer, ops or {})
-        runs = fuse(known, len(tapes), packer.add) if role == "image" else ()
+        steps, known = _schedule(notes, packer)
+        runs: tuple[Any, ...] = ()
+        if fuse is not None and role == "image":
+            runs = fuse(known, len(tapes), packer.add)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
 
 
 def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp]
+    tracks: Sequence[Sequence[TapeOp]], packer: Packer
 ) -> tuple[tuple[ProgramStep, ...], list[ScheduledStep]]:
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
@@ -188,7 +228,7 @@ def _schedule(
             parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
             groups.append(StepGroup(rows, encoded, arrays))
         steps.append(ProgramStep(name=name, parts=tuple(parts)))
-        known.append(ScheduledStep(ops[name].fused if name in ops else None, groups))
+        known.append(ScheduledStep(name, groups))
     return tuple(steps), known
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 
 from lightning_fastdata.augment.pipeline.fields import (
@@ -16,30 +15,19 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
     target_places,
 )
-from lightning_fastdata.augment.replay.triton import run_fused, takes
 from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import BatchError, TransformError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
+    from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
-    from lightning_fastdata.augment.replay.runs import FusedRun
     from lightning_fastdata.types import Batch
 
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 """Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
 computes."""
-
-_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-_BY_WAY_OF: Final = {
-    torch.uint16: torch.float32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
-"""Dtypes that torch stores, but that older ones (2.11) hardly compute with, and those that are
-computed with instead."""
 
 
 def replay(
@@ -57,8 +45,8 @@ def replay(
         blob: the arrays of the program, on the device of ``batch``.
         batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
         ops: device forms by name.
-        kernels: one kernel for each fused run that knows the form of the batch; None: on CUDA. On
-            the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
+        kernels: carry out the program's runs, of those that take the batch; None: on CUDA. On the
+            CPU that needs Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
@@ -69,31 +57,30 @@ def replay(
     # Matrix products of half precision would be other pixels.
     half = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if half else nullcontext():
-        fused = has_kernels(batch.device) if kernels is None else kernels
-        runs = {run.first: run for run in program.runs} if fused else {}
+        runs = {run.first: run for run in program.runs}
+        if runs and not (has_kernels(batch.device) if kernels is None else kernels):
+            runs = {}
         return _run_all(program, runs, blob, batch, ops).to(device)
 
 
 def _run_all(
     program: Program,
-    runs: Mapping[int, FusedRun],
+    runs: Mapping[int, Any],
     blob: torch.Tensor,
     batch: torch.Tensor,
     ops: Mapping[str, DeviceOp],
 ) -> torch.Tensor:
-    given, kind = batch.dtype, _BY_WAY_OF.get(batch.dtype, batch.dtype)
-    current, owned, number = batch.to(kind), kind != given, 0
+    current, owned, number = batch, False, 0
     while number < len(program.steps):
         run = runs.get(number)
-        if run is not None and (run.idle or takes(run, current)):
+        if run is not None and (run.idle or run.takes(current)):
             number = run.last + 1
             if not run.idle:
-                current, owned = run_fused(run, blob, current), True
+                current, owned = run(blob, current), True
             continue
         current, owned = _run_step(program.steps[number], program, blob, current, ops, owned=owned)
-        current = current if kind == given else _within(current, given)
         number += 1
-    return current if kind == given else current.to(given)
+    return current
 
 
 def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, DeviceOp]) -> Batch:
@@ -132,32 +119,6 @@ def replay_image(
     value = replay(program, blob, batch.unsqueeze(-1) if add_channel else batch, ops)
     drop = add_channel and not program.makes_tensor and value.shape[-1] == 1
     return value.squeeze(-1) if drop else value
-
-
-def replay_one(op: DeviceOp, encoded: Encoded, is_image: bool, pixels: np.ndarray) -> np.ndarray:
-    """Return one image or mask ``[H, W]`` or ``[H, W, C]`` after one operation, on the CPU."""
-    run = cast("Run", op.image if is_image else op.mask)
-    arrays = {name: torch.from_numpy(array[None]) for name, array in encoded.arrays.items()}
-    batch = torch.from_numpy(np.array(pixels)).view(1, *pixels.shape[:2], -1)
-    return run_whole(run, batch, dict(encoded.static), arrays).reshape(pixels.shape).numpy()
-
-
-def run_whole(
-    run: Run, batch: torch.Tensor, static: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return a batch of any dtype after one operation."""
-    kind = _BY_WAY_OF.get(batch.dtype, batch.dtype)
-    if kind == batch.dtype:
-        return run(batch, static, arrays)
-    return _within(run(batch.to(kind), static, arrays), batch.dtype).to(batch.dtype)
-
-
-def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values rounded and cut off to those of an integer dtype."""
-    if not values.is_floating_point():
-        return values
-    limits = torch.iinfo(dtype)
-    return values.round().clamp(limits.min, limits.max)
 
 
 def _run_step(
@@ -202,11 +163,7 @@ def _run_step(
 
 def put_rows(batch: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Write samples to their places ``rows`` in a batch of the same dtype, and return the batch."""
-    # torch writes no rows of unsigned integers wider than a byte; as signed ones they have the same
-    # bits.
-    signed = _SIGNED.get(batch.dtype, batch.dtype)
-    batch.view(signed).index_copy_(0, rows, values.view(signed))
-    return batch
+    return batch.index_copy_(0, rows, values)
 
 
 def with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -41,10 +41,10 @@ def has_kernels(device: torch.device) -> bool:
 def kernel_fault(device: torch.device) -> str | None:
     """Return why no kernel can be compiled and launched on a device, or None."""
     try:
-        from lightning_fastdata.augment.replay.kernels.fused import OPTIONS, trial_kernel
+        from lightning_fastdata.augment.replay.trial_kernel import trial_kernel
 
         with current(device):
-            trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device), **OPTIONS)
+            trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
     except Exception as error:
         # Compilers, drivers and file systems fail in their own ways, and training goes on without.
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, SampleKey
 
 
-def stage_transform(
-    transform: object,
-    fields: Fields,
-    *,
-    same_pixels: bool,  # noqa: ARG001 - no device makes other pixels here
-) -> StageTransform | None:
+def stage_transform(transform: object, fields: Fields) -> StageTransform | None:
     """Return the transform of batches of a v2 pipeline, whose end may mix them; None: it is none.
 
     Raises:

@@ -63,8 +63,6 @@ class PlaceCosts:
     """Why the device cannot do its part; None if it can."""
     library: str = "Albumentations"
     """Who makes the pixels in the workers."""
-    redrawn: tuple[str, ...] = ()
-    """Operations of which the device makes other pixels of the same distribution."""
 
     def loader_ms(self, place: PixelPlace) -> float:
         """Return the milliseconds in which the workers make one batch; 0 if unknown."""
@@ -109,7 +107,7 @@ def _without_weighing(costs: PlaceCosts) -> PlaceChoice | None:
         return PlaceChoice(place="workers", reason=costs.refusal)
     if costs.sample is None or costs.device_ms is None:
         why = "no sample could be measured; the device takes off the workers what it can"
-        return PlaceChoice(place="device", reason=why + _redrawn(costs))
+        return PlaceChoice(place="device", reason=why)
     return None
 
 
@@ -124,7 +122,6 @@ def _weighed(costs: PlaceCosts) -> PlaceChoice:
         f"pipeline and {deferred_ms:.4g} ms without what the device can do, for which that needs "
         f"{device_ms:.4g} ms{_each(costs.sample)}"
     )
-    why += _redrawn(costs) if place == "device" else ""
     return PlaceChoice(place=place, reason=why, saved_ms=saved_ms, device_ms=device_ms)
 
 
@@ -136,10 +133,3 @@ def _each(sample: SampleCosts | None) -> str:
         f" (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms{reading}; "
         f"{sample.samples} measured)"
     )
-
-
-def _redrawn(costs: PlaceCosts) -> str:
-    if not costs.redrawn:
-        return ""
-    names = ", ".join(costs.redrawn)
-    return f"; there {names} makes other pixels of the same distribution than in the workers"

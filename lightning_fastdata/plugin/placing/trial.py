@@ -100,7 +100,6 @@ def read_place_costs(
         workers=task.workers,
         cpus=task.cpus,
         library=transform.library,
-        redrawn=transform.redrawn(),
     )
     if not (accelerator and transform.defers and spec.options.probe) or spec.is_stream:
         return costs

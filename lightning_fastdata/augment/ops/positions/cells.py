@@ -63,16 +63,6 @@ def cells_of_matrix(
     return line(1), line(0)
 
 
-def cells_of_field(where: Tensor, *, nearest: bool) -> Tensor:
-    """Return float32 positions in pixels as whole pixels, or as numbers of 1/32 pixels: int64."""
-    return _whole(where if nearest else where * CELLS, nearest)
-
-
-def _whole(where: Tensor, nearest: bool) -> Tensor:
-    limit = _FAR * (1 if nearest else CELLS)
-    return torch.nan_to_num(where, nan=0.0).round().clamp(-limit, limit).long()
-
-
 def sample_cells(
     images: Tensor, rows: Tensor, columns: Tensor, interpolation: int, mode: int, fill: Tensor
 ) -> Tensor:

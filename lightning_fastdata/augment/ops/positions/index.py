@@ -23,7 +23,6 @@ from lightning_fastdata.augment.ops.operation import (
     as_channels_last,
     channels,
 )
-from lightning_fastdata.augment.replay import instructions
 
 CONSTANT, REPLICATE, REFLECT, WRAP, REFLECT_101 = range(5)
 MODES: Final = frozenset({CONSTANT, REPLICATE, REFLECT, WRAP, REFLECT_101})
@@ -72,23 +71,21 @@ def read(batch: Tensor, y: Tensor, x: Tensor, mode: int, fill: Tensor) -> Tensor
     return torch.where(inside.unsqueeze(-1), pixels, fill[:, None, None, :])
 
 
-def _encode_fill(fill: object, count: int, *, extends: bool = True) -> np.ndarray | None:
+def _encode_fill(fill: object, count: int) -> np.ndarray | None:
     """Return OpenCV's border value, float32 ``[count]``, or None if it has no device form.
 
-    A plain number is a value for every channel if Albumentations ``extends`` it before it calls
-    OpenCV; else OpenCV reads it as a value for the first channel, and 0 for the others.
+    Albumentations makes a value for every channel of a float; of an integer OpenCV makes one for
+    the first channel, and 0 for the others.
     """
     if fill is not None and not isinstance(fill, int | float):
         fill = tuple(np.asarray(fill).ravel().tolist())
-    return _border_value(fill, count, extends)
+    return _border_value(fill, count)
 
 
 # The same for each sample. A number may be a float or not.
 @lru_cache(maxsize=64, typed=True)
-def _border_value(
-    fill: float | tuple[float, ...] | None, count: int, extends: bool
-) -> np.ndarray | None:
-    if fill is None or (extends and isinstance(fill, float)):
+def _border_value(fill: float | tuple[float, ...] | None, count: int) -> np.ndarray | None:
+    if fill is None or isinstance(fill, float):
         return np.full(count, fill or 0.0, np.float32)
     given = np.atleast_1d(np.asarray(fill, np.float32))
     if given.size > _OPENCV_CHANNELS:
@@ -109,13 +106,13 @@ def _places(count: int) -> list[int]:
     return places
 
 
-def encode_fills(transform: Transform, shape: Shape, *, extends: bool = True) -> Values | None:
+def encode_fills(transform: Transform, shape: Shape) -> Values | None:
     """Return the fill of images and of masks, one number per channel, or None.
 
     Masks may have other channels than the image beside them, so theirs covers at least four.
     """
-    image = _encode_fill(transform.fill, channels(shape), extends=extends)
-    mask = _encode_fill(transform.fill_mask, _OPENCV_CHANNELS, extends=extends)
+    image = _encode_fill(transform.fill, channels(shape))
+    mask = _encode_fill(transform.fill_mask, _OPENCV_CHANNELS)
     return None if image is None or mask is None else {"fill": image, "fill_mask": mask}
 
 
@@ -215,14 +212,13 @@ def _window_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
 
 
 _SYMMETRIES: Final = ("NoOp", *_FLIPS, "RandomRotate90", "D4")
-_WINDOWS: Final = ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
+_WINDOWS: Final = ("RandomCrop", "CenterCrop", "PadIfNeeded")
 _moved = partial(
     DeviceOp,
     encode=_encode_symmetry,
     image=_symmetry,
     mask=_symmetry,
     out_shape=_symmetry_shape,
-    fused=instructions.mirror,
 )
 _cut_out = partial(
     DeviceOp,
@@ -230,7 +226,6 @@ _cut_out = partial(
     image=_cut("fill"),
     mask=_cut("fill_mask"),
     out_shape=_window_shape,
-    fused="window",
 )
 OPS = (
     *(_moved(name) for name in _SYMMETRIES),

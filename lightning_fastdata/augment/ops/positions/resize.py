@@ -158,7 +158,6 @@ OPS = (
             _resample("interpolation"),
             mask=_resample("mask_interpolation"),
             out_shape=lambda transform, _params, shape: (*_out_size(transform), *shape[2:]),
-            fused="resize",
         )
         for name in ("Resize", "RandomResizedCrop", "RandomSizedCrop")
     ),

@@ -26,10 +26,9 @@ from lightning_fastdata.augment.ops.operation import (
 from lightning_fastdata.augment.ops.positions import cells
 from lightning_fastdata.augment.ops.positions.index import MODES, encode_fills, fill_like, read
 from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
-from lightning_fastdata.augment.replay import instructions
 
 _WARPED: Final = frozenset({NEAREST, LINEAR})
-"""Interpolations that warps and elastic fields have a device form for."""
+"""Interpolations that warps have a device form for."""
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
 Settings: TypeAlias = tuple[tuple[str, object], ...]
 FAR: Final = 1 << 20
@@ -126,9 +125,9 @@ def _settings(interpolation: int, mask_interpolation: int, border: int) -> Setti
     return (*kinds, ("border", border), ("cells", cells.on_cells()))
 
 
-def encode_sampling(transform: Transform, shape: Shape, *, extends: bool) -> Encoded | None:
+def _encode_sampling(transform: Transform, shape: Shape) -> Encoded | None:
     """Return how a transform reads between pixels and outside; None: it has no device form."""
-    fills = encode_fills(transform, shape, extends=extends)
+    fills = encode_fills(transform, shape)
     kinds = transform.interpolation, transform.mask_interpolation
     if fills is None or not _WARPED.issuperset(kinds) or transform.border_mode not in MODES:
         return None
@@ -136,7 +135,7 @@ def encode_sampling(transform: Transform, shape: Shape, *, extends: bool) -> Enc
 
 
 def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    how = encode_sampling(transform, shape, extends=True)
+    how = _encode_sampling(transform, shape)
     matrix = np.asarray(params["matrix"], np.float64)
     # Albumentations returns the image itself if the matrix is close to the identity.
     matrix = _IDENTITY if _is_close(matrix) else matrix
@@ -152,7 +151,7 @@ def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) ->
     return Encoded((*how.static, ("size", size), *columns), {**arrays, **how.arrays})
 
 
-def clamped(where: Tensor) -> Tensor:
+def _clamped(where: Tensor) -> Tensor:
     """Return positions that can become integers."""
     return torch.nan_to_num(where, nan=0.0).clamp(-FAR, FAR)
 
@@ -181,7 +180,7 @@ def _positions(
             found[..., scalar_from:] = (products + (down * y).double()).float() + start
         return found
 
-    return clamped(line(1)), clamped(line(0))
+    return _clamped(line(1)), _clamped(line(0))
 
 
 def sample(
@@ -191,18 +190,11 @@ def sample(
     interpolation: int,
     mode: int,
     fill: Tensor,
-    *,
-    on_cells: bool = False,
 ) -> Tensor:
     """Return the values ``[n, h, w, C]`` between the pixels, as OpenCV 5 does: without a grid.
 
-    ``rows`` and ``columns`` are float positions in pixels, also outside the image; with
-    ``on_cells`` they are rounded to 1/32 pixel, as in OpenCV 4.
+    ``rows`` and ``columns`` are float positions in pixels, also outside the image.
     """
-    if on_cells:
-        nearest = interpolation == NEAREST
-        rows, columns = (cells.cells_of_field(at, nearest=nearest) for at in (rows, columns))
-        return cells.sample_cells(images, rows, columns, interpolation, mode, fill)
     if interpolation == NEAREST:
         return read(images, rows.round().long(), columns.round().long(), mode, fill)
     y, x = rows.floor(), columns.floor()
@@ -242,7 +234,6 @@ OPS = tuple(
         _warp("interpolation", "fill"),
         mask=_warp("mask_interpolation", "fill_mask"),
         out_shape=_out_shape,
-        fused=instructions.warp,
     )
     for name in ("Affine", "Rotate", "ShiftScaleRotate")
 )

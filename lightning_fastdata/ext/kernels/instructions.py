@@ -33,12 +33,19 @@ A sample may begin with one way of reading of its own:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from lightning_fastdata.augment.ops.operation import Encoded
 
-    from lightning_fastdata.augment.ops.operation import Encoded, Instruction
+Instruction: TypeAlias = tuple[int, ...]
+Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
+End: TypeAlias = Literal["normalize", "to float", "channels first"]
+Window: TypeAlias = Literal["window", "resize"]
+Fused: TypeAlias = "Instructions | Window | End"
+"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, WARP = range(11)
 WIDTH: Final = 5
@@ -128,3 +135,23 @@ def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
     how = static["border"] + _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
     how += _ROUNDS_ONCE * static["rounds_once"]
     return [(WARP, offsets["inverse"], how, offsets["fill"], static["scalar_from"])]
+
+
+FUSED: Final[Mapping[str, Fused]] = MappingProxyType(
+    {
+        **dict.fromkeys(("NoOp", "HorizontalFlip", "VerticalFlip", "Transpose"), mirror),
+        **dict.fromkeys(("RandomRotate90", "D4"), mirror),
+        **dict.fromkeys(("RandomCrop", "CenterCrop", "PadIfNeeded"), "window"),
+        **dict.fromkeys(("Resize", "RandomResizedCrop", "RandomSizedCrop"), "resize"),
+        **dict.fromkeys(("Affine", "Rotate", "ShiftScaleRotate"), warp),
+        **dict.fromkeys(("RandomBrightnessContrast", "RandomGamma"), table),
+        **dict.fromkeys(("CoarseDropout", "Erasing"), holes),
+        "HueSaturationValue": hsv,
+        "ColorJitter": jitter,
+        "ToGray": gray,
+        "Normalize": "normalize",
+        "ToFloat": "to float",
+        "ToTensorV2": "channels first",
+    }
+)
+"""What operations are, by the name of their class in Albumentations; no run takes others."""

@@ -17,7 +17,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from lightning_fastdata.augment.replay.kernels.pixels import (
+from lightning_fastdata.ext.kernels.pixels import (
     came_from,
     contrasted,
     covered,
@@ -33,7 +33,7 @@ from lightning_fastdata.augment.replay.kernels.pixels import (
     shifted_hue,
     went_to,
 )
-from lightning_fastdata.augment.replay.kernels.reading import (
+from lightning_fastdata.ext.kernels.reading import (
     read_resized,
     read_warped,
 )
@@ -47,12 +47,6 @@ where the numbers of a batch lie is another place in each batch."""
 
 _ANYWHERE: Final = ("source",)
 """A batch that is a part of another begins at any address, and the kernels read it at any."""
-
-
-@triton.jit
-def trial_kernel(target):
-    """Write a number: whether anything can be compiled and launched."""
-    tl.store(target, 1)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Carry out fused runs of a program with kernels, on CUDA.
 
 Without Triton, and for what has no kernel, torch carries out one step after the other
-(:mod:`~lightning_fastdata.augment.replay.torch`).
+(:mod:`lightning_fastdata.augment.replay.torch`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.replay.instructions import CHANNELS
 from lightning_fastdata.device.backend import current
+from lightning_fastdata.ext.kernels.instructions import CHANNELS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_fastdata.augment.replay.runs import FusedRun
+    from lightning_fastdata.ext.kernels.runs import FusedRun
 
 _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
@@ -65,7 +65,7 @@ def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.T
         blob: The arrays of the program, on the device of ``batch``.
         batch: uint8 images ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
     """
-    from lightning_fastdata.augment.replay.kernels.fused import OPTIONS, fused_kernel
+    from lightning_fastdata.ext.kernels.fused import OPTIONS, fused_kernel
 
     out, launches = prepare(run, blob, batch)
     with current(batch.device):

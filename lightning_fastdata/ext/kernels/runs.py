@@ -1,6 +1,6 @@
 """Runs of steps that one kernel carries out, made when a batch is packed.
 
-:mod:`~lightning_fastdata.augment.replay.instructions` says what an operation is within a run. A run
+:mod:`~lightning_fastdata.ext.kernels.instructions` says what an operation is within a run. A run
 takes steps as long as it can: a sample is read first, as all samples are (a window, a resize) or in
 its own way (a warp), then changed pixel by pixel, and written. What comes too late for
 that begins the next run.
@@ -8,15 +8,17 @@ that begins the next run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import Encoded, End, Fused, Instruction, Instructions
-from lightning_fastdata.augment.replay import instructions
+from lightning_fastdata.augment.ops.operation import Encoded
+from lightning_fastdata.augment.replay.program import ArrayAt, ScheduledStep
+from lightning_fastdata.ext.kernels import instructions
+from lightning_fastdata.ext.kernels.instructions import FUSED, End, Instruction, Instructions
+from lightning_fastdata.ext.kernels.launches import run_fused, takes
 
 if TYPE_CHECKING:
     import torch
@@ -27,26 +29,6 @@ _ENDS: Final[frozenset[object]] = frozenset(get_args(End))
 """What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 REPLICATE: Final = 1
 _LINEAR: Final = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayAt:
-    """Where one array lies in the blob of its batch."""
-
-    offset: int
-    """First byte; a multiple of 16."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes from one sample's part of the array to the next one's."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def view(self, blob: torch.Tensor) -> torch.Tensor:
-        """Return the array as a view of the blob, wherever that is."""
-        count = math.prod(self.shape) * self.dtype.itemsize
-        return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
 
 
 class Reading(NamedTuple):
@@ -103,33 +85,13 @@ class FusedRun:
     square: bool = False
     """Some sample is turned on its side, so the result has to be square."""
 
+    def takes(self, batch: torch.Tensor) -> bool:
+        """Return whether the run knows a batch of this form and size."""
+        return takes(self, batch)
 
-class StepGroup(NamedTuple):
-    """Samples that take one step with the same settings and array shapes."""
-
-    rows: Sequence[int]
-    encoded: Sequence[Encoded]
-    """What each of them drew."""
-    arrays: Mapping[str, ArrayAt]
-    """Where their numbers lie."""
-
-
-class ScheduledStep(NamedTuple):
-    """One step as the schedule knows it, before it is packed away."""
-
-    fused: Fused | None
-    """What it is within a run; None: no run takes it."""
-    groups: Sequence[StepGroup]
-
-    def instructions(
-        self, encode: Instructions
-    ) -> Iterator[tuple[int, Encoded, list[Instruction] | None]]:
-        """Yield each sample of the step, what it drew and what it has to do."""
-        for group in self.groups:
-            strides = [(name, one.offset, one.row_bytes) for name, one in group.arrays.items()]
-            for place, (row, one) in enumerate(zip(group.rows, group.encoded, strict=True)):
-                offsets = {name: first + place * stride for name, first, stride in strides}
-                yield row, one, encode(one, offsets)
+    def __call__(self, blob: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        """Return a batch that the run takes after it; ``blob`` holds the arrays of its program."""
+        return run_fused(self, blob, batch)
 
 
 def fuse(
@@ -146,11 +108,22 @@ def fuse(
         ended, open_run = open_run.ends, _OpenRun(number, samples)
         if ended or not open_run.takes(step):
             open_run = _OpenRun(number + 1, samples)
-        if ended or step.fused in _ENDS:
+        if ended or FUSED.get(step.name) in _ENDS:
             # What follows are no bytes any more.
             break
     runs.append(open_run.close(len(steps) - 1, add))
     return tuple(run for run in runs if run is not None)
+
+
+def _made(
+    step: ScheduledStep, encode: Instructions
+) -> Iterator[tuple[int, Encoded, list[Instruction] | None]]:
+    """Yield each sample of a step, what it drew and what it has to do."""
+    for group in step.groups:
+        strides = [(name, one.offset, one.row_bytes) for name, one in group.arrays.items()]
+        for place, (row, one) in enumerate(zip(group.rows, group.encoded, strict=True)):
+            offsets = {name: first + place * stride for name, first, stride in strides}
+            yield row, one, encode(one, offsets)
 
 
 class _OpenRun:
@@ -176,16 +149,16 @@ class _OpenRun:
         return self.ending != Ending()
 
     def _take_end(self, step: ScheduledStep) -> bool:
-        ending, arrays = self.ending, step.groups[0].arrays
+        ending, arrays, fused = self.ending, step.groups[0].arrays, FUSED.get(step.name)
         if ending.channels_first:
             return False
-        if step.fused == "channels first":
+        if fused == "channels first":
             self.ending = ending._replace(channels_first=True)
         elif not ending.keeps_bytes:
             return False
-        elif step.fused == "normalize" and "mean" in arrays and _is_of_colours(arrays["mean"]):
+        elif fused == "normalize" and "mean" in arrays and _is_of_colours(arrays["mean"]):
             self.ending = ending._replace(normalize=(arrays["mean"], arrays["gain"]))
-        elif step.fused == "to float" and "limit" in arrays:
+        elif fused == "to float" and "limit" in arrays:
             self.ending = ending._replace(limit=arrays["limit"])
         else:
             return False
@@ -195,11 +168,12 @@ class _OpenRun:
         if self.taken:
             return False
         static, arrays = dict(step.groups[0].encoded[0].static), step.groups[0].arrays
-        if step.fused == "resize" and static["interpolation"] == _LINEAR:
+        fused = FUSED.get(step.name)
+        if fused == "resize" and static["interpolation"] == _LINEAR:
             self.reading = Reading("resize", static["size"], arrays["box"], step=arrays["step"])
             return True
         outside = arrays.get("fill")
-        if step.fused != "window" or not _is_of_colours(outside):
+        if fused != "window" or not _is_of_colours(outside):
             return False
         self.reading = Reading(
             "window", static["size"], arrays["corner"], static["border"], outside
@@ -207,13 +181,14 @@ class _OpenRun:
         return True
 
     def _take_pixels(self, step: ScheduledStep) -> bool:
-        if step.fused is None or isinstance(step.fused, str):
+        fused = FUSED.get(step.name)
+        if fused is None or isinstance(fused, str):
             return False
         found: list[tuple[int, list[Instruction]]] = []
         geometry, size = self.reading.geometry, self.reading.size
         warps = geometry == "warp"
         sizes = {size} - {None}
-        for row, one, made in step.instructions(step.fused):
+        for row, one, made in _made(step, fused):
             if made is None or not self._fits(row, made):
                 return False
             if _warps(made):

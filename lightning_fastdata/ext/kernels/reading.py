@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_fastdata.augment.replay.kernels.pixels import (
+from lightning_fastdata.ext.kernels.pixels import (
     even,
     read_anywhere,
     read_pair,

@@ -14,8 +14,8 @@ from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.replay.triton import prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.ext.kernels.launches import prepare, takes
 
 BATCH = 32
 
@@ -118,7 +118,7 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
 
 def compiled_for(launch):
     """Return what Triton compiles a kernel for, apart from where tensors lie."""
-    from lightning_fastdata.augment.replay.kernels.fused import fused_kernel
+    from lightning_fastdata.ext.kernels.fused import fused_kernel
 
     kernel = fused_kernel
     options = getattr(kernel, "kwargs", None) or vars(kernel)  # of the interpreter, or the compiler

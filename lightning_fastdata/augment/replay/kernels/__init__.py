@@ -1,1 +1,0 @@
-"""The kernels of fused runs, in Triton."""

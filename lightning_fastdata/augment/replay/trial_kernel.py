@@ -1,0 +1,14 @@
+"""A kernel of Triton that shows whether anything can be compiled and launched."""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def trial_kernel(target):
+    """Write a number."""
+    tl.store(target, 1)
