@@ -12,6 +12,7 @@ from lightning_fastdata.augment import as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, TransformError
+from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -231,7 +232,8 @@ def finish(
     if callables:
         with drawing(batch.stage):
             for transform in callables:
-                plain = transform.apply(plain, None)
+                with told_of_shared_draws(transform, plain):
+                    plain = transform.apply(plain, None)
     return plain, True
 
 

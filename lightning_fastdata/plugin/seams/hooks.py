@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.staged import batch_samples
+from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     hook_selector,
@@ -95,7 +96,8 @@ def augment_foreign_batches(
         samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
-        batch = trainer.precision_plugin.convert_input(transform.apply_unprepared(batch, key))
-        return earlier(batch, dataloader_idx)
+        with told_of_shared_draws(transform, batch):
+            batch = transform.apply_unprepared(batch, key)
+        return earlier(trainer.precision_plugin.convert_input(batch), dataloader_idx)
 
     replace_for_one_run(trainer, owner, _HOOK, on_after_batch_transfer)
