@@ -215,7 +215,7 @@ def write_output() -> None:
         printed = done.stdout.replace(f"{os.path.realpath(folder)}/", "")
     text = printed[printed.index("fastdata · train · ") :].rstrip() + "\n"
     head, *paragraphs = re.split(r"\n(?= \w)", text)
-    left_out = r" (?:transfer|\d|val|note)"
+    left_out = r" (?:transfer|\d|val|note|page)"
     shown = [one.strip("─\n") for one in paragraphs if not re.match(left_out, one)]
     short = "\n".join([head, *map(on_one_line, shown)]) + "\n"
     for page, output in ((start, text), (readme, short)):

@@ -88,6 +88,7 @@ def test_every_package_that_is_imported_is_declared():
     names = {
         "PIL": "pillow",
         "albucore": "albumentations",  # brought along
+        "markupsafe": "jinja2",  # brought along
         "cv2": "opencv_python_headless",
     }
     foreign = imported - sys.stdlib_module_names - {"lightning_fastdata"}

@@ -210,13 +210,22 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
     raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
 
 
-def report(run: str) -> None:
+def report(run: str, *, open: bool = False) -> None:  # noqa: A002
     """Print the summary of a run again."""
     from lightning_fastdata.insight.report.compare import read_report
-    from lightning_fastdata.insight.report.run_report import print_lines
+    from lightning_fastdata.insight.report.run_report import page_line, print_lines
 
-    summary = read_report(report_file(Path(run)))["summary"]
-    print_lines(printable(line, keep="") for line in summary)
+    file = report_file(Path(run))
+    print_lines(printable(line, keep="") for line in read_report(file)["summary"])
+    page = file.with_suffix(".html")
+    if page.is_file():
+        sys.stdout.write(f"{page_line(page)}\n")
+    if open:
+        import webbrowser
+
+        if not page.is_file():
+            raise OptionsError(f"There is no page beside {file}.")
+        webbrowser.open(page.resolve().as_uri())
 
 
 def report_file(run: Path) -> Path:
@@ -239,6 +248,7 @@ def report_file(run: Path) -> Path:
 def takes_report(parser: ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("run", help="The folder of a run, or its report.json.")
+    parser.add_argument("--open", action="store_true", help="Open its page in the browser.")
 
 
 def compare(a: str, b: str) -> None:

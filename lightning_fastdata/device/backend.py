@@ -12,7 +12,6 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -176,48 +175,6 @@ def synchronize(device: torch.device) -> None:
 def reads_page_locked(kind: str) -> bool:
     """Return whether devices of a type copy from page-locked memory while the host goes on."""
     return kind not in _WITHOUT_PAGE_LOCKS
-
-
-def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return the memory of a device as its driver counts it; None where it does not tell.
-
-    What torch keeps cached is not free.
-    """
-    read = getattr(_module(device), "mem_get_info", None)
-    found: tuple[int, int] | None = None if read is None else read(device)
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUsage:
-    """Memory of one device, and how hard it was to get."""
-
-    peak_bytes: int
-    """Most that tensors of this process took at once."""
-    never_used_bytes: int
-    """What no process took, even when this one held most."""
-    total_bytes: int
-    alloc_retries: int
-    """How often the allocator had to free its cache and try again."""
-    held_bytes: int = 0
-    """What tensors of this process take now."""
-
-
-def read_device_usage(device: torch.device) -> DeviceUsage | None:
-    """Read the memory counters of a device; None where it does not tell."""
-    found, module = free_and_total_bytes(device), _module(device)
-    if found is None:
-        return None
-    free_bytes, total_bytes = found
-    # What other processes take now is taken off.
-    room = free_bytes + module.memory_reserved(device)
-    return DeviceUsage(
-        peak_bytes=module.max_memory_allocated(device),
-        never_used_bytes=max(0, room - module.max_memory_reserved(device)),
-        total_bytes=total_bytes,
-        alloc_retries=module.memory_stats(device).get("num_alloc_retries", 0),
-        held_bytes=module.memory_allocated(device),
-    )
 
 
 class MemoryReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.prove.remedies import Change, Reader
+from lightning_fastdata.sources.shared import share
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import leaves, replace_leaves
 from lightning_fastdata.types import Batch
@@ -119,7 +121,7 @@ def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> D
     }
     if loader.collate_fn not in (default_collate, default_convert):
         given["collate_fn"] = loader.collate_fn
-    dataset: Any = loader.dataset
+    dataset: Any = share(copy(loader.dataset)) if change.share else loader.dataset
     if change.cache:
         dataset = CachedDataset(dataset, change.cache)
     if change.fast:

@@ -37,6 +37,8 @@ class Change:
     """This package's loader, which chooses who reads."""
     cache: str | None = None
     """Where samples are kept: ``"ram"`` or ``"disk"``."""
+    share: bool = False
+    """Lists and dicts of the dataset are in memory that all workers have together."""
 
     @property
     def lasts(self) -> bool:
@@ -51,6 +53,7 @@ class Change:
             persistent_workers=self.persistent_workers or other.persistent_workers,
             fast=self.fast or other.fast,
             cache=self.cache or other.cache,
+            share=self.share or other.share,
         )
 
 
@@ -110,9 +113,12 @@ class LoaderFacts:
     """What a cache in memory may take."""
     epochs: float = math.inf
     """Of the training."""
+    objects: str = ""
+    """The largest list or dict that workers would copy, in words; empty: none is large."""
 
 
 FAST: Final = "the loader of this package"
+SHARE: Final = "share(dataset)"
 PERSIST: Final = Remedy(
     name="persistent_workers=True", change=Change(persistent_workers=True), effort=1
 )
@@ -166,6 +172,9 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
 
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
+    if facts.objects and facts.changes == "nothing":  # what is shared can no longer change
+        says = f"{facts.objects} is held once, and can no longer be changed"
+        found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
         found.append(
             Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3, says=(_FILLED,))
@@ -262,9 +271,12 @@ def code_of(
             "trainer.fit(model, datamodule=data)",
         ]
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * change.fast
+    names += ["share"] * change.share
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
     kind = "FastDataLoader" if change.fast else "DataLoader"
-    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
+    dataset = "share(dataset)" if change.share else "dataset"
+    if change.cache:
+        dataset = f'CachedDataset({dataset}, "{change.cache}")'
     arguments = [dataset, "..."]
     number = '"auto"' if change.fast else change.num_workers
     arguments += [] if number is None else [f"num_workers={number}"]

@@ -35,6 +35,7 @@ from lightning_fastdata.prove.trials import (
     middle_step_s,
     turns,
 )
+from lightning_fastdata.sources.attributes import held_objects
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ _WARM_BLOCKS: Final = 3
 """It has no more blocks than these to do so."""
 _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
+_LARGE_BYTES: Final = 64 * 2**20
+"""Of objects that each worker would copy."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
 
@@ -530,6 +533,7 @@ class Session:
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
+            objects=_large_objects(own.dataset) if is_loader else "",
         )
 
     def _write(self) -> None:
@@ -563,6 +567,18 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     except Exception as error:
         session.ended_by(error)
         raise
+
+
+def _large_objects(dataset: object) -> str:
+    """Return in words the largest list or dict of a dataset that workers would copy.
+
+    Only one of the dataset itself: of what it holds, a shallow copy has the same, and the training
+    as it is would read what is shared.
+    """
+    held = next(iter(held_objects(dataset)), None)
+    own = held is not None and held.name.count(".") == 1
+    large = held is not None and held.counted_bytes >= _LARGE_BYTES
+    return f"{held.name} ({held.kind})" if held is not None and own and large else ""
 
 
 def _tree() -> list[int]:

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -235,21 +235,6 @@ def _named(code: CodeType, line: int, called: CodeType | None) -> Place:
         file = _in_library(called.co_filename) or called.co_filename
         calls = f"{Path(file).parts[0].removesuffix('.py')} {_function_name(called)}"
     return Place(short_file(code.co_filename), line, _function_name(code), calls)
-
-
-def stack_lines(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
-    """Return a stack in a few words: the innermost function, then the innermost ones of the user.
-
-    Args:
-        frames: File, line and name of each function, the innermost first.
-        most: So many lines at most.
-    """
-    frames = list(frames)
-    users = [each for each in frames[1:] if _in_library(each[0]) is None]
-    return tuple(
-        f"{short_file(file)}:{line} {function}"
-        for file, line, function in [*frames[:1], *users][:most]
-    )
 
 
 @cache

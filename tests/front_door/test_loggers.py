@@ -236,6 +236,7 @@ def test_wandb_keeps_the_report(trained):
     (files,) = trained[0].glob("wandb/offline-run-*/files")
     told = json.loads((files / "report.json").read_text())
     assert told["stages"]["train"]["steps"] == EPOCHS * BATCHES
+    assert (files / "report.html").read_text().startswith("<!doctype html>")
 
 
 # How many scalars there are, how often they are logged, and the report as files.
@@ -425,7 +426,7 @@ def test_mlflow_keeps_the_report_of_each_method(tmp_path, monkeypatch):
     trainer.validate(Learner(), DataLoader(Slow(), 4), verbose=False)
     client = MlflowClient(store)
     kept = {each.path for each in client.list_artifacts(logger.run_id) if "report" in each.path}
-    assert kept == {f"report{m}.json" for m in ("", "-validate")}
+    assert kept == {f"report{m}.{s}" for m in ("", "-validate") for s in ("json", "html")}
     for name, stage in (("report.json", "train"), ("report-validate.json", "val")):
         file = Path(client.download_artifacts(logger.run_id, name, str(tmp_path)))
         assert stage in json.loads(file.read_text())["stages"]
@@ -443,6 +444,7 @@ def test_comet_keeps_the_report(tmp_path):
     with ZipFile(archive) as files:
         written = b"".join(files.read(name) for name in files.namelist())
     assert b'"report.json"' in written
+    assert b'"report.html"' in written
 
 
 def test_lightnings_own_platform_still_takes_a_path():

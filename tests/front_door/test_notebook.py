@@ -89,7 +89,7 @@ def test_the_summary_of_a_fit_stands_below_its_bar(outputs):
     _, found, summary = said.partition("fastdata · train · 16 steps in")
     assert found
     assert "Epoch" not in summary
-    assert summary.rstrip().endswith("─")
+    assert summary.rstrip().endswith("page  one/report.html")
 
 
 def test_processes_that_the_kernel_does_not_hear_print_their_summary(outputs):

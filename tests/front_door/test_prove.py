@@ -22,6 +22,7 @@ from warm_python import warm_python
 
 from lightning_fastdata import StepTimer
 from lightning_fastdata.cli import main
+from lightning_fastdata.prove.remedies import SHARE
 from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
 from lightning_fastdata.prove.text import conclude
 from lightning_fastdata.prove.trials import AS_IS, FREE, of_dict
@@ -187,6 +188,20 @@ def test_what_changes_with_the_epoch_is_not_kept_from_the_first(tried, tmp_path)
     found = tried(script)
     assert found.trial.facts.get("changes", "epochs") == "epochs"
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "trial"}
+
+
+def test_a_large_list_that_workers_would_copy_is_tried_in_shared_memory(tried):
+    data = Slow()
+    data.samples = list(range(10**6, 4 * 10**6))
+
+    def script(the_clock):
+        trainer = quiet(lightning, max_epochs=3, logger=False)
+        trainer.fit(module_of(lightning, the_clock), DataLoader(data, ROWS))
+
+    found = tried(script)
+    assert SHARE in {block.arm for block in found.trial.blocks}
+    assert SHARE not in found.trial.failed
+    assert type(data.samples) is list
 
 
 def test_a_loop_of_its_own_is_tried_through_step_timer(tried):

@@ -98,9 +98,11 @@ def test_any_name_of_a_file_is_shown_spelled_and_kept_whole_in_the_json(tmp_path
     slow = told["stages"]["train"]["causes"]["slow_samples"]
     assert slow
     assert {each["path"] for each in slow} == {os.fsdecode(name)}
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     out = capsys.readouterr().out
     last = os.path.basename(os.fsdecode(name)).encode("unicode_escape").decode()
-    assert last in out
+    assert last in page
+    assert is_plain(page)
     assert is_plain(out)
     events = b"".join(file.read_bytes() for file in tmp_path.rglob("events.*"))
     assert not any(order in events for order in (b"\x1b[31m", b"\x1b]0", "\u202e".encode()))
@@ -115,7 +117,7 @@ def test_who_may_read_a_report_is_for_the_umask_to_say(tmp_path, umask):
         os.umask(before)
     assert (tmp_path / "deep").stat().st_mode & 0o777 == 0o777 & ~umask
     files = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "deep").iterdir()}
-    assert files == {"r.json": 0o666 & ~umask}
+    assert files == dict.fromkeys(("r.json", "r.html"), 0o666 & ~umask)
 
 
 class Away:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import webbrowser
 
 import pytest
 import torch
@@ -55,10 +56,20 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["", "report.json"])
-def test_the_command_prints_the_summary_again(trained, capsys, name):
+def test_the_command_prints_the_summary_again_and_where_its_page_is(trained, capsys, name):
     callback, folder = trained
     main(["report", str(folder / name)])
-    assert capsys.readouterr().out == f"{callback.report.text()}\n"
+    assert capsys.readouterr().out == f"{callback.report.text()}\n page  {folder / 'report.html'}\n"
+
+
+def test_pages_are_opened_only_if_that_was_asked_for(trained, monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    _, folder = trained
+    main(["report", str(folder)])
+    assert opened == []
+    main(["report", str(folder), "--open"])
+    assert opened == [(folder / "report.html").as_uri()]
 
 
 def test_a_folder_with_several_reports_or_none_names_what_there_is(tmp_path, trained):

@@ -12,12 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.stage import window_means
+from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import WIDTH
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
@@ -130,7 +131,7 @@ class Model(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def test_a_training_fills_every_chart_and_leaves_its_report(tmp_path):
+def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="run", version=0)
     trainer = quiet_trainer(
         max_epochs=2,
@@ -147,8 +148,19 @@ def test_a_training_fills_every_chart_and_leaves_its_report(tmp_path):
     folder = Path(logger.log_dir)
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert told == json.loads(json.dumps(watch.report.as_dict()))
+    assert (folder / "report.html").read_text(encoding="utf-8") == report_html(watch.report)
     # The last text is the summary of the whole run, as it is printed.
     last = events.Tensors("data/verdict/text_summary")[-1]
     printed = watch.report.text(WIDTH)
     assert "fastdata · train · 24 steps" in printed
     assert last.tensor_proto.string_val[0].decode() == f"```\n{printed}\n```"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".html"])
+def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix, capsys):
+    callback = DataThroughputCallback(report=tmp_path / f"mine{suffix}")
+    trainer = quiet_trainer(max_epochs=None, max_steps=2, callbacks=[callback])
+    trainer.fit(Model(), DataLoader(Photos(), batch_size=4))
+    assert json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "mine.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert f" page  {tmp_path / 'mine.html'}\n" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_memory_is_added_up_again_only_after_a_thousand_times_as_long():
         read.append(clock.now_s)
         return []
 
-    meter = HostMeter(CPU, clock_s=clock, workers=workers)
+    meter = HostMeter(clock_s=clock, workers=workers)
     meter.read_memory()
     made = len(read)
     clock.now_s += 4

@@ -123,3 +123,19 @@ def test_what_to_write_is_the_call_with_the_change():
         lines = code_of(change, **how)
         assert 'CachedDataset(dataset, "ram")' in lines[-1]
         compile("\n".join(lines), "written", "exec")
+
+
+def test_objects_that_workers_would_copy_are_tried_in_shared_memory_if_nothing_changes_them():
+    held = "dataset.samples (list of 1.2 million dicts)"
+    remedies, _ = named(LoaderFacts(**{**PLAIN, "objects": held}))
+    (found,) = [each for each in remedies if each.change.share]
+    assert held in found.says[0]
+    assert found.name not in names()[0]
+    for changes in ("steps", "epochs", "unknown"):
+        assert found.name not in names(objects=held, changes=changes)[0]
+    assert code_of(found.change, given_to_fit=True, validates=False) == [
+        "from lightning_fastdata import share",
+        "loader = DataLoader(share(dataset), ...)",
+    ]
+    both = found.change | Change(num_workers=2)
+    assert (both.share, both.num_workers) == (True, 2)

@@ -636,8 +636,6 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
         "memory_allocated": lambda device=None: machine.live_bytes,
         "max_memory_allocated": lambda device=None: machine.peak_bytes,
         "memory_reserved": lambda device=None: machine.live_bytes,
-        "max_memory_reserved": lambda device=None: machine.peak_bytes,
-        "memory_stats": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_name": lambda device=None: "late",
         "get_device_properties": lambda device=None: properties,

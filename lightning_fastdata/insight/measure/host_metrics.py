@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.device.backend import read_device_usage
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import Few, read_host_usage, read_queued, worker_processes
+from lightning_fastdata.host.usage import read_host_usage, read_queued, worker_processes
 from lightning_fastdata.insight.memory import MemoryMeter
 
 if TYPE_CHECKING:
-    import torch
-
-    from lightning_fastdata.device.backend import DeviceUsage
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.host.usage import HostUsage
 
@@ -42,21 +38,9 @@ class MachineSeen:
     """CPUs of the machine that other programs used, the mean over time."""
     machine_cpus: float | None = None
     """CPUs of the machine; more than there are for this training, maybe."""
-    alloc_retries: int | None = None
-    """How often the device's allocator had to free its cache and try again."""
-    device_headroom_share: float | None = None
-    """Of the device's memory, what was never used."""
-    device_full_in_s: float | None = None
-    """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
 
     @classmethod
-    def between(
-        cls,
-        begin: HostUsage,
-        end: HostUsage,
-        device_begin: DeviceUsage | None = None,
-        device_end: DeviceUsage | None = None,
-    ) -> MachineSeen:
+    def between(cls, begin: HostUsage, end: HostUsage) -> MachineSeen:
         """Return what the machine reports between two readings."""
         seconds = end.at_s - begin.at_s
         found: dict[str, Any] = {"throttled_share": throttled_share(begin, end)}
@@ -67,9 +51,6 @@ class MachineSeen:
             others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
             found["other_cpus"] = max(0.0, others_s) / seconds
             found["machine_cpus"] = float(end.cpu.cpus)
-        if device_begin is not None and device_end is not None:
-            found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
-            found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
         return cls(**found)
 
     def taken_of(self, cpus: float | None) -> float:
@@ -104,29 +85,6 @@ def queued_share(seen: Mapping[int, tuple[float, float]], own: int) -> float | N
     return min(1.0, share(workers) + share([seen[own]] if own in seen else []))
 
 
-def full_in_s(held: Sequence[tuple[float, int]], *, room_bytes: int) -> float | None:
-    """Return when memory that is held from step to step will be full; None: it does not grow so.
-
-    The least that is held in each third of the readings is what all steps of it hold. It has to
-    rise from the first to the second third, and at least half as much again to the last: what a
-    training keeps once (the state of an optimizer, a cache) levels off.
-
-    Args:
-        held: Seconds from any start, and bytes then.
-        room_bytes: What is left.
-    """
-    third = (len(held) - 1) // 3
-    if third < _FEWEST_READINGS:
-        return None
-    parts = [held[len(held) - n * third : len(held) - (n - 1) * third] for n in (3, 2, 1)]
-    floors = [min(size for _, size in part) for part in parts]
-    middles_s = [part[third // 2][0] for part in parts]
-    before, rise, span_s = floors[1] - floors[0], floors[2] - floors[1], middles_s[2] - middles_s[1]
-    if before <= 0 or 2 * rise < before or rise < _LEAST_RISE * room_bytes or span_s <= 0:
-        return None
-    return room_bytes * span_s / rise
-
-
 def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     """Return the part of the quota's periods in which it was used up; None without a quota."""
     if before.throttling is None or after.throttling is None:
@@ -136,10 +94,6 @@ def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     return min(1.0, max(0, held) / periods) if periods > 0 else None
 
 
-_FEWEST_READINGS: Final = 3
-"""In each third."""
-_LEAST_RISE: Final = 1e-3
-"""Of the room that is left: less is no danger."""
 _LOOK_EACH_S: Final = 0.25
 """Workers may be gone when the machine is read for the next time."""
 _REST: Final = 1000
@@ -151,7 +105,6 @@ class HostMeter:
 
     def __init__(
         self,
-        device: torch.device,
         *,
         clock_s: Callable[[], float] = clock.monotonic,
         workers: Callable[[], list[int]] = worker_processes,
@@ -159,13 +112,9 @@ class HostMeter:
         self.memory = MemoryMeter()
         self.epoch = self._steps = 0
         """Those of the training that have begun."""
-        self._device = device
         self._clock_s = clock_s
         self._workers = workers
         self._began = read_host_usage(workers(), at_s=clock_s())
-        self._device_began = read_device_usage(device)
-        self._held = Few[tuple[float, int]]()
-        """Seconds, and bytes that tensors took on the device then."""
         self._memory_due_s = self._look_due_s = clock_s()
         self._first: dict[int, tuple[float, int]] = {}
         """Of each process, when it was seen first, and for how many ns it had queued by then."""
@@ -191,13 +140,8 @@ class HostMeter:
         """Return what the machine reports of the training so far."""
         self._look(self._clock_s())
         now = read_host_usage(self._workers(), at_s=self._clock_s())
-        device = read_device_usage(self._device)
-        room_bytes = 0 if device is None else device.never_used_bytes
-        return replace(
-            MachineSeen.between(self._began, now, self._device_began, device),
-            queued_share=queued_share(self._queued, os.getpid()),
-            device_full_in_s=full_in_s(self._held, room_bytes=room_bytes),
-        )
+        queued = queued_share(self._queued, os.getpid())
+        return replace(MachineSeen.between(self._began, now), queued_share=queued)
 
     def _look(self, now_s: float) -> None:
         workers = self._workers()
@@ -205,9 +149,6 @@ class HostMeter:
         for process, queued_ns in read_queued([os.getpid(), *workers]).items():
             first_s, first_ns = self._first.setdefault(process, (now_s, queued_ns))
             self._queued[process] = now_s - first_s, (queued_ns - first_ns) / 1e9
-        device = read_device_usage(self._device)
-        if device is not None:
-            self._held.add((now_s, device.held_bytes))
         self._look_due_s = now_s + _LOOK_EACH_S
 
 

@@ -114,11 +114,6 @@ class WallClock:
         """What counts where no block is under way."""
         return self._state
 
-    @property
-    def under_way(self) -> Activity:
-        """What counts now."""
-        return self._now
-
     def turn_to(self, activity: Activity) -> None:
         """Change the state of the run."""
         self._state = activity

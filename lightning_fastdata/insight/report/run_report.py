@@ -1,4 +1,4 @@
-"""A run reported to people and to programs: a summary in lines, and JSON."""
+"""A run reported to people and to programs: a summary in lines, JSON, a page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NARROWEST, _WIDEST = 60, 120
 _BAR_SPACE = 42
 """Columns of a phase's row that are not bar."""
 _LONG_PATH = re.compile(r"[^\s()'\"]*/[^\s()'\"/]+/([^\s()'\"/]+/[^\s()'\"/]+)")
-"""A path with more than its last two parts: the JSON has it in full."""
+"""A path with more than its last two parts: the page and the JSON have it in full."""
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 class RunReport:
     """Everything worth keeping of one run.
 
-    ``print(report)`` gives the summary, :meth:`write_json` everything.
+    ``print(report)`` gives the summary, :meth:`write_json` and :meth:`write_html` everything.
     """
 
     stages: tuple[StageSummary, ...]
@@ -115,6 +115,15 @@ class RunReport:
         Readers see the old file or the new one, never a part.
         """
         return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
+
+    def write_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one page of HTML, as `write_json` does.
+
+        The page needs nothing else: no network, no scripts.
+        """
+        from lightning_fastdata.insight.report.html import report_html
+
+        return write_atomically(Path(path), report_html(self))
 
     def text(self, width: int = 80, *, ascii: bool = False) -> str:  # noqa: A002
         """Return the summary as plain text.
@@ -184,6 +193,11 @@ def verdict_line(verdict: Verdict) -> str:
     short = _LONG_PATH.sub(r".../\1", finding.remedy)
     remedy = f"; try {short}{gain}" if short else ""
     return printable(f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]")
+
+
+def page_line(page: Path) -> str:
+    """Return the line below a summary that says where the page of the report is."""
+    return f" page  {printable(str(page), keep='')}"
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -75,9 +75,6 @@ class WaitCauses:
     wait: WaitParts
     """Where the wait for one batch went, the mean over all of them. It is the loader's own wait,
     without what the training loop spends around it."""
-    first_wait: WaitParts | None = None
-    """Where the wait for the first batch of an epoch went, the mean; None: there was no such batch
-    beside others."""
     overtaken_share: float
     """Part of the batches for which later ones were complete before they were asked for, 0 to 1:
     single slow batches, rather than too little of everything."""
@@ -210,7 +207,6 @@ class CauseTotals:
         return WaitCauses(
             batches=total.batches,
             wait=WaitParts(**total.means()),
-            first_wait=WaitParts(**self._cold.means()) if self._cold.batches else None,
             overtaken_share=total.overtaken / total.batches,
             slow_samples=tuple(
                 replace(sample, path=path_of(loader, sample.index))

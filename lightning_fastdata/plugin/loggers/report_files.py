@@ -1,4 +1,4 @@
-"""What a training leaves behind: its report as JSON, and on the terminal.
+"""What a training leaves behind: its report as JSON, as a page, and on the terminal.
 
 Measuring and reporting never end a training: what fails in them is a warning.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.insight.report.run_report import RunReport, print_lines
+from lightning_fastdata.insight.report.run_report import RunReport, page_line, print_lines
 
 _Given = ParamSpec("_Given")
 
@@ -83,19 +83,28 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
 
 
 def report_file(path: str | Path | bool, log_dir: str, method: str) -> Path | None:
-    """Return the file that was asked for; None: none was.
+    """Return the file of the JSON that was asked for; None: none was.
 
     Args:
-        path: Of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none.
+        path: Of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none. A page is
+            written beside it.
         log_dir: The trainer's.
         method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
     """
     if path is False:
         return None
     file = Path(log_dir) / "report.json" if path is True else Path(path)
+    file = file.with_suffix(".json") if file.suffix == ".html" else file
     return file if method == "fit" else file.with_name(f"{file.stem}-{method}{file.suffix}")
 
 
-def print_report(report: RunReport) -> None:
-    """Print a report as wide as the terminal is."""
-    print_lines(report.lines(shutil.get_terminal_size().columns))
+def write_report(report: RunReport, file: Path) -> Path:
+    """Write a report as JSON, and beside it as a page, whose path is returned."""
+    report.write_json(file)
+    return report.write_html(file.with_suffix(".html"))
+
+
+def print_report(report: RunReport, page: Path | None) -> None:
+    """Print a report as wide as the terminal is, and where its page is."""
+    where = [] if page is None else [page_line(page)]
+    print_lines([*report.lines(shutil.get_terminal_size().columns), *where])

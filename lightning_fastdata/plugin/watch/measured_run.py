@@ -23,7 +23,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
-from lightning_fastdata.plugin.loggers.report_files import report_file
+from lightning_fastdata.plugin.loggers.report_files import report_file, write_report
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, labelled, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
@@ -331,7 +331,7 @@ class MeasuredRun:
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.file is not None:
-                    report.write_json(self.file)
+                    write_report(report, self.file)
         self._judged_s = now_s = clock.monotonic()
         aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
         if report is not None and (aged or verdict.code != self._shown):

@@ -277,7 +277,7 @@ class Recording:
             self.watch("val", self.val_loaders())
             self._look_at_batches()
         self.batches_stepped = 0
-        self.host = HostMeter(self._trainer.strategy.root_device)
+        self.host = HostMeter()
 
     def _look_at_batches(self) -> None:
         """Look at the first batches of a training before they go to the device."""

@@ -17,7 +17,12 @@ from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, sh
 from lightning_fastdata.planning.options import NeedsConstruction, check, refuses_unknown_names
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import wall_scalars
-from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
+from lightning_fastdata.plugin.loggers.report_files import (
+    Misfortunes,
+    harmless,
+    print_report,
+    write_report,
+)
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
 from lightning_fastdata.plugin.seams.internals import count_documents
 from lightning_fastdata.plugin.seams.loaders import watch_sources
@@ -68,8 +73,9 @@ class ThroughputHooks(NeedsConstruction):
             ``log_every_n_steps``, or more rarely if loggers would need above 1 % of the time.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
-        report: Where to write the report of a fit, as JSON. Default: ``report.json`` in the
-            trainer's ``log_dir``; ``False`` writes none. ``validate``, ``test`` and ``predict``
+        report: Where to write the report of a fit, as JSON; beside it, it is written as a page,
+            with the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``;
+            ``False`` writes none. ``validate``, ``test`` and ``predict``
             write ``report-validate.json``, ``report-test.json`` and ``report-predict.json`` (of
             ``x.json``: ``x-test.json``). It is written after 50 steps, every two minutes, at ends
             of epochs and of the run, as long as judging takes below 1 % of the time; then loggers
@@ -343,19 +349,21 @@ class ThroughputHooks(NeedsConstruction):
         self.report = self.reports[run.recording.method] = report
         if not run.trainer.is_global_zero:
             return
+        page = None
         if file is not None:
             with survived("The report was not written"):
-                report.write_json(file)
-        if file is not None and run.logs and file.is_file():
+                page = write_report(report, file)
+        if file is not None and page is not None and run.logs:
             with survived("The report was not attached"):
-                boards.log_file(run.trainer.loggers, file)
+                for each in (file, page):
+                    boards.log_file(run.trainer.loggers, each)
         if report.verdict is not None:
             with survived("The verdict was not shown"):
                 run.show(report)
         if self.summary:
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)
-                print_report(report)
+                print_report(report, page)
 
 
 class AddedHooks(ThroughputHooks):
