@@ -259,7 +259,7 @@ class BatchTransform(PipelineTransform):
         What a device can do depends on channels and dtypes of the images.
         """
         worker = ComposeWorker(self.compose, self._fields, None)
-        found: list[SampleForm] = []
+        found: list[SampleForm | None] = []
         for sample in samples:
             try:
                 found.append(worker.form_of(sample))
@@ -271,11 +271,14 @@ class BatchTransform(PipelineTransform):
             return self
         fitted = copy.copy(self)
         fitted._unfitted = self
-        first = found[0]
-        fitted._images = first.channels, first.images["image"]
-        fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
-        if any(form.images.items() - first.images.items() for form in found):
-            fitted._why_not = "the samples hold images of several dtypes"
+        if forms := [form for form in found if form is not None]:
+            first = forms[0]
+            fitted._images = first.channels, first.images["image"]
+            fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
+            if any(form.images.items() - first.images.items() for form in forms):
+                fitted._why_not = "the samples hold images of several dtypes"
+        else:
+            fitted._why_not = "the samples hold no image, but frames or volumes"
         fitted.take_in()
         return fitted
 

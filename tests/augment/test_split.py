@@ -19,7 +19,7 @@ from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import BatchError, FastDataWarning
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
@@ -199,14 +199,15 @@ def test_no_masks_at_all_are_no_masks_afterwards():
 
 
 @each("name", ["images", "volume", "mask3d"])
-def test_frames_and_volumes_are_refused_whether_or_not_an_image_is_beside_them(name):
-    sample = plain(1)[0]
-    stack = np.stack([sample["image"]] * 3)
-    worker = as_batch_transform(A.Compose([A.D4(p=1)])).in_worker(on_device=True)
-    with pytest.raises(BatchError, match="has no role"):
-        worker(sample | {name: stack}, SampleKey(0, 0, 0))
-    with pytest.raises(BatchError, match="call the pipeline in __getitem__"):
-        worker({name: stack}, SampleKey(0, 0, 0))
+def test_stacks_of_images_are_moved_in_the_worker_by_the_same_draws(name):
+    image = plain(1)[0]["image"]
+    stack = np.stack([image, image[::-1], 255 - image])
+    stack = list(stack) if name == "images" else stack
+    pipeline = A.Compose(
+        [A.D4(p=1), A.RandomGamma(p=0.5), A.RandomCrop(20, 20), A.VerticalFlip(p=0.5)]
+    )
+    _, wanted, _ = compare(pipeline, plain(4, **{name: stack}))
+    assert {np.shape(one[name])[:3] for one in wanted} == {(3, 20, 20)}
 
 
 def test_fields_that_share_a_name_with_a_stack_of_images_are_let_be():

@@ -109,9 +109,9 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
         return Found(None, None)
     raise BatchError(
         f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
-        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample). "
-        "Say where it is with image=<key or index>. Frames and volumes are augmented where the "
-        "dataset reads them: call the pipeline in __getitem__."
+        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample), or "
+        "frames or a volume under Albumentations' names for them ('images', 'volume'). "
+        "Say where it is with image=<key or index>."
     )
 
 

@@ -65,8 +65,6 @@ def contiguous(value: Any) -> Any:
 
 
 _ROLES: Final[tuple[Role, ...]] = ("image", "mask")
-_VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
-"""Names under which a pipeline takes frames and volumes, which no batch of images holds."""
 
 
 def target_roles(compose: BaseCompose) -> dict[str, Role]:
@@ -80,7 +78,7 @@ def argument_names(compose: BaseCompose) -> frozenset[str]:
 
     Boxes and keypoints only where it knows their format; without that they mean nothing to it.
     """
-    kinds = {name: name for name in {"masks", *compose.available_keys} - _VOLUMES} | _added(compose)
+    kinds = {name: name for name in ("masks", *compose.available_keys)} | _added(compose)
     # A version of Albumentations without that name runs whole on the CPU.
     known = getattr(compose, "processors", kinds) if is_container(compose) else kinds
     return frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ from lightning_fastdata import registry
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, Track
 from lightning_fastdata.augment.pipeline.fields import (
+    CHANNELS,
     Fields,
     Location,
     find_fields,
     get_field,
     has_field,
+    is_pil,
     mask_as_given,
     mask_to_numpy,
     put_fields,
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, SampleKey
 
 _Seed: TypeAlias = "Callable[[SampleKey], None]"
+
+_VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
+_SEVERAL: Final = _VOLUMES | {"masks"}
+_MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
 
 
 class SampleForm(NamedTuple):
@@ -81,7 +87,7 @@ class ComposeWorker(TapedWorker):
         self._fields = fields
         self._plan = plan
         self._roles = target_roles(compose)
-        self._masks = {"masks", *(name for name, role in self._roles.items() if role == "mask")}
+        self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
         self._taken = argument_names(compose)
         self._mover = mover_of(compose)
         leaves = list_leaves(compose)
@@ -94,13 +100,15 @@ class ComposeWorker(TapedWorker):
         ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
 
         Raises:
-            BatchError: the sample has no image, or one that leaves something beside it behind.
+            BatchError: the sample has no image, and neither frames nor volumes, or an image that
+                leaves something beside it behind.
         """
         data, places = self._arguments(sample)
-        run, seed = self._own()
+        plan = self._plan if "image" in data else None
+        run, seed = self._own(plan)
         seed(key)
-        tape: Tape | None = None
-        if self._plan is None:
+        tape: Tape | None = None if self._plan is None else {}
+        if plan is None:
             result = run(**data)
         else:
             result, tape = run(data)
@@ -115,13 +123,15 @@ class ComposeWorker(TapedWorker):
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
-    def form_of(self, sample: Batch) -> SampleForm:
-        """Return what the images and masks of a sample look like.
+    def form_of(self, sample: Batch) -> SampleForm | None:
+        """Return what the images and masks of a sample look like; None: it has volumes alone.
 
         Raises:
-            BatchError: it has no image.
+            BatchError: it has no image, and neither frames nor volumes.
         """
         data, _ = self._arguments(sample)
+        if "image" not in data:
+            return None
         shape = data["image"].shape
         images, masks = (
             {
@@ -161,6 +171,8 @@ class ComposeWorker(TapedWorker):
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after what its tape says."""
+        if self._has_volumes_alone(sample):
+            return sample
         draws, values = compile_tapes([tape]), {}
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
@@ -185,45 +197,77 @@ class ComposeWorker(TapedWorker):
                 found[name] = place, value
         return found
 
-    def _own(self) -> tuple[Callable[..., Any], _Seed]:
-        """Return this thread's pipeline, or its recorder, and what seeds it."""
-        own: tuple[Callable[..., Any], _Seed] | None = getattr(self._local, "own", None)
-        if own is None:
-            if self._plan is None:
+    def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], _Seed]:
+        """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
+        own: dict[int, tuple[Callable[..., Any], _Seed]]
+        own = vars(self._local).setdefault("by_plan", {})
+        if id(plan) not in own:
+            if plan is None:
                 compose = run = copy.deepcopy(self._compose)
             else:
-                run = Recorder(self._compose, self._plan, self._ops)
+                run = Recorder(self._compose, plan, self._ops)
                 compose = run.compose
-            self._local.own = own = run, reseeder(compose)
-        return own
+            own[id(plan)] = run, reseeder(compose)
+        return own[id(plan)]
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and where each of them sits in the sample."""
         places: dict[str, Location] = {}
-        places["image"], mask = find_fields(sample, self._fields, batched=False)
+        if self._has_volumes_alone(sample):
+            mask = self._fields.mask
+        else:
+            places["image"], mask = find_fields(sample, self._fields, batched=False)
         if mask is not None:
             places["mask"] = mask
         for name, place in named_places(sample, self._taken).items():
             taken = name in places or place in places.values()
-            if not taken and sample[place] is not None:
+            if not taken and _fits(name, sample[place]):
                 places[name] = place
         data = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and value is not None:
                 value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
-            data[name] = _as_arrays(value) if name == "masks" else value
-        if self._mover is not None:
+            data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
+        if self._mover is not None and "image" in data:
             known = {*places.values(), *self._fields.stays}
             check_beside(sample, known, data["image"].shape[:2], self._mover)
         return data, places
 
+    def _has_volumes_alone(self, sample: Batch) -> bool:
+        named = self._fields.image
+        if not isinstance(sample, Mapping) or named not in {None, *_VOLUMES}:
+            return False
+        if named is None and "image" in sample:
+            return False
+        held = (_VOLUMES - _MASKS) & self._taken & sample.keys()
+        return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
-def _as_arrays(masks: Batch) -> Batch:
-    """Return masks as Albumentations wants them."""
-    if isinstance(masks, list | tuple):
-        return [mask_to_numpy(one) for one in masks]
-    return masks.detach().cpu().numpy() if isinstance(masks, torch.Tensor) else masks
+
+def _fits(name: str, value: object) -> bool:
+    # Samples may use the names of volumes for something else: a loudness, file names.
+    if value is None or name not in _VOLUMES:
+        return value is not None
+    values = value if isinstance(value, list | tuple) and value else [value]
+    return all(isinstance(one, np.ndarray | torch.Tensor) or is_pil(one) for one in values)
+
+
+def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
+    """Return whether what is called frames is one image, with channels first or last."""
+    value = sample[name]
+    if name != "images" or isinstance(value, list | tuple):
+        return False
+    shape: tuple[int, ...] = getattr(value, "shape", ())
+    return len(shape) < 3 or (len(shape) == 3 and not {shape[0], shape[2]}.isdisjoint(CHANNELS))
+
+
+def _as_arrays(value: Batch, *, image: bool) -> Batch:
+    """Return images, masks or a volume as Albumentations wants them."""
+    if isinstance(value, list | tuple):
+        return [to_hwc(one)[0] if image else mask_to_numpy(one) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
 
 
 def _own_if_gray(value: object) -> np.ndarray:
