@@ -140,7 +140,7 @@ class KeyedIterableDataset(_Stand, IterableDataset[Any]):
     """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``."""
 
     def __iter__(self) -> Iterator[Any]:
-        return self.over(iter(self._keying.dataset))  # type: ignore[call-overload]
+        return self.over(iter(self._keying.dataset))
 
     def over(self, samples: Iterator[Any], *, first: int = 0) -> Iterator[Any]:
         """Yield the samples of a pass over the stream, of which so many were read before."""

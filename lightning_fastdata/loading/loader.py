@@ -44,6 +44,7 @@ from lightning_fastdata.loading.position import (
     tell_loose,
     tell_new_stream,
     tell_unknown,
+    why_new,
     with_indices,
 )
 from lightning_fastdata.loading.source import (
@@ -665,19 +666,15 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             tell_unknown(state, f"with batch {state.batches} of the stream")
         elif state.batches:
             check_stream(state, now)
-        if not isinstance(inner, KeptExecutor) or not (state.batches or inner.keep):
+        kept = inner if isinstance(inner, KeptExecutor) else None
+        lives_on = self.keeps is True or not self.num_workers if kept is None else kept.keep
+        fits = state.lanes and len(state.lanes) == now.parts
+        if kept is not None and state.lanes and fits and (state.batches or lives_on):
+            kept.go_on_in_stream(state.lanes)
+        elif state.batches:
             return state.batches
-        if state.lanes and len(state.lanes) == now.parts:
-            inner.go_on_in_stream(state.lanes)
-            return 0
-        if state.batches or not state.epoch:
-            return state.batches
-        if state.lanes:
-            why = f"{now.parts} workers read it, and {state.parts} did when it was saved"
-            tell_new_stream(self.dataset, state.epoch, why)
-        elif state.lanes is None and tells_state(self.dataset):
-            why = "the pass before was left before its end (as with limit_train_batches)"
-            tell_new_stream(self.dataset, state.epoch, why)
+        elif state.epoch and lives_on and tells_state(self.dataset):
+            tell_new_stream(self.dataset, state, why_new(state, now, by_torch=kept is None))
         return 0
 
     def _length(self) -> int | None:

@@ -645,12 +645,27 @@ def tell_draws(stream: object) -> None:
     )
 
 
-def tell_new_stream(stream: object, epoch: int, why: str) -> None:
+def why_new(state: Position, now: Position, *, by_torch: bool) -> str:
+    """Return why an epoch begins without what a stream keeps from pass to pass; "": it does not.
+
+    ``by_torch``: torch's own iterator reads it.
+    """
+    if by_torch:
+        return "torch's iterator gives no state of it"
+    if state.lanes:
+        return f"{now.parts} workers read it, and {state.parts} did when it was saved"
+    left = "the pass before was left before its end (as with limit_train_batches)"
+    return left if state.lanes is None else ""
+
+
+def tell_new_stream(stream: object, state: Position, why: str) -> None:
     """Warn that an epoch begins without what a stream keeps from the passes before."""
+    if not why:
+        return
     warnings.warn(
-        f"Epoch {epoch} begins as that of a new {type(stream).__name__}, as {why}. What the stream "
-        "keeps from pass to pass is lost, so that samples may be others than without a break. Have "
-        "it make that from the epoch, which on_train_epoch_start can tell it.",
+        f"Epoch {state.epoch} begins as that of a new {type(stream).__name__}, as {why}. What the "
+        "stream keeps from pass to pass is lost, so that samples may be others than without a "
+        "break. Have it make that from the epoch, which on_train_epoch_start can tell it.",
         FastDataWarning,
         stacklevel=2,
     )
@@ -795,16 +810,18 @@ class ReadBatches(_Around):
 
 def _some_of(leaf: object) -> str:
     """Return some values of a leaf of a batch, as text."""
+    values: Any
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        leaf = leaf.detach().flatten()
-        leaf = leaf[:: max(1, len(leaf) // 64)].tolist()
+        values = leaf.detach().flatten()
+    elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        values = leaf.reshape(-1)
     elif isinstance(leaf, bytes):
-        leaf = len(leaf), leaf[:: max(1, len(leaf) // 64)]
-    elif isinstance(leaf, np.ndarray):
-        return _some_of(leaf.reshape(-1)[:: max(1, leaf.size // 64)].tolist())
-    elif not isinstance(leaf, str | int | float | bool | list | np.generic | None):
-        return type(leaf).__name__
-    return repr(leaf)
+        values = np.frombuffer(leaf, np.uint8)
+    else:
+        known = isinstance(leaf, str | int | float | bool | np.generic | None)
+        return repr(leaf) if known else type(leaf).__name__
+    # An odd step meets another place in each sample.
+    return repr(values[:: len(values) // 64 | 1].tolist())
 
 
 def read_again(batches: ReadBatches, state: Position, stream: object) -> None:

@@ -19,7 +19,6 @@ from torch.utils.data import (
     IterDataPipe,
     get_worker_info,
 )
-from torch.utils.data import get_worker_info as in_which_worker
 from torch.utils.data.datapipes.iter import IterableWrapper
 from trainers import Learner, quiet_trainer
 
@@ -28,11 +27,6 @@ from lightning_fastdata.errors import OptionsError
 
 COUNT = 23
 SEVERAL = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-
-
-def share() -> tuple[int, int]:
-    info = in_which_worker()
-    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 class Split(IterableDataset):
@@ -50,17 +44,6 @@ class Split(IterableDataset):
             yield {"x": number}
 
 
-class BySharedFunction(Split):
-    def __iter__(self) -> Any:
-        assert os.getpid() != self.process
-        return self._mine()
-
-    def _mine(self) -> Any:
-        worker, workers = share()
-        for number in itertools.islice(range(self.begin, self.end), worker, None, workers):
-            yield {"x": number}
-
-
 class Around(IterableDataset):
     """A wrapper that knows nothing of workers."""
 
@@ -70,14 +53,6 @@ class Around(IterableDataset):
     def __iter__(self) -> Any:
         for sample in self.inner:
             yield {"x": sample["x"]}
-
-
-class Reader:
-    """No dataset, yet what the stream reads and what splits."""
-
-    def __iter__(self) -> Any:
-        worker, workers = share()
-        return iter([{"x": number} for number in range(worker, COUNT, workers)])
 
 
 class Whole(IterableDataset):
@@ -106,17 +81,6 @@ class FirstOnly(IterableDataset):
         return itertools.islice(self.inner, 3)
 
 
-class Pairs(IterableDataset):
-    """Pairs samples of two streams, which each worker does with its parts of both."""
-
-    def __init__(self, *inner: Any) -> None:
-        self.inner = inner
-
-    def __iter__(self) -> Any:
-        for one, two in zip(*self.inner, strict=False):
-            yield {"x": one["x"], "y": two["x"]}
-
-
 class Renamed(IterDataPipe):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -124,16 +88,6 @@ class Renamed(IterDataPipe):
     def __iter__(self) -> Any:
         for number in self.inner:
             yield {"x": number}
-
-
-class SplitTwice(Split):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Split()
-
-    def __iter__(self) -> Any:
-        worker, workers = share()
-        yield from itertools.islice(self.inner, worker, None, workers)
 
 
 def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
@@ -170,22 +124,18 @@ def web_dataset(folder: Any, shards: int = 5, **how: Any) -> Any:
 
 SPLITTING = {
     "get_worker_info": lambda _: Split(),
-    "a method that asks": lambda _: BySharedFunction(),
     "a wrapper": lambda _: Around(Around(Split())),
-    "a reader within": lambda _: Around(Reader()),
     "Hugging Face": lambda _: hugging_face(4),
     "Hugging Face, few shards": lambda _: hugging_face(2),
     "Hugging Face in a wrapper": lambda _: Around(hugging_face(3)),
-    "pairs of what splits alike": lambda _: Pairs(Split(), Split()),
     "WebDataset": web_dataset,
 }
 WHOLE = {
     "nothing asks": lambda _: Whole(),
     "refuses workers": lambda _: Refuses(),
-    "a chain": lambda _: ChainDataset([Split(0, 9), BySharedFunction(9, COUNT)]),
+    "a chain": lambda _: ChainDataset([Split(0, 9), Split(9, COUNT)]),
     "a pipe": lambda _: Renamed(IterableWrapper(range(COUNT)).sharding_filter()),
     "first ones of a stream": lambda _: FirstOnly(Around(Split())),
-    "twice": lambda _: SplitTwice(),
     "WebDataset without a splitter": lambda folder: web_dataset(folder, workersplitter=None),
     "WebDataset with an epoch": lambda folder: web_dataset(folder).with_epoch(4),
 }

@@ -533,6 +533,13 @@ def test_another_number_of_workers_or_of_samples_is_refused_within_an_epoch(stre
         again.close()
 
 
+def test_an_epoch_behind_one_that_torch_read_says_that_it_begins_anew():
+    loader = loader_of(CountsPasses, 0, executor="torch")
+    list(loader)
+    texts, _ = told_by(resumed(loader.state_dict(), CountsPasses, 0, executor="torch"))
+    assert "torch's iterator gives no state of it" in texts[0]
+
+
 @pytest.mark.parametrize(("stream", "told"), [(Plain, 0), (CountsPasses, 1)])
 def test_another_number_of_workers_begins_an_epoch_and_says_what_is_lost(stream, told):
     stopped = loader_of(stream, 2)

@@ -99,7 +99,7 @@ class TrainingProgress:
         if state.lanes is not None and trainer.global_rank:
             if state.epoch and state.lanes:
                 why = "its state was saved on rank 0, for the part that it reads"
-                tell_new_stream(loaders[path].dataset, state.epoch, why)
+                tell_new_stream(loaders[path].dataset, state, why)
             state = self._saved[path] = replace(state, lanes=[], digest=None)
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches:
