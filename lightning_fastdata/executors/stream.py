@@ -94,7 +94,7 @@ class StreamExecutor:
     ) -> None:
         self.plan = plan
         self._pin_thread = pin_thread
-        self._wanted = processes
+        self._processes = processes
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
         self._whole_bytes = 0
         self._samples: int | None = 0
@@ -130,7 +130,7 @@ class StreamExecutor:
 
         ``resume``: go on there, in new processes.
         """
-        self._samples, workers = next(iter(batches)), self._wanted
+        self._samples, workers = next(iter(batches)), self._processes
         over = all(lane.done for lane in self._lanes)
         self._generation += 1
         self._epoch = epoch
@@ -142,12 +142,10 @@ class StreamExecutor:
             lane.batches.clear()
         if self._lanes:
             self._handle(self._crew.wait(0.0))  # one that died after its last batch is found here
-        # The stream is shared out anew, or read anew from its middle.
-        anew = len(self._lanes) != workers or resume is not None
         for lane in self._lanes:
             child = lane.child
             lives = self.children.get(child.number) is child
-            if lives and (anew or child.failure is not None):
+            if lives and (resume is not None or child.failure is not None):
                 self._crew.discard(child)
                 lane.drop(child.tasks.values(), self._slots)
         self._resume, self._crew.wanted = dict(enumerate(resume or ())), workers
@@ -200,9 +198,8 @@ class StreamExecutor:
         self._records = records
         self._crew.configure(protocol.SetStamps(records is not None))
 
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
-        """Have so many side processes from the next epoch on, as they share out the stream."""
-        self._wanted = workers
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
+        """Do nothing: a stream is shared out among the processes that there are."""
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""

@@ -410,6 +410,10 @@ class Passes:
         return epoch, max(0, taken - begun.before), begun
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, FastDataWarning, stacklevel=3)
+
+
 class StateWatch:
     """Compares what is read before and behind steps: the first, 2nd, 4th, 8th, ..., and others.
 
@@ -459,7 +463,7 @@ class StateWatch:
         for cache in self._caches:
             cache.notice_change(_WITHIN_S)
         if self._before is not None and self._look() not in (None, self._before):
-            warnings.warn(self._text.format(self._count), FastDataWarning, stacklevel=3)
+            _warn(self._text.format(self._count))
             self._text = ""
         self._looks, self._before = False, None
         self._spent_s += clock.monotonic() - began_s
@@ -488,12 +492,10 @@ class SizeWatch:
             return
         size, self._size = self._size, self._source.batch_size
         if size not in (None, self._size):
-            warnings.warn(
+            _warn(
                 f"The batch sampler's batch_size was {size} and is {self._size} since the last "
                 "step. Batches that were drawn ahead keep the size that they had: change it "
-                "between epochs.",
-                FastDataWarning,
-                stacklevel=3,
+                "between epochs."
             )
 
 
@@ -611,37 +613,31 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
 
 def tell_unknown(state: Position, where: str) -> None:
     """Warn that it is not known which batches were taken; the epoch goes on ``where``."""
-    warnings.warn(
+    _warn(
         f"The training took {state.batches} batches of epoch {state.epoch} before it was saved, "
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
         f"data module does not call super(). The epoch goes on {where}, so that samples may come "
-        "twice or not at all in it; later epochs are whole.",
-        FastDataWarning,
-        stacklevel=2,
+        "twice or not at all in it; later epochs are whole."
     )
 
 
 def tell_loose(state: Position) -> None:
     """Warn that it is not known which batches came before the training was saved."""
-    warnings.warn(
+    _warn(
         f"Batches came as they were ready (in_order=False), and which {state.batches} of epoch "
         f"{state.epoch} were taken before the training was saved is not known. It goes on with "
         f"batch {state.batches} of the order, so that samples may come twice or not at all in this "
-        "epoch; later epochs are whole. For an exact resume leave in_order=True.",
-        FastDataWarning,
-        stacklevel=2,
+        "epoch; later epochs are whole. For an exact resume leave in_order=True."
     )
 
 
 def tell_draws(stream: object) -> None:
     """Warn that a stream draws from generators that no state holds."""
-    warnings.warn(
+    _warn(
         f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), "
         "whose states are not saved. So after this resume it may draw other numbers than without "
         "a break. Have it draw from a generator of its own that is seeded by the epoch, which "
-        "on_train_epoch_start can tell it, or that its state_dict() holds.",
-        FastDataWarning,
-        stacklevel=2,
+        "on_train_epoch_start can tell it, or that its state_dict() holds."
     )
 
 
@@ -662,12 +658,10 @@ def tell_new_stream(stream: object, state: Position, why: str) -> None:
     """Warn that an epoch begins without what a stream keeps from the passes before."""
     if not why:
         return
-    warnings.warn(
+    _warn(
         f"Epoch {state.epoch} begins as that of a new {type(stream).__name__}, as {why}. What the "
         "stream keeps from pass to pass is lost, so that samples may be others than without a "
-        "break. Have it make that from the epoch, which on_train_epoch_start can tell it.",
-        FastDataWarning,
-        stacklevel=2,
+        "break. Have it make that from the epoch, which on_train_epoch_start can tell it."
     )
 
 
@@ -712,7 +706,7 @@ def _tell(state: Position, now: Position, indices: EpochIndices) -> bool:
     """Tell what is not as it was, and return whether the order is another one."""
     texts = list(_told(state, now, indices))
     if texts:
-        warnings.warn(" ".join(texts), FastDataWarning, stacklevel=2)
+        _warn(" ".join(texts))
     return next(state.differences(now), None) is not None
 
 
@@ -839,20 +833,16 @@ def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
             "or begin the epoch anew."
         )
     seconds = clock.monotonic() - began_s
-    warnings.warn(
+    _warn(
         f"To go on where the training was saved, {found} batches of {name} that were delivered "
         f"before were read again and dropped, in {seconds:.1f} s, as no state of it was saved "
-        "(state_dict() and load_state_dict()).",
-        FastDataWarning,
-        stacklevel=2,
+        "(state_dict() and load_state_dict())."
     )
     if state.digest not in (None, batches.digest) and state.in_order:
-        warnings.warn(
+        _warn(
             f"{name} gave other samples than before the training was saved, when they were read "
             "again to go on behind them. So the training goes on, but in this epoch some samples "
             "come twice and others not at all. Have it shuffle by a seed and by the epoch, which "
             "on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed), or give it "
-            "state_dict() and load_state_dict().",
-            FastDataWarning,
-            stacklevel=2,
+            "state_dict() and load_state_dict()."
         )
