@@ -185,7 +185,7 @@ class StreamHistory:
         self._notes = [deque() for _ in self._now]
         self._given = sum(lane.batches for lane in self._now)
         self._kept = {self._given: self._now}
-        self._is_known = over or not going_on
+        self._is_known = over or resume is not None or not going_on
 
     @property
     def first_turn(self) -> int:

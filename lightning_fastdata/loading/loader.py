@@ -643,34 +643,33 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         Return how many batches of a stream are to be read again first.
         """
         state, indices, inner = begun.state, self._indices, self._inner
+        if state is not None:
+            restore_dataset(self.dataset, state)
+            self.quarantine = sorted({*self.quarantine, *state.quarantine})
+            self.faults.count_in(state.bad)
+            if state.batches and not (state.in_order or state.lanes):
+                tell_loose(state)
+            if isinstance(inner, KeptExecutor):
+                inner.go_on_from(state.base_seed)
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = start_of(begun, self._as_it_is(indices), indices)
-        if state is None:
             return 0
-        restore_dataset(self.dataset, state)
-        self.quarantine = sorted({*self.quarantine, *state.quarantine})
-        self.faults.count_in(state.bad)
-        if state.batches and not (state.in_order or state.lanes):
-            tell_loose(state)
-        if state.draws:
-            tell_draws(self.dataset)
-        if isinstance(inner, KeptExecutor):
-            inner.go_on_from(state.base_seed)
-        return self._go_on_in_stream(state) if indices is None else 0
+        return 0 if state is None else self._go_on_in_stream(state)
 
     def _go_on_in_stream(self, state: Position) -> int:
         """Have a stream go on at a state; return how many batches are to be read again first."""
-        inner, now = self._inner, self._as_it_is(None)
+        inner, now, lanes = self._inner, self._as_it_is(None), state.lanes or []
+        if state.draws:
+            tell_draws(self.dataset)
         if state.samples < 0:
             tell_unknown(state, f"with batch {state.batches} of the stream")
         elif state.batches:
             check_stream(state, now)
         kept = inner if isinstance(inner, KeptExecutor) else None
         lives_on = self.keeps is True or not self.num_workers if kept is None else kept.keep
-        fits = state.lanes and len(state.lanes) == now.parts
-        if kept is not None and state.lanes and fits and (state.batches or lives_on):
-            kept.go_on_in_stream(state.lanes)
+        if kept is not None and len(lanes) == now.parts and (state.batches or lives_on):
+            kept.go_on_in_stream(lanes)
         elif state.batches:
             return state.batches
         elif state.epoch and lives_on and tells_state(self.dataset):
