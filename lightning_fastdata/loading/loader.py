@@ -33,6 +33,7 @@ from lightning_fastdata.loading.position import (
     SizeWatch,
     StateWatch,
     as_it_is,
+    check_order,
     check_stream,
     cut_anew,
     dataset_state,
@@ -360,6 +361,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._passes = Passes()
+        self._told_loose = False
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -592,6 +594,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 state = replace(state, lanes=inner.lanes(0, over=True))
         if indices is not None:
             state = with_indices(state, indices)
+        if batches and not (state.in_order or state.lanes or self._told_loose):
+            vars(self)["_told_loose"] = True
+            tell_loose(self)
         return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
 
     def progress(self) -> tuple[int, int]:
@@ -647,8 +652,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
             self.faults.count_in(state.bad)
-            if state.batches and not (state.in_order or state.lanes):
-                tell_loose(state)
+            check_order(state)
             if isinstance(inner, KeptExecutor):
                 inner.go_on_from(state.base_seed)
         if indices is not None:

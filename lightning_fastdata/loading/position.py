@@ -521,7 +521,7 @@ def as_it_is(
         length=None if stream else dataset_length(loader.dataset),
         batch_size=batch_size,
         world_size=1 if split is None else split.num_replicas,
-        in_order=loader.in_order or not workers,
+        in_order=loader.in_order or workers < (2 if stream else 1),
         parts=max(1, workers) if stream else 1,
         seed=loader.seed,
         order="a stream" if indices is None else type(deciding(indices.source)).__name__,
@@ -621,14 +621,28 @@ def tell_unknown(state: Position, where: str) -> None:
     )
 
 
-def tell_loose(state: Position) -> None:
-    """Warn that it is not known which batches came before the training was saved."""
+def tell_loose(loader: object) -> None:
+    """Warn, as a position is saved, that nothing can go on from it."""
     _warn(
-        f"Batches came as they were ready (in_order=False), and which {state.batches} of epoch "
-        f"{state.epoch} were taken before the training was saved is not known. It goes on with "
-        f"batch {state.batches} of the order, so that samples may come twice or not at all in this "
-        "epoch; later epochs are whole. For an exact resume leave in_order=True."
+        f"{type(loader).__name__} hands over batches as they are ready (in_order=False), and which "
+        "of them were taken is not saved: a training cannot go on within this epoch, only from a "
+        "checkpoint between two epochs. For the former leave in_order=True."
     )
+
+
+def check_order(state: Position) -> None:
+    """Refuse to go on where it is not known which batches came before.
+
+    Raises:
+        OptionsError: With what to do.
+    """
+    if state.batches and not (state.in_order or state.lanes):
+        raise OptionsError(
+            f"The training was saved within epoch {state.epoch}, after {state.batches} batches "
+            "that came as they were ready (in_order=False). Which they were is not known, so that "
+            "samples would come twice or not at all. Go on from a checkpoint between two epochs, "
+            "and leave in_order=True to go on from any."
+        )
 
 
 def tell_draws(stream: object) -> None:
@@ -838,7 +852,7 @@ def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
         f"before were read again and dropped, in {seconds:.1f} s, as no state of it was saved "
         "(state_dict() and load_state_dict())."
     )
-    if state.digest not in (None, batches.digest) and state.in_order:
+    if state.digest not in (None, batches.digest):
         _warn(
             f"{name} gave other samples than before the training was saved, when they were read "
             "again to go on behind them. So the training goes on, but in this epoch some samples "

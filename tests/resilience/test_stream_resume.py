@@ -425,19 +425,24 @@ def test_reading_again_is_said_once(workers):
     assert "read again and dropped, in " in said
 
 
-@pytest.mark.parametrize("stream", [Plain, CountsPasses])
-def test_batches_as_they_are_ready_come_once_or_it_is_said(stream):
-    whole = told_by(loader_of(stream, 2, in_order=False))[1]
-    stopped = loader_of(stream, 2, in_order=False)
+def test_batches_as_they_are_ready_come_once_from_a_state():
+    whole = told_by(loader_of(CountsPasses, 2, in_order=False))[1]
+    stopped = loader_of(CountsPasses, 2, in_order=False)
     given = iter(stopped)
     taken = [text(next(given)) for _ in range(3)]
     state = stopped.state_dict()
     stopped.close()
-    texts, rest = told_by(resumed(state, stream, 2, in_order=False))
-    if stream is CountsPasses:
-        assert (texts, sorted(taken + rest)) == ([], sorted(whole))
-    else:
-        assert "leave in_order=True" in texts[0]
+    texts, rest = told_by(resumed(state, CountsPasses, 2, in_order=False))
+    assert (texts, sorted(taken + rest)) == ([], sorted(whole))
+
+
+def test_without_a_state_batches_as_they_are_ready_are_refused_within_an_epoch():
+    with pytest.warns(FastDataWarning, match="cannot go on within this epoch"):
+        state = saved_after(3, Plain, 2, in_order=False)
+    again = resumed(state, Plain, 2)
+    with pytest.raises(OptionsError, match="after 3 batches that came as they were ready"):
+        next(iter(again))
+    again.close()
 
 
 @pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("torch", 0), ("workers", 1)])
