@@ -74,6 +74,15 @@ def early_batches(iterator: object) -> Iterable[Any]:
     return [entry[1] for entry in tasks if len(entry) == 2]
 
 
+def under_way(iterator: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Return how many batches torch's iterator over workers has begun, and which it has to give.
+
+    None: there are no workers.
+    """
+    tasks = getattr(iterator, "_task_info", None)
+    return None if tasks is None else (iterator._send_idx, tuple(tasks))
+
+
 def next_has_arrived(iterator: Any) -> bool | None:
     """Return whether torch's iterator over workers has its next batch, or the end; else None."""
     try:

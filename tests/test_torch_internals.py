@@ -25,6 +25,7 @@ from lightning_fastdata.torch_internals import (
     not_compiled,
     pinned,
     set_worker_info,
+    under_way,
 )
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
@@ -92,15 +93,18 @@ def test_the_iterator_over_workers_tells_what_has_arrived():
     assert {"_task_info", "_rcvd_idx", "_send_idx", "_data_queue"} <= vars(batches).keys()
     assert isinstance(next_has_arrived(batches), bool)
     next(batches)
+    assert under_way(batches) == (3, (1, 2))
     assert all(isinstance(batch, torch.Tensor) for batch in early_batches(batches))
     list(batches)
     assert next_has_arrived(batches) is True
     assert early_batches(batches) == []
+    assert under_way(batches) == (6, ())
 
 
 def test_of_other_iterators_nothing_is_known():
     assert next_has_arrived(iter([1])) is None
     assert early_batches(iter([1])) == []
+    assert under_way(iter([1])) is None
 
 
 def test_the_store_at_which_ranks_met_is_found():

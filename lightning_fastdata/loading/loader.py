@@ -24,7 +24,6 @@ from lightning_fastdata.executors.kinds import (
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.position import (
     CountedBatches,
-    Noted,
     Pass,
     Passes,
     Position,
@@ -461,7 +460,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 if self.records is not None:
                     self.records.clear()
             return read
-        if self.on_bad_sample.policy == "skip":  # which may leave nothing of a batch
+        skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
+        if skips or not self.in_order:
             return ReadBatches(batches, begun, source, first=begun.handed)
         return batches
 
@@ -573,13 +573,14 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         epoch, batches, found = self._passes.now(self._run_now(), self._length(), ahead)
         if isinstance(found, Position):
             return found.as_dict()
-        reached, digest = Noted() if found is None else found.behind(batches)
+        reached, late, digest = (None, [], None) if found is None else found.behind(batches)
         indices = self._indices_now()
         state = replace(
             self._as_it_is(indices),
             epoch=epoch,
             batches=batches,
             reached=reached,
+            late=late,
             digest=digest,
             quarantine=self.quarantine,
             bad=self.faults.bad,
@@ -594,7 +595,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 state = replace(state, lanes=inner.lanes(0, over=True))
         if indices is not None:
             state = with_indices(state, indices)
-        if batches and not (state.in_order or state.lanes or self._told_loose):
+        if not (state.is_known or self._told_loose):
             vars(self)["_told_loose"] = True
             tell_loose(self)
         return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split
 from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
 
@@ -54,7 +55,10 @@ class Position:
     batches: int
     """Batches of this pass over the data that the training took, of each rank."""
     samples: int
-    """Samples of it that all ranks took; below 0: not known."""
+    """Samples of it that all ranks took, and those of ``late``; below 0: not known."""
+    late: list[int] = field(default_factory=list)
+    """Numbers, in the order of the epoch, of batches that others have overtaken: they were not
+    taken, and come first."""
     reached: int | None = None
     """Batches of the order up to the last one that was taken; None: ``batches``."""
     in_order: bool = True
@@ -131,6 +135,11 @@ class Position:
         """Number, in the order of the epoch, of the first batch that is not begun."""
         return self.batches if self.reached is None else self.reached
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known which batches came before."""
+        return self.in_order or not self.batches or self.reached is not None or bool(self.lanes)
+
     def differences(self, now: Position) -> Iterator[str]:
         """Yield what of the loader is not as it was, the most important first."""
         if self.length != now.length:
@@ -181,11 +190,15 @@ class Run(Protocol):
         """Return where a loader was when the run was saved that goes on now; None: not known."""
 
 
+UnderWay: TypeAlias = tuple[int, tuple[int, ...]]
+"""How many batches were begun since a pass began, and which of them are not handed over."""
+
+
 class Noted(NamedTuple):
     """What is known behind a batch of a pass, where it does not follow from the batch's number."""
 
-    reached: int | None = None
-    """Batches of the order up to it, with those of which no sample was left."""
+    under_way: UnderWay | None = None
+    """Of those of the order that were begun."""
     digest: int | None = None
     """Of the batches of a stream until then."""
 
@@ -216,12 +229,24 @@ class Pass:
         self.noted[batches] = noted
         self.noted.pop(batches - _KEPT, None)
 
-    def behind(self, batches: int) -> Noted:
-        """Return what is known behind so many batches."""
-        state = self.state
-        if state is not None and state.batches == batches:
-            return Noted(state.reached, state.digest)
-        return self.noted.get(batches, Noted())
+    def behind(self, batches: int) -> tuple[int | None, list[int], int | None]:
+        """Return what of the order was reached, what of it was left out, and a stream's digest."""
+        state = self.state or Position(epoch=self.epoch, batches=0, samples=0)
+        if batches == state.batches:
+            return state.reached, state.late, state.digest
+        now, digest = self.noted.get(batches, Noted())
+        if not self.noted and state.reached is not None:
+            now = batches - state.batches, ()  # each one is handed over, in order
+        if now is None:
+            return None, [], digest
+        before, ahead = state.late, state.order_from - len(state.late)
+        reached, waiting = now
+        while reached and reached - 1 in waiting:
+            reached -= 1
+        late = [place for place in waiting if place < reached]
+        late += range(reached, len(before))
+        numbers = (before[at] if at < len(before) else ahead + at for at in late)
+        return ahead + max(reached, len(before)), sorted(numbers), digest
 
 
 class _Around(Iterator[Batch]):
@@ -605,6 +630,7 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
     return Start(
         batches=state.order_from,
         samples=state.samples,
+        late=tuple(state.late),
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
         digest=None if splits or changed else state.digest,
@@ -624,24 +650,32 @@ def tell_unknown(state: Position, where: str) -> None:
 def tell_loose(loader: object) -> None:
     """Warn, as a position is saved, that nothing can go on from it."""
     _warn(
-        f"{type(loader).__name__} hands over batches as they are ready (in_order=False), and which "
-        "of them were taken is not saved: a training cannot go on within this epoch, only from a "
-        "checkpoint between two epochs. For the former leave in_order=True."
+        f"{type(loader).__name__} hands over batches of a stream as they are ready "
+        "(in_order=False), and which of them were taken is not saved: a training cannot go on "
+        "within this epoch, only from a checkpoint between two epochs. For the former leave "
+        "in_order=True."
     )
 
 
 def check_order(state: Position) -> None:
-    """Refuse to go on where it is not known which batches came before.
+    """Refuse to go on where it is not known which batches came before; warn where of rank 0 only.
 
     Raises:
         OptionsError: With what to do.
     """
-    if state.batches and not (state.in_order or state.lanes):
+    if not state.is_known:
         raise OptionsError(
             f"The training was saved within epoch {state.epoch}, after {state.batches} batches "
             "that came as they were ready (in_order=False). Which they were is not known, so that "
             "samples would come twice or not at all. Go on from a checkpoint between two epochs, "
             "and leave in_order=True to go on from any."
+        )
+    if state.batches and state.world_size > 1 and not state.in_order:
+        _warn(
+            f"Batches came as they were ready (in_order=False), and each of the {state.world_size} "
+            "ranks had taken others when the training was saved. Those of rank 0 are known, so "
+            f"that in epoch {state.epoch} some samples may come twice or not at all on other "
+            "ranks; later epochs are whole. For an exact resume leave in_order=True."
         )
 
 
@@ -741,6 +775,11 @@ def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str
         )
     if state.same_steps(now):
         return
+    if state.late:
+        yield (
+            f"{len(state.late)} batches of {state.batch_size} samples that others had overtaken "
+            "(in_order=False) are left out of this epoch, as batches have another size now."
+        )
     was = f"{state.batch_size or 'batches'} x {state.world_size} ranks"
     size = now.batch_size or "batches"
     steps = f"steps of {size} x {now.world_size} ranks, which were of {was}"
@@ -787,7 +826,7 @@ class ReadBatches(_Around):
     Args:
         batches: The batches.
         begun: Their pass.
-        source: What tells how far it has come in the order; None of a stream.
+        source: What tells which it has handed over; None of a stream.
         first: Batches of the pass before them.
     """
 
@@ -802,17 +841,15 @@ class ReadBatches(_Around):
         """Of the batches of a stream until now; None: not known."""
 
     def __next__(self) -> Batch:
-        batch, reached = next(self._batches), None
+        batch, source = next(self._batches), self._source
         if self.digest is not None and (self._count < _LOOKED_AT or not self._count % _LOOKED_AT):
             parts = batch.batch if isinstance(batch, StagedBatch) else batch
             text = "".join(map(_some_of, leaves(parts)))
             self.digest = zlib.crc32(text.encode(errors="replace"), self.digest)
         self._count += 1
-        ask = getattr(self._source, "under_way", None)
-        now = None if ask is None else ask()
-        if now is not None:
-            reached = now[0] - len(now[1])
-        self._begun.note(self._count, Noted(reached, self.digest))
+        ask = getattr(source, "under_way", None)
+        now = under_way(source) if ask is None else ask()
+        self._begun.note(self._count, Noted(now, self.digest))
         return batch
 
 

@@ -63,6 +63,8 @@ class Start:
     """Batches of this rank that were delivered before."""
     samples: int = 0
     """Samples that all ranks were given before."""
+    late: tuple[int, ...] = ()
+    """Numbers of batches among them that were not delivered, and come first."""
     same_batches: bool = True
     """They were cut as they are now; False: only ``samples`` counts."""
     drawn: Drawn | None = None
@@ -111,15 +113,16 @@ class EpochIndices:
             _restore(deciding(self.source), start.drawn)
         whole, left = epoch_order(self.source), epoch_order(self.source, start=start.samples)
         if whole is None or left is None:
-            # What is shared out goes on by samples.
-            by_steps = self._share is None or not start.batches
+            # What is shared out goes on by samples, unless some of its steps come first.
+            by_steps = self._share is None or bool(start.late) or not start.batches
             again = start.same_batches and by_steps
             self._taken = _Taken() if again else _Taken(start.batches, start.digest, start.samples)
             return self._watched(start, self._taken, again=again)
         self._drawn = self._to_draw()
         if start.digest is not None and start.samples <= _CHECKED:
             _check(start, self.digest(whole.epoch, start.samples, 0), deciding(self.source))
-        batches = left.batches()
+        late = map(whole.batch, start.late if start.same_batches else ())
+        batches = chain(late, left.batches())
         return batches if self.arrays else (batch.tolist() for batch in batches)
 
     def drawn(self, epoch: int | None = None) -> Drawn:
@@ -213,12 +216,16 @@ class EpochIndices:
         if self._seed is not None:
             made, once = steps, draws_at_start(decides)
             steps = keyed(lambda: made, self._seed, self.epoch, once=once)
+        late = []
         with _as_before(start.drawn):
-            for step in islice(steps, start.batches if again else 0):
+            for number, step in enumerate(islice(steps, start.batches if again else 0)):
                 taken.add(step.whole)
+                if number in start.late:
+                    late.append(step.own)
             if again:
                 _check(start, taken.before(start.batches)[0], decides)
             first = list(islice(steps, 1))
+        yield from late
         for step in chain(first, steps):
             taken.add(step.whole)
             yield step.own

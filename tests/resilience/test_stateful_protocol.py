@@ -315,24 +315,7 @@ def test_a_dataset_with_a_state_gets_it_back():
     assert again.dataset.stage == 7
 
 
-# -- batches that do not come in order, or not at all ----------------------------------------------
-
-
-def test_batches_as_they_are_ready_are_refused_within_an_epoch_and_told_before():
-    how = {"in_order": False, "sampler": Reversing(LENGTH)}
-    stopped = make("workers-2", **how)
-    given = iter(stopped)
-    next(given)
-    with pytest.warns(FastDataWarning, match="cannot go on within this epoch"):
-        state = through_a_file(stopped.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        stopped.state_dict()  # once
-        list(given)
-        between = through_a_file(stopped.state_dict())
-    with pytest.raises(OptionsError, match="between two epochs, and leave in_order=True"):
-        seen(resumed(state, **how))
-    assert sorted(seen(resumed(between, **how))) == sorted(epochs(2, sampler=Reversing(LENGTH))[1])
+# -- batches that do not come --------------------------------------------------------------------
 
 
 class Bad(Images):
