@@ -8,7 +8,7 @@ the draws independent of the number of workers, the batch size and the resume po
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
@@ -46,7 +46,6 @@ class _Keying:
         self.seed = seed
         self.epoch = epoch
         self.transform = transform
-        self.first = 0
         self._composes: Sequence[Any] | None = None
         self._found_in_epoch = 0
 
@@ -140,24 +139,29 @@ class KeyedDataset(_Stand, Dataset[Any]):
 class KeyedIterableDataset(_Stand, IterableDataset[Any]):
     """An iterable dataset whose i-th sample in worker w has the key index ``i * workers + w``."""
 
-    def number_from(self, samples: int) -> None:
-        """Begin the next pass with the sample after so many, where the stream itself goes on."""
-        self._keying.first = samples
-
     def __iter__(self) -> Iterator[Any]:
-        return self.over(self._keying.dataset)  # type: ignore[arg-type]
+        return self.over(iter(self._keying.dataset))
 
-    def over(self, samples: Iterable[Any]) -> Iterator[Any]:
-        """Yield the samples of a pass over the stream."""
+    def over(self, samples: Iterator[Any], *, first: int = 0) -> Iterator[Any]:
+        """Yield the samples of a pass over the stream, of which so many were read before."""
         keying = self._keying
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        first, keying.first = keying.first, 0
         keying.seed_for(keying.key(first * workers + worker))
-        for position, sample in enumerate(samples, first):
+        for position, sample in enumerate(_as_they_come(samples), first):
             key = keying.key(position * workers + worker)
             yield keying.finish(sample, key)
             keying.seed_for(key._replace(index=key.index + workers))
+
+
+def _as_they_come(samples: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator gives: a stream that is its own begins anew if it is asked for one."""
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 def keyed(

@@ -1,4 +1,4 @@
-"""Streams of other libraries: what each is told of the epoch and of the ranks, and counts itself.
+"""Streams of other libraries: what each is told of the epoch and of the ranks.
 
 What is read of LitData, WebDataset and Hugging Face datasets beyond torch's protocol is read here,
 without importing any of them.
@@ -12,27 +12,23 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, Final
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.epoch_order import Rank, rank_now
 from lightning_fastdata.tree import has_method, held, held_by, is_a
 
 _SHARED_OUT: Final = ("split_by_node", "single_node_only")  # the second one raises in the workers
-_TOLD_LITDATA: Final = (
-    "{name} was made before the ranks were known, for rank {was} of {of}. It has been told that "
-    "this is rank {rank} of {ranks}, and that all get as many samples (drop_last=True), as LitData "
-    "has it among ranks. Make it in train_dataset(), or where the ranks are known, and this "
-    "message goes away."
-)
 _EACH_READS_ALL: Final = (
     "{name} is not shared out among the {ranks} ranks: each reads the whole of it, so that each "
     "sample comes {ranks} times in an epoch. {remedy}"
 )
+_LITDATA: Final = "It was made before the ranks were known: make it in train_dataset()."
 _HUGGING_FACE: Final = (
     "Use datasets.distributed.split_dataset_by_node(dataset, rank, world_size) in train_dataset()."
 )
 _WEB_DATASET: Final = "Give WebDataset nodesplitter=webdataset.split_by_node."
+_SHUFFLE_BUFFER: Final = "BufferShuffledExamplesIterable"
 
 
 def tell_rank(rank: Rank) -> None:
@@ -125,32 +121,22 @@ def settle_ranks(dataset: object) -> None:
 
 
 def _settled(one: Any, rank: Rank) -> bool:
-    name = type(one).__name__
+    remedy = ""
     if is_a(one, "litdata", "StreamingDataset"):
-        _settle_litdata(one, rank)
+        env = held(one, "distributed_env")
+        if env is not None and (env.global_rank, env.world_size) != rank:
+            remedy = _LITDATA
     elif is_a(one, "datasets", "IterableDataset"):
         if held(one, "_distributed") is None and "_distributed" in held_by(one):
-            _warn(_EACH_READS_ALL.format(name=name, ranks=rank.ranks, remedy=_HUGGING_FACE))
-    elif is_a(one, "webdataset", "WebDataset") and not _splits_by_node(one):
-        _warn(_EACH_READS_ALL.format(name=name, ranks=rank.ranks, remedy=_WEB_DATASET))
+            remedy = _HUGGING_FACE
+    elif is_a(one, "webdataset", "WebDataset"):
+        remedy = "" if _splits_by_node(one) else _WEB_DATASET
     else:
         return False
+    if remedy:
+        text = _EACH_READS_ALL.format(name=type(one).__name__, ranks=rank.ranks, remedy=remedy)
+        warnings.warn(text, FastDataWarning, stacklevel=2)
     return True
-
-
-def _settle_litdata(stream: Any, rank: Rank) -> None:
-    env = held(stream, "distributed_env")
-    if env is None or (env.global_rank, env.world_size) == rank:
-        return
-    stream.distributed_env = type(env).detect()
-    stream.shuffler = None  # made for the ranks that there were
-    stream.set_drop_last(True)
-    values = {"was": env.global_rank, "of": env.world_size}
-    _warn(
-        _TOLD_LITDATA.format(
-            name=type(stream).__name__, rank=rank.number, ranks=rank.ranks, **values
-        )
-    )
 
 
 def _splits_by_node(stream: object) -> bool:
@@ -167,32 +153,25 @@ def _splits_by_node(stream: object) -> bool:
     )
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, FastDataWarning, stacklevel=2)
+# -- the state -------------------------------------------------------------------------------------
 
 
-# -- how many batches ------------------------------------------------------------------------------
+def why_state_is_lost(stream: object) -> str:
+    """Return why what a stream's ``state_dict()`` returns is not all of its state; "": it is.
 
-
-def batches_of_workers(loader: DataLoader[Any]) -> int | None:
-    """Return how many batches several workers make of a stream; None: the stream does not tell.
-
-    Each worker ends with a batch of its own that may not be full, so that there are more than
-    the number of samples tells. LitData says what each worker has.
+    To go on with after ``state_dict()``. A shuffle of Hugging Face's holds samples in a buffer,
+    which its state leaves out.
     """
-    stream: Any = loader.dataset
-    workers, size = loader.num_workers, loader.batch_size
-    if workers < 2 or size is None or not is_a(stream, "litdata", "StreamingDataset"):
-        return None
-    len(stream)  # makes its shuffler
-    shares = getattr(held(stream, "shuffler"), "get_chunks_and_intervals_per_workers", None)
-    if shares is None:
-        return None
-    env = stream.distributed_env
-    _, intervals = shares(env, workers, stream.batch_size, stream.current_epoch)
-    begin = env.global_rank * workers
-    batches = 0
-    for own in intervals[begin : begin + workers]:
-        samples = sum(int(last) - int(first) for _, first, last, *_ in own)
-        batches += samples // size if loader.drop_last else -(-samples // size)
-    return batches
+    waiting, seen = [stream], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one).__name__ == _SHUFFLE_BUFFER:
+            return "leaves out the samples in its shuffle buffer, which would be lost"
+        if isinstance(one, list | tuple):
+            waiting.extend(one)
+        elif isinstance(one, IterableDataset) or type(one).__module__.startswith("datasets."):
+            waiting.extend(held_by(one).values())
+    return ""

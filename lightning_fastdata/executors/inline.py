@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
+from lightning_fastdata.batches.keyed import KeyedIterableDataset
+from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
-from lightning_fastdata.executors.stream_position import (
+from lightning_fastdata.executors.stream_state import (
     LanePosition,
     StreamHistory,
     StreamNote,
-    StreamPosition,
+    StreamState,
 )
-from lightning_fastdata.executors.stream_state import ReadSamples, StateTaker, set_generator_states
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
+from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.tree import bytes_in
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 _Fetched = TypeVar("_Fetched")
+_WATCHED: Final = 64
+"""Batches of a stream of which it is seen whether they draw from global generators."""
 
 
 class StreamAsk(NamedTuple):
@@ -54,9 +58,9 @@ class StreamFetcher:
     reads_ahead = False
     """It has no numbers of samples to read ahead by."""
 
-    def __init__(self, plan: FetchPlan, *, guest: bool = False) -> None:
+    def __init__(self, plan: FetchPlan) -> None:
         self.plan = plan
-        self.dataset = plan.dataset
+        self.dataset: Any = plan.dataset
         self.position = 0
         """0 while a sample is being read, -1 in the collation, -2 while a state is loaded."""
         self.stamps: TaskWatch | None = None
@@ -66,78 +70,55 @@ class StreamFetcher:
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
-        self._again = self._has_ended_state = False
-        """What was loaded may be the end of a pass: then the next one follows."""
         self._read = 0
         self._skip = 0
-        self._seen: ReadSamples | None = None
-        self._wanted: int | None = None
-        self._states = StateTaker(plan.dataset, worker=not guest)
-        self._note = StreamNote()
+        self._state = StreamState(plan.dataset)
+        self._draws, self._watched, self._drew = DrawWatch(), 0, False
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does; a stream seeds itself, and is read once."""
         return fetch()
 
     def asks(
-        self, batches: Iterable[int | None], epoch: int = 0, resume: StreamPosition | None = None
+        self, batches: Iterable[int | None], resume: Sequence[LanePosition] | None = None
     ) -> Iterator[StreamAsk]:
         """Begin an epoch, and return what :meth:`batch` is to be called with."""
-        generation, lane = self._generation + 1, None
-        if resume is None:
-            self.start(generation, epoch)
-        else:
-            self.drop()
-            lane = resume.lanes[0]
+        self.drop()
+        generation, lane = self._generation + 1, None if resume is None else resume[0]
         return (StreamAsk(generation, samples, lane) for samples in batches)
 
-    def start(
-        self,
-        generation: int,
-        epoch: int,
-        resume: LanePosition | None = None,
-        batch_size: int | None = None,
-    ) -> None:
+    def _start(self, ask: StreamAsk, epoch: int) -> None:
         """Begin a pass over the stream; what is left of the one before is dropped."""
-        self._generation = generation
-        self._ended, self._read, self.position = False, 0, 0
-        self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
-        self._skip, self._note = 0, StreamNote()
-        self._again = self._has_ended_state
-        before = None if resume is not None else self._states.before_pass()
-        if before is not None:
-            self._note = StreamNote(at_start=before)
-        begin = LanePosition() if resume is None else resume
-        self._has_ended_state = begin.ended and begin.has_state
-        self._again |= begin.from_start and begin.has_state
-        self._seen = ReadSamples() if begin.from_start else None
-        self._wanted = begin.digest
-        self._read = (begin.batches - begin.skip) * (batch_size or 1)
-        self.position = -2
-        self._states.begin(begin.state, self._read, epoch)
-        if begin.from_start and begin.generators is not None:
-            set_generator_states(begin.generators)
-        if begin.iterator is not None or not begin.ended:
-            self._samples = self._states.samples(begin)
-        if begin.ended:
-            self._samples = iter(())
-        if not begin.from_start and begin.generators is not None:
-            set_generator_states(begin.generators)  # what it draws before its first sample is over
-        self.position, self._skip = 0, begin.skip
+        begin = LanePosition() if ask.resume is None else ask.resume
+        self._generation, self._ended = ask.generation, False
+        self.drop()  # a file or lock that the old pass holds is free for the new one
+        self._skip, self._read = 0, (begin.batches - begin.skip) * (ask.samples or 1)
+        self.position, state = -2, begin.state
+        for earlier in range(begin.passes, 0, -1):
+            tell_epoch(self.dataset, epoch - earlier)
+            samples, state = self._state.begin(state), None
+            while next(samples, END_OF_STREAM) is not END_OF_STREAM:
+                pass  # what the stream does at the end of a pass is done here, too
+        if begin.passes:
+            tell_epoch(self.dataset, epoch)
+        samples = self._state.begin(state)
+        if isinstance(self.dataset, KeyedIterableDataset):
+            samples = self.dataset.over(samples, first=self._read)
+        self._samples, self._skip, self.position = samples, begin.skip, 0
 
     def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
         """Return the next collated batch, or :data:`END_OF_STREAM`."""
+        self._watched += 1
+        watches = not self._drew and self._watched <= _WATCHED
+        if watches:
+            self._draws.begin()
         if ask.generation != self._generation:
-            self.start(ask.generation, epoch, ask.resume, ask.samples)
-        if self._skip:
-            self._drop_delivered(ask, mark)
-        self._states.about_to_read()
+            self._start(ask, epoch)
+        while self._skip:
+            self._drop_one(ask, mark)
         samples = self._next_samples(ask, mark)
-        self._states.has_read()
-        if self._states.drew:
-            self._note = self._note._replace(drew=True)
+        self._drew |= watches and self._draws.drew()
         if not samples or (self._ended and self.plan.drop_last):
-            self._note = self._note._replace(after=self._states.behind_pass())
             return END_OF_STREAM
         self.position = -1
         if self.stamps is not None:
@@ -146,12 +127,6 @@ class StreamFetcher:
         batch = self.plan.collate_fn(samples[0] if ask.samples is None else samples)
         if self.stamps is not None:
             self.stamps.collated(began_ns)
-        if self._seen is not None:
-            self._note = self._note._replace(digest=self._seen.digest)
-        if not self._ended:  # a stream that has ended may have begun anew in its state
-            after, refused = self._states.take(), self._states.tell_refused()
-            if after is not None or refused:
-                self._note = self._note._replace(after=after, refused=refused)
         return batch
 
     def _next_samples(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> list[Any]:
@@ -163,56 +138,35 @@ class StreamFetcher:
                 mark(self._read if self._skip else len(samples))
             began_ns = clock.monotonic_ns()
             sample = next(self._samples, END_OF_STREAM)
-            again, self._again = self._again, False
-            if sample is END_OF_STREAM and again:
-                self._note = self._note._replace(empty_pass=self._states.empty_pass())
-                self._samples = self._states.samples(LanePosition())
-                sample = next(self._samples, END_OF_STREAM)
             self._ended = sample is END_OF_STREAM
             if not self._ended:
                 samples.append(sample)
-                if self._seen is not None:
-                    self._seen.add(sample)
                 if self.stamps is not None and not self._skip:
                     self.stamps.read(self._read, began_ns)
                 self._read += 1
         return samples
 
-    def _drop_delivered(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> None:
-        """Read and drop the batches that were delivered before the epoch was resumed.
-
-        They are collated where that may draw random numbers.
-        """
-        began_s, before = clock.monotonic(), self._read
-        while self._skip:
-            samples = self._next_samples(ask, mark)
-            if not samples:
-                more, self._skip = self._skip, 0
-                raise DatasetError(
-                    f"{type(self.dataset).__name__} has ended after {self._read} samples in a "
-                    f"lane that had delivered {more} batches more when the training was "
-                    "saved. It is not the stream that it was: resume with the "
-                    "same data, or begin the epoch anew."
-                )
-            if not self.plan.default_collation:
-                self.position = -1
-                self.plan.collate_fn(samples[0] if ask.samples is None else samples)
-            self._skip -= 1
-        self._note = self._note._replace(
-            skipped=self._read - before,
-            skipped_s=clock.monotonic() - began_s,
-            others=self._seen is not None and self._wanted not in (None, self._seen.digest),
-        )
+    def _drop_one(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> None:
+        """Read and drop a batch that was delivered behind the state that was loaded."""
+        if not self._next_samples(ask, mark):
+            more, self._skip = self._skip, 0
+            raise DatasetError(
+                f"{type(self.dataset).__name__} has ended after {self._read} samples in a part "
+                f"that had delivered {more} batches more when the training was saved. It is not "
+                "the stream that it was: resume with the same data, or begin the epoch anew."
+            )
+        self._skip -= 1
 
     def told(self) -> StreamNote:
-        """Return what belongs to the batch that was fetched last, once."""
-        note, self._note = self._note, StreamNote()
-        return note
+        """Return what belongs to the batch that was fetched last."""
+        # Of a stream that has ended the state may be that of the next pass.
+        state = None if self._ended else self._state.take()
+        return StreamNote(state, self._state.refused, self._drew)
 
     def where(self, ask: StreamAsk) -> str:  # noqa: ARG002 - as of Fetcher
         """Return what was being done, for the text of an error."""
         if self.position < 0:
-            return "in collate_fn" if self.position == -1 else "in load_state_dict"
+            return "in collate_fn" if self.position == -1 else "in iter() or load_state_dict"
         return f"while reading sample {self._read} of its stream, counted from 0"
 
     def drop(self) -> None:
@@ -227,7 +181,7 @@ class StreamFetcher:
 def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetcher:
     """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
     if isinstance(plan.dataset, IterableDataset):
-        return StreamFetcher(plan, guest=guest)
+        return StreamFetcher(plan)
     return Fetcher(plan, guest=guest)
 
 
@@ -286,47 +240,35 @@ class InlineExecutor:
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._history: StreamHistory | None = None
+        if isinstance(self._fetcher, StreamFetcher):
+            self._history = StreamHistory(plan.dataset)
+        self._has_ended = True
         self._passes = 0
         self.reads_later = True
         """What comes next is read as things are by then."""
 
     def start_epoch(
-        self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
+        self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped.
 
         ``resume``: go on there in a stream. Indices are cut by who gives them.
-
-        Raises:
-            OptionsError: It is a position of several workers, or of other batches.
         """
         self._epoch, self._first, self._begun = epoch, True, 0
         self._ready.clear()
         self.reads_later = True
         fetcher = self._fetcher
-        if not isinstance(fetcher, StreamFetcher):
+        if not isinstance(fetcher, StreamFetcher) or self._history is None:
             self._batches = fetcher.asks(batches)
             return
-        batches = iter(batches)
-        batch_size = next(batches)
-        if resume is not None:
-            resume.check(batch_size, workers=0)
-        dataset = fetcher.dataset
-        self._history = StreamHistory(dataset, workers=0, batch_size=batch_size, resume=resume)
-        self._batches = fetcher.asks(repeat(batch_size), epoch, resume)
-
-    def position(self, delivered: int) -> StreamPosition | None:
-        """Return where a stream is after so many batches of this epoch; None: it is no stream.
-
-        Raises:
-            OptionsError: So many were not handed out, or too long ago.
-        """
-        return None if self._history is None else self._history.position(delivered)
+        self._history.start_epoch(1, resume, going_on=(0,), over=self._has_ended)
+        self._batches = fetcher.asks(repeat(next(iter(batches))), resume)
+        self._has_ended = False
 
     @property
-    def stream_drew(self) -> bool:
-        """Whether a stream was seen to draw from global generators."""
-        return self._history is not None and self._history.drew
+    def history(self) -> StreamHistory | None:
+        """Where a stream was behind each of the last batches; None: it is no stream."""
+        return self._history
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
         """Return how many batches were handed over, or had no sample, and that none is left out."""
@@ -373,10 +315,12 @@ class InlineExecutor:
             self._plan.faults.take(list(made.faults))
         if made.error is not None:
             raise made.error
-        self._note_stream(made.batch)
         if made.batch is END_OF_STREAM:
-            self._batches = iter(())
+            self._batches, self._has_ended = iter(()), True
             raise StopIteration
+        if isinstance(self._fetcher, StreamFetcher) and self._history is not None:
+            self._history.made(0, self._fetcher.told())
+            self._history.handed_over(0)
         if made.batch is NO_SAMPLES:
             return made.batch
         if made.task is not None and self._records is not None:
@@ -483,15 +427,6 @@ class InlineExecutor:
                 self._count, task.samples, *times, since, ahead, first=self._first, own=own
             )
         records.append(given)
-
-    def _note_stream(self, batch: Batch) -> None:
-        if self._history is None or not isinstance(self._fetcher, StreamFetcher):
-            return
-        if batch is END_OF_STREAM:
-            self._history.ended(0, self._fetcher.told())
-        else:
-            self._history.made(0, self._fetcher.told())
-            self._history.handed_over(0)
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.standby import Ways
-    from lightning_fastdata.executors.stream_position import StreamPosition
+    from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
 
@@ -306,13 +306,10 @@ class StreamReader(Executor, Protocol):
     """An executor that reads streams, and goes on within one."""
 
     def start_epoch(
-        self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
+        self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
     ) -> None:
         """Begin an epoch, at a position in the stream if one is given."""
 
-    def position(self, delivered: int) -> StreamPosition | None:
-        """Return where the stream is after so many batches of the epoch; None: it is no stream."""
-
     @property
-    def stream_drew(self) -> bool:
-        """Whether a stream was seen to draw from global generators."""
+    def history(self) -> StreamHistory | None:
+        """Where the stream was behind each of the last batches; None: it is no stream."""

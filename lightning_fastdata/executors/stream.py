@@ -7,15 +7,14 @@ stream ends the epoch with an error, after what it had finished was delivered.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.batches.slots import SlotPool
-from lightning_fastdata.errors import FastDataWarning, as_error
+from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
@@ -26,7 +25,7 @@ from lightning_fastdata.executors.pool.faults import (
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.pool.stalls import StallWatch
-from lightning_fastdata.executors.stream_position import StreamHistory, StreamNote, StreamPosition
+from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory, StreamNote
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
@@ -49,11 +48,6 @@ class _Lane:
     """Its stream has no more batches than those in ``batches``."""
     dead: bool = False
     """It died before the end of its stream."""
-
-    asked: bool = False
-    """For a batch of this epoch, so that it has heard where to begin."""
-    start_known: bool = True
-    """Its generators, at the beginning, are as they were when its process started, or are known."""
 
     @property
     def ready(self) -> bool:
@@ -100,7 +94,7 @@ class StreamExecutor:
     ) -> None:
         self.plan = plan
         self._pin_thread = pin_thread
-        self._wanted = processes
+        self._processes = processes
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
         self._whole_bytes = 0
         self._samples: int | None = 0
@@ -113,8 +107,10 @@ class StreamExecutor:
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._first = True
-        self._history: StreamHistory | None = None
-        self._resume: StreamPosition | None = None
+        self.history = StreamHistory(plan.dataset)
+        """Where the stream was behind each of the last batches."""
+        self._resume: dict[int, LanePosition] = {}
+        """Where processes go on that were not asked for a batch yet, by their numbers."""
         self._crew = Crew(plan, self._slots, processes=processes, streams=True)
 
     @property
@@ -123,21 +119,14 @@ class StreamExecutor:
         return self._crew.children
 
     def start_epoch(
-        self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
+        self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped.
 
-        ``resume``: go on there, in new processes that begin as those of the position did, and in
-        so many of them.
-
-        Raises:
-            OptionsError: It is a position in other batches.
+        ``resume``: go on there, in new processes.
         """
-        self._samples, workers = next(iter(batches)), self._wanted
-        if resume is not None:
-            resume.check(self._samples, workers)
-            workers = max(1, resume.workers)
-            self._tell_workers(workers, epoch)
+        self._samples, workers = next(iter(batches)), self._processes
+        over = all(lane.done for lane in self._lanes)
         self._generation += 1
         self._epoch = epoch
         self._first = True
@@ -148,61 +137,20 @@ class StreamExecutor:
             lane.batches.clear()
         if self._lanes:
             self._handle(self._crew.wait(0.0))  # one that died after its last batch is found here
-        # The stream is shared out anew, or read anew from its middle.
-        anew = len(self._lanes) != workers or resume is not None
         for lane in self._lanes:
             child = lane.child
             lives = self.children.get(child.number) is child
-            if lives and (anew or child.failure is not None):
+            if lives and (resume is not None or child.failure is not None):
                 self._crew.discard(child)
                 lane.drop(child.tasks.values(), self._slots)
-        self._resume, self._crew.wanted = resume, workers
-        if resume is not None:
-            seed = self.plan.base_seed if resume.base_seed is None else resume.base_seed
-            self._crew.plan = replace(self._crew.plan, base_seed=seed)
+        self._resume, self._crew.wanted = dict(enumerate(resume or ())), workers
         self._crew.start_epoch(self._generation, epoch)
+        earlier = {id(lane.child) for lane in self._lanes}
         self._lanes = [_Lane(self.children[number]) for number in range(workers)]
-        for lane in self._lanes:
-            lane.start_known = resume is not None or not lane.child.answers
-        self._history = StreamHistory(
-            self.plan.dataset,
-            workers=workers,
-            batch_size=self._samples,
-            resume=resume,
-            base_seed=self._crew.plan.base_seed,
-        )
-        self._turn = self._history.start_turn
+        going_on = [n for n, lane in enumerate(self._lanes) if id(lane.child) in earlier]
+        self.history.start_epoch(workers, resume, going_on=going_on, over=over)
+        self._turn = self.history.first_turn
         self._fill()
-
-    def position(self, delivered: int) -> StreamPosition | None:
-        """Return where the stream is after so many batches of this epoch, from its beginning.
-
-        None before the first epoch. Of workers that have read an epoch before it waits until each
-        has told how it began this one.
-
-        Raises:
-            OptionsError: So many were not handed out, or too long ago.
-        """
-        if self._history is None:
-            return None
-        while any(not (lane.start_known or lane.closed) for lane in self._lanes):
-            self._receive()
-        return self._history.position(delivered)
-
-    @property
-    def stream_drew(self) -> bool:
-        """Whether the stream was seen to draw from global generators."""
-        return self._history is not None and self._history.drew
-
-    def _tell_workers(self, workers: int, epoch: int) -> None:
-        if workers != self._wanted:
-            warnings.warn(
-                f"Epoch {epoch} of the stream goes on in {workers} workers, which had shared it "
-                f"out when it was saved; from the next epoch on there are {self._wanted}. "
-                f"Set num_workers={workers} to have as many in all.",
-                FastDataWarning,
-                stacklevel=2,
-            )
 
     def __iter__(self) -> StreamExecutor:
         return self
@@ -245,14 +193,11 @@ class StreamExecutor:
         self._records = records
         self._crew.configure(protocol.SetStamps(records is not None))
 
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
-        """Have so many side processes from the next epoch on, as they share out the stream."""
-        self._wanted = workers
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
+        """Do nothing: a stream is shared out among the processes that there are."""
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
-        if any(not (lane.start_known or lane.closed) for lane in self._lanes):
-            self._history = None  # who had not told how it began this epoch never will
         self._crew.close()
         self._slots.close()
         self._lanes.clear()
@@ -264,10 +209,7 @@ class StreamExecutor:
         for depth in range(each):
             for lane in self._lanes:
                 if len(lane.batches) == depth and not lane.closed:
-                    start = None
-                    if self._resume is not None and not lane.asked:
-                        start = self._resume.lanes[lane.child.number]
-                    lane.asked = True
+                    start = self._resume.pop(lane.child.number, None)
                     self._ask(lane, StreamAsk(self._generation, self._samples, start))
 
     def _ask(self, lane: _Lane, ask: StreamAsk) -> None:
@@ -298,8 +240,7 @@ class StreamExecutor:
             raise batch.error[1]
         lane.delivered += 1
         data = batch.data(self._slots, pin_thread=self._pin_thread)
-        if self._history is not None:
-            self._history.handed_over(lane.child.number)
+        self.history.handed_over(lane.child.number)
         return data
 
     # What comes back
@@ -325,25 +266,18 @@ class StreamExecutor:
     def _answer(self, lane: _Lane, answer: Answer) -> None:
         batch, ended = answer.task.batch, answer.ended
         batch.open_tasks = 0
-        current, result, note = batch.generation == self._generation, ended.result, StreamNote()
-        if isinstance(result, protocol.Collated | protocol.StreamEnd):
-            note = result.note or note
-        resumed = note.skipped is not None
-        # What was read again is no measure of how long a batch takes.
-        self._stall.note_task(0 if resumed else ended.spent_ns)
+        current, result = batch.generation == self._generation, ended.result
+        self._stall.note_task(ended.spent_ns)
         if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
             batch.stamps.append(ended.stamps)
-        lane.start_known |= current
         match result:
-            case protocol.Collated(packed):
+            case protocol.Collated(packed, note):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
                 self._whole_bytes = max(self._whole_bytes, packed.size_bytes)
-                if current and self._history is not None:
-                    self._history.made(lane.child.number, note)
+                if current:
+                    self.history.made(lane.child.number, note or StreamNote())
             case protocol.TaskError(position, kind, text):
                 batch.error = position, as_error(kind, lane.child.number, text)
-            case protocol.StreamEnd() if current and self._history is not None:
-                self._history.ended(lane.child.number, note)
         if not current:
             batch.release(self._slots)
         elif isinstance(result, protocol.StreamEnd):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
-from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
+from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
@@ -24,15 +24,16 @@ from lightning_fastdata.executors.kinds import (
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.position import (
     CountedBatches,
-    DigestedBatches,
-    LoaderState,
     Pass,
+    Passes,
     Position,
+    ReadBatches,
     Run,
     SizeWatch,
     StateWatch,
-    WatchedBatches,
     as_it_is,
+    check_order,
+    check_stream,
     cut_anew,
     dataset_state,
     read_again,
@@ -40,9 +41,10 @@ from lightning_fastdata.loading.position import (
     sampler_epoch,
     start_of,
     tell_draws,
-    tell_left,
-    tell_ranks,
+    tell_loose,
+    tell_new_stream,
     tell_unknown,
+    why_new,
     with_indices,
 )
 from lightning_fastdata.loading.source import (
@@ -59,6 +61,7 @@ from lightning_fastdata.loading.source import (
     setup_of,
     splits_batches,
     tuner_for,
+    workers_of,
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
@@ -353,7 +356,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     def _nothing_is_read_yet(self) -> None:
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
-        self._position = Position()
+        self._passes = Passes()
+        self._told_loose = False
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -368,7 +372,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     def __len__(self) -> int:
         """Return the number of batches that dataset and sampler report."""
         settle_ranks(self.dataset)
-        length = batches_of_workers(self) or super().__len__()
+        length = super().__len__()
         self._reported["batches"] = length
         return length
 
@@ -381,7 +385,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
         watch = self._state_watch()
-        settle = self._position.settle
+        settle = self._passes.settle
         size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
         return CountedBatches(self._next_pass, self._begin, settle, self, watch, size)
 
@@ -441,15 +445,22 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
             self._keep(inner, (settings, stamped))
-        self._go_on(begun)
+        again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
+        if self._indices is None:
+            read = ReadBatches(batches, begun, first=begun.handed - again)
+            if again and begun.state is not None:
+                read_again(read, begun.state, self.dataset)
+                if self.records is not None:
+                    self.records.clear()
+            return read
         skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
-        if self._indices is not None and (skips or not self.in_order):
-            batches = WatchedBatches(batches, begun, source)
-        return self._dropped(batches, begun)
+        if skips or not self.in_order:
+            return ReadBatches(batches, begun, source, first=begun.handed)
+        return batches
 
     # -- stamps, and the side processes that read --------------------------------------------------
 
@@ -551,36 +562,40 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
         For who takes batches of a plain loop ahead of their use.
         """
-        epoch, batches, found = self._position.now(self._run_now(), self._length(), ahead)
-        if isinstance(found, LoaderState):
+        epoch, batches, found = self._passes.now(self._run_now(), self._length(), ahead)
+        if isinstance(found, Position):
             return found.as_dict()
-        reached, late = (None, []) if found is None else found.which(batches)
+        reached, late, digest = (None, [], None) if found is None else found.behind(batches)
         indices = self._indices_now()
         state = replace(
-            as_it_is(self, indices),
+            self._as_it_is(indices),
             epoch=epoch,
             batches=batches,
             reached=reached,
             late=late,
-            digest=None if found is None else found.digests.get(batches),
+            digest=digest,
             quarantine=self.quarantine,
             bad=self.faults.bad,
         )
         inner = self._read_by
         if isinstance(inner, KeptExecutor):
-            state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
-            given = self._position.given(epoch, batches) if indices is None else None
-            if given is not None:
-                stream = inner.stream_position(given[0], over=given[1])
-                state = replace(state, stream=stream)
+            state = replace(state, base_seed=inner.base_seed, draws=inner.draws)
+            begun = self._passes.current if indices is None else None
+            if begun is not None and found is begun:
+                state = replace(state, lanes=inner.lanes(batches, over=False))
+            elif begun is not None and begun.exhausted and begun.epoch == epoch - 1:
+                state = replace(state, lanes=inner.lanes(0, over=True))
         if indices is not None:
             state = with_indices(state, indices)
+        if not (state.is_known or self._told_loose):
+            vars(self)["_told_loose"] = True
+            tell_loose(self)
         return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
 
     def progress(self) -> tuple[int, int]:
         """Return the epoch, counted from 0, and how many samples of it all ranks took."""
-        epoch, batches, found = self._position.now(self._run_now(), self._length())
-        if isinstance(found, LoaderState):
+        epoch, batches, found = self._passes.now(self._run_now(), self._length())
+        if isinstance(found, Position):
             return epoch, found.samples
         indices = self._indices_now()
         return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
@@ -591,17 +606,20 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         Raises:
             OptionsError: It is no state of a loader, or one of a later version.
         """
-        self._position.load(LoaderState.from_dict(state))
+        self._passes.load(Position.from_dict(state))
 
     @property
     def begun(self) -> bool:
         """Whether a batch was asked for, since the last state was loaded if one was."""
-        return self._position.begun
+        return self._passes.begun
 
-    def cut_anew(self, state: LoaderState) -> LoaderState:
+    def cut_anew(self, state: Position) -> Position:
         """Return a state of this loader with its position in batches of the present size."""
         indices = self._indices_now()
-        return state if indices is None else cut_anew(state, as_it_is(self, indices), indices)
+        return state if indices is None else cut_anew(state, self._as_it_is(indices), indices)
+
+    def _as_it_is(self, indices: EpochIndices | None) -> Position:
+        return as_it_is(self, indices, workers=workers_of(self))
 
     def _indices_now(self) -> EpochIndices | None:
         return indices_of(self._settings()) if self._indices is None else self._indices
@@ -609,45 +627,51 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     def _next_pass(self) -> Pass:
         run = self._run_now()
         if run is not None and not run.over:
-            return self._position.next_pass_of(run, self, self.epoch)
+            return self._passes.next_pass_of(run, self, self.epoch)
         # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
         epoch = self.epoch if self.run is None else None
-        return self._position.next_pass(epoch, sampler_epoch(self))
+        return self._passes.next_pass(epoch, sampler_epoch(self))
 
     def _run_now(self) -> Run | None:
         return self.run if self.run is not None and self.run.began else None
 
-    def _go_on(self, begun: Pass) -> None:
-        """Have the pass that begins next begin where it should."""
+    def _go_on(self, begun: Pass) -> int:
+        """Have the pass that begins next begin where it should.
+
+        Return how many batches of a stream are to be read again first.
+        """
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
             restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
             self.faults.count_in(state.bad)
-            if state.batches and state.world_size > 1 and not self.in_order and indices is not None:
-                tell_ranks(state)
+            check_order(state)
+            if isinstance(inner, KeptExecutor):
+                inner.go_on_from(state.base_seed)
         if indices is not None:
             indices.epoch = begun.epoch
-            indices.start = start_of(begun, as_it_is(self, indices), indices)
-        if state is not None and state.draws:
+            indices.start = start_of(begun, self._as_it_is(indices), indices)
+            return 0
+        return 0 if state is None else self._go_on_in_stream(state)
+
+    def _go_on_in_stream(self, state: Position) -> int:
+        """Have a stream go on at a state; return how many batches are to be read again first."""
+        inner, now, lanes = self._inner, self._as_it_is(None), state.lanes or []
+        if state.draws:
             tell_draws(self.dataset)
-        if state is not None and isinstance(inner, KeptExecutor):
-            inner.go_on_from(state.base_seed, state.stream)
-            if indices is None and state.batches and state.stream is None:
-                tell_unknown(state, "at the beginning of the stream")
-            between = indices is None and state.epoch and not state.batches
-            if between and state.stream is None and inner.keep and tells_state(self.dataset):
-                tell_left(self.dataset, state.epoch)
-
-    def _dropped(self, batches: Iterator[Batch], begun: Pass) -> Iterator[Batch]:
-        """Return what follows the batches of a stream that were delivered before the pass began.
-
-        Torch's own iterator can only read them again.
-        """
-        if self._indices is not None or isinstance(self._inner, KeptExecutor):
-            return batches
-        seen = DigestedBatches(batches, begun)
-        return seen if begun.state is None else read_again(seen, begun.state, self.dataset)
+        if state.samples < 0:
+            tell_unknown(state, f"with batch {state.batches} of the stream")
+        elif state.batches:
+            check_stream(state, now)
+        kept = inner if isinstance(inner, KeptExecutor) else None
+        lives_on = self.keeps is True or not self.num_workers if kept is None else kept.keep
+        if kept is not None and len(lanes) == now.parts and (state.batches or lives_on):
+            kept.go_on_in_stream(lanes)
+        elif state.batches:
+            return state.batches
+        elif state.epoch and lives_on and tells_state(self.dataset):
+            tell_new_stream(self.dataset, state, why_new(state, now, by_torch=kept is None))
+        return 0
 
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):

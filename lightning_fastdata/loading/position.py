@@ -9,18 +9,18 @@ import functools
 import importlib.metadata
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
-from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.stream_state import ReadSamples, tell_others
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -31,7 +31,7 @@ from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.torch_internals import under_way
-from lightning_fastdata.tree import held
+from lightning_fastdata.tree import held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
 
 if TYPE_CHECKING:
@@ -42,24 +42,27 @@ _KEPT: Final = 2**12
 """Batches that are handed out ahead of the training at most."""
 _WITHIN_S: Final = 0.01
 _SHARE: Final = 0.01
-_DIGESTS_KEPT: Final = 256
+_LOOKED_AT: Final = 64
+"""Batches at the beginning of a stream of which a digest is made, and each so many later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderState:
-    """The position of a training in the batches of a loader, as plain data."""
+class Position:
+    """Where a training is in the batches of a loader, of map-style data or a stream: plain data."""
 
     epoch: int
     """Counted from 0; the randomness of the batches is keyed by it."""
     batches: int
     """Batches of this pass over the data that the training took, of each rank."""
     samples: int
-    """Samples of it that all ranks took, and those of ``late``."""
+    """Samples of it that all ranks took, and those of ``late``; below 0: not known."""
     late: list[int] = field(default_factory=list)
     """Numbers, in the order of the epoch, of batches that others have overtaken: they were not
     taken, and come first."""
     reached: int | None = None
     """Batches of the order up to the last one that was taken; None: ``batches``."""
+    in_order: bool = True
+    """They were the first ones of the order; False: they came as they were ready."""
     length: int | None = None
     """Of the dataset; None: it has none."""
     batch_size: int | None = None
@@ -69,18 +72,20 @@ class LoaderState:
     order: str = ""
     """Who decides the order: the class of the sampler."""
     digest: int | None = None
-    """CRC-32 of the indices before the position, or of the batches of a stream that torch reads;
-    None: not known."""
+    """CRC-32 of the indices before the position, or of batches of a stream; None: not known."""
     dataset: str = ""
     """The dataset's fingerprint."""
     drawn: Drawn = field(default_factory=dict)
     """What the sampler drew the epoch from, if its order is no function of (seed, epoch)."""
     dataset_state: dict[str, Any] | None = None
     """What the dataset's own ``state_dict()`` returned."""
-    stream: dict[str, Any] | None = None
-    """The position in a stream."""
+    parts: int = 1
+    """In so many a stream is read, one by each worker."""
+    lanes: list[dict[str, Any]] | None = None
+    """Of each part of a stream a :class:`LanePosition`; empty: its batches are counted; None: its
+    state is not known."""
     draws: bool = False
-    """The stream draws from global generators whose states are not saved."""
+    """The stream draws from global generators, whose states are not saved."""
     base_seed: int | None = None
     """What the side processes were seeded from."""
     quarantine: list[int] = field(default_factory=list)
@@ -97,7 +102,7 @@ class LoaderState:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, state: object) -> LoaderState:
+    def from_dict(cls, state: object) -> Position:
         """Return the state that was saved as plain data.
 
         Raises:
@@ -130,7 +135,12 @@ class LoaderState:
         """Number, in the order of the epoch, of the first batch that is not begun."""
         return self.batches if self.reached is None else self.reached
 
-    def differences(self, now: LoaderState) -> Iterator[str]:
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known which batches came before."""
+        return self.in_order or not self.batches or self.reached is not None or bool(self.lanes)
+
+    def differences(self, now: Position) -> Iterator[str]:
         """Yield what of the loader is not as it was, the most important first."""
         if self.length != now.length:
             yield f"the dataset has {now.length} samples and had {self.length}"
@@ -143,7 +153,7 @@ class LoaderState:
         if self.package != now.package:
             yield f"this is lightning_fastdata {now.package} and it was {self.package}"
 
-    def same_steps(self, now: LoaderState) -> bool:
+    def same_steps(self, now: Position) -> bool:
         """Return whether steps take as many samples over all ranks as they did."""
         was = (self.batch_size or 1) * self.world_size
         return was == (now.batch_size or 1) * now.world_size
@@ -176,12 +186,21 @@ class Run(Protocol):
     def place(self) -> Place:
         """Return where the run is."""
 
-    def resumed(self, loader: object) -> LoaderState | None:
+    def resumed(self, loader: object) -> Position | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""
 
 
 UnderWay: TypeAlias = tuple[int, tuple[int, ...]]
-"""How many batches of a pass were begun, and which of them, from 0, were not handed out."""
+"""How many batches were begun since a pass began, and which of them are not handed over."""
+
+
+class Noted(NamedTuple):
+    """What is known behind a batch of a pass, where it does not follow from the batch's number."""
+
+    under_way: UnderWay | None = None
+    """Of those of the order that were begun."""
+    digest: int | None = None
+    """Of the batches of a stream until then."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,7 +208,7 @@ class Pass:
     """One pass over the data of a loader."""
 
     epoch: int
-    state: LoaderState | None = None
+    state: Position | None = None
     """Where it began; None: at the start of the epoch."""
     before: int = 0
     """Batches of earlier passes in the same epoch, of a loader that is shorter than others."""
@@ -202,32 +221,32 @@ class Pass:
     """It is not what the training takes."""
     earlier: Pass | None = None
     """The one before it in the same epoch."""
-    under_way: deque[UnderWay] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    """After each of the last batches that were fetched, if they may not come in order."""
-    fetched: int = 0
-    """How often that was noted."""
-    digests: dict[int, int] = field(default_factory=dict)
-    """Of a stream that torch reads: of its first batches, by their number."""
+    noted: dict[int, Noted] = field(default_factory=dict)
+    """What is known behind each of the last batches that were read, by their number."""
 
-    def note(self, under_way: UnderWay) -> None:
-        """Note which batches are under way after the next one was fetched."""
-        self.under_way.append(under_way)
-        self.fetched += 1
+    def note(self, batches: int, noted: Noted) -> None:
+        """Note what is known behind so many batches."""
+        self.noted[batches] = noted
+        self.noted.pop(batches - _KEPT, None)
 
-    def which(self, batches: int) -> tuple[int | None, list[int]]:
-        """Return what of the order was reached by so many batches, and which of it are left out."""
-        state = self.state or LoaderState(epoch=self.epoch, batches=0, samples=0)
-        back = self.fetched - (batches - state.batches)
-        if not 0 <= back < len(self.under_way):
-            return (state.reached, state.late) if batches == state.batches else (None, [])
+    def behind(self, batches: int) -> tuple[int | None, list[int], int | None]:
+        """Return what of the order was reached, what of it was left out, and a stream's digest."""
+        state = self.state or Position(epoch=self.epoch, batches=0, samples=0)
+        if batches == state.batches:
+            return state.reached, state.late, state.digest
+        now, digest = self.noted.get(batches, Noted())
+        if not self.noted and state.reached is not None:
+            now = batches - state.batches, ()  # each one is handed over, in order
+        if now is None:
+            return None, [], digest
         before, ahead = state.late, state.order_from - len(state.late)
-        reached, waiting = self.under_way[-1 - back]
+        reached, waiting = now
         while reached and reached - 1 in waiting:
             reached -= 1
         late = [place for place in waiting if place < reached]
         late += range(reached, len(before))
         numbers = (before[at] if at < len(before) else ahead + at for at in late)
-        return ahead + max(reached, len(before)), sorted(numbers)
+        return ahead + max(reached, len(before)), sorted(numbers), digest
 
 
 class _Around(Iterator[Batch]):
@@ -298,17 +317,17 @@ class CountedBatches(_Around):
         return len(self._loader)  # as torch's iterators, which have a length
 
 
-class Position:
-    """Where a loader's training is, and where its next pass begins."""
+class Passes:
+    """Where a loader's training is in its passes, and where the next of them begins."""
 
     def __init__(self) -> None:
-        self._pending: LoaderState | None = None
+        self._pending: Position | None = None
         """What was loaded and no batch has followed yet."""
         self._pass: Pass | None = None
         self._epochs = 0
         """The epoch of the next pass where nobody else counts."""
 
-    def load(self, state: LoaderState) -> None:
+    def load(self, state: Position) -> None:
         """Go on from a state with the next pass."""
         self._pending = state
         self._pass = None
@@ -360,7 +379,7 @@ class Position:
         if state is None or state.epoch != number:
             if not within:  # the count is still that of the epoch before
                 return Pass(epoch=number)
-            state = LoaderState(epoch=number, batches=taken, samples=-1)
+            state = Position(epoch=number, batches=taken, samples=-1)
         before = max(0, taken - state.batches)
         return Pass(epoch=number, state=state, before=before, handed=state.batches)
 
@@ -374,26 +393,14 @@ class Position:
         """Whether a batch was asked for since the last state was loaded."""
         return self._pass is not None
 
-    def given(self, epoch: int, batches: int) -> tuple[int, bool] | None:
-        """Return where a stream is at the position that :meth:`now` returned; None: not begun.
-
-        That is how many batches of the pass were given, and whether these were all.
-        """
-        begun = self._pass
-        if begun is None:
-            return None
-        state = begun.state or LoaderState(epoch=epoch, batches=0, samples=0)
-        lanes = [] if state.stream is None else state.stream["lanes"]
-        # Of a state without a position in the stream, that was begun anew.
-        unknown = state.batches - sum(lane["batches"] for lane in lanes)
-        if begun.epoch == epoch and not begun.earlier:
-            return batches - unknown, False
-        over = begun.epoch == epoch - 1 and begun.exhausted
-        return (begun.handed - unknown, True) if over else None
+    @property
+    def current(self) -> Pass | None:
+        """The pass that began last."""
+        return self._pass
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
-    ) -> tuple[int, int, LoaderState | Pass | None]:
+    ) -> tuple[int, int, Position | Pass | None]:
         """Return the epoch and how many batches of the pass were taken.
 
         Args:
@@ -426,6 +433,10 @@ class Position:
         while begun.earlier is not None and taken < begun.before:
             begun = begun.earlier
         return epoch, max(0, taken - begun.before), begun
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FastDataWarning, stacklevel=3)
 
 
 class StateWatch:
@@ -477,7 +488,7 @@ class StateWatch:
         for cache in self._caches:
             cache.notice_change(_WITHIN_S)
         if self._before is not None and self._look() not in (None, self._before):
-            warnings.warn(self._text.format(self._count), FastDataWarning, stacklevel=3)
+            _warn(self._text.format(self._count))
             self._text = ""
         self._looks, self._before = False, None
         self._spent_s += clock.monotonic() - began_s
@@ -506,29 +517,37 @@ class SizeWatch:
             return
         size, self._size = self._size, self._source.batch_size
         if size not in (None, self._size):
-            warnings.warn(
+            _warn(
                 f"The batch sampler's batch_size was {size} and is {self._size} since the last "
                 "step. Batches that were drawn ahead keep the size that they had: change it "
-                "between epochs.",
-                FastDataWarning,
-                stacklevel=3,
+                "between epochs."
             )
 
 
-def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> LoaderState:
-    """Return the state of a loader at the start of epoch 0. ``indices``: None of a stream."""
+def as_it_is(
+    loader: FastDataLoader[Any], indices: EpochIndices | None, *, workers: int
+) -> Position:
+    """Return the position of a loader at the start of epoch 0.
+
+    Args:
+        loader: The loader.
+        indices: Those of its epochs; None of a stream.
+        workers: Processes that read it.
+    """
     batch_size = loader.batch_size
     if batch_size is None:
         batch_size = rows_in(loader.batch_sampler)
     stream = isinstance(loader.dataset, IterableDataset)
     split = None if indices is None else split_of(indices.source)
-    return LoaderState(
+    return Position(
         epoch=0,
         batches=0,
         samples=0,
         length=None if stream else dataset_length(loader.dataset),
         batch_size=batch_size,
         world_size=1 if split is None else split.num_replicas,
+        in_order=loader.in_order or workers < (2 if stream else 1),
+        parts=max(1, workers) if stream else 1,
         seed=loader.seed,
         order="a stream" if indices is None else type(deciding(indices.source)).__name__,
         dataset=_fingerprint(loader.dataset),
@@ -574,7 +593,7 @@ def own_version() -> str:
         return ""
 
 
-def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches: int) -> int:
+def samples_before(indices: EpochIndices, now: Position, epoch: int, batches: int) -> int:
     """Return how many samples of an epoch all ranks have had after so many batches of each."""
     known = indices.samples(epoch, batches)
     if known is None:
@@ -582,7 +601,7 @@ def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches:
     return known
 
 
-def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
+def with_indices(state: Position, indices: EpochIndices) -> Position:
     """Return a state with what its sampler drew, and which samples were delivered."""
     if not state.batches:
         return replace(state, drawn=indices.drawn(state.epoch))
@@ -591,7 +610,7 @@ def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())
 
 
-def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
+def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
     """Return where the indices of a pass begin, and tell what of the loader is not as it was."""
     state = begun.state
     if state is None:
@@ -618,57 +637,103 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     )
 
 
-def tell_unknown(state: LoaderState, where: str) -> None:
+def tell_unknown(state: Position, where: str) -> None:
     """Warn that it is not known which batches were taken; the epoch goes on ``where``."""
-    warnings.warn(
+    _warn(
         f"The training took {state.batches} batches of epoch {state.epoch} before it was saved, "
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
         f"data module does not call super(). The epoch goes on {where}, so that samples may come "
-        "twice or not at all in it; later epochs are whole.",
-        FastDataWarning,
-        stacklevel=2,
+        "twice or not at all in it; later epochs are whole."
     )
 
 
-def tell_ranks(state: LoaderState) -> None:
-    """Warn that what other ranks had taken is not known."""
-    warnings.warn(
-        f"Batches come as they are ready (in_order=False), and each of the {state.world_size} "
-        "ranks had taken others when the training was saved. Those of rank 0 are known, so that "
-        f"in epoch {state.epoch} some samples may come twice or not at all on other ranks; later "
-        "epochs are whole. For an exact resume leave in_order=True.",
-        FastDataWarning,
-        stacklevel=2,
+def tell_loose(loader: object) -> None:
+    """Warn, as a position is saved, that nothing can go on from it."""
+    _warn(
+        f"{type(loader).__name__} hands over batches of a stream as they are ready "
+        "(in_order=False), and which of them were taken is not saved: a training cannot go on "
+        "within this epoch, only from a checkpoint between two epochs. For the former leave "
+        "in_order=True."
     )
+
+
+def check_order(state: Position) -> None:
+    """Refuse to go on where it is not known which batches came before; warn where of rank 0 only.
+
+    Raises:
+        OptionsError: With what to do.
+    """
+    if not state.is_known:
+        raise OptionsError(
+            f"The training was saved within epoch {state.epoch}, after {state.batches} batches "
+            "that came as they were ready (in_order=False). Which they were is not known, so that "
+            "samples would come twice or not at all. Go on from a checkpoint between two epochs, "
+            "and leave in_order=True to go on from any."
+        )
+    if state.batches and state.world_size > 1 and not state.in_order:
+        _warn(
+            f"Batches came as they were ready (in_order=False), and each of the {state.world_size} "
+            "ranks had taken others when the training was saved. Those of rank 0 are known, so "
+            f"that in epoch {state.epoch} some samples may come twice or not at all on other "
+            "ranks; later epochs are whole. For an exact resume leave in_order=True."
+        )
 
 
 def tell_draws(stream: object) -> None:
     """Warn that a stream draws from generators that no state holds."""
-    warnings.warn(
-        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch). "
-        "Those of the training process are not saved, and workers that are started anew for each "
-        "epoch are seeded from torch's. So after this resume it draws other numbers than without a "
-        "break, with workers from the next epoch on. Read it with num_workers=1 or more and "
-        "persistent_workers=True, or have it draw from a generator of its own that is seeded by "
-        "the epoch, which on_train_epoch_start can tell it.",
-        FastDataWarning,
-        stacklevel=2,
+    _warn(
+        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), "
+        "whose states are not saved. So after this resume it may draw other numbers than without "
+        "a break. Have it draw from a generator of its own that is seeded by the epoch, which "
+        "on_train_epoch_start can tell it, or that its state_dict() holds."
     )
 
 
-def tell_left(stream: object, epoch: int) -> None:
-    """Warn that a stream was left before its end, and its state from then is not known."""
-    warnings.warn(
-        f"The pass over {type(stream).__name__} before epoch {epoch} was left before its end (as "
-        "with limit_train_batches), and its state_dict() from then is not known. The epoch begins "
-        "as that of a new stream, which may be other samples than without a break. Have the "
-        "stream end by itself.",
-        FastDataWarning,
-        stacklevel=2,
+def why_new(state: Position, now: Position, *, by_torch: bool) -> str:
+    """Return why an epoch begins without what a stream keeps from pass to pass; "": it does not.
+
+    ``by_torch``: torch's own iterator reads it.
+    """
+    if by_torch:
+        return "torch's iterator gives no state of it"
+    if state.lanes:
+        return f"{now.parts} workers read it, and {state.parts} did when it was saved"
+    left = "the pass before was left before its end (as with limit_train_batches)"
+    return left if state.lanes is None else ""
+
+
+def tell_new_stream(stream: object, state: Position, why: str) -> None:
+    """Warn that an epoch begins without what a stream keeps from the passes before."""
+    if not why:
+        return
+    _warn(
+        f"Epoch {state.epoch} begins as that of a new {type(stream).__name__}, as {why}. What the "
+        "stream keeps from pass to pass is lost, so that samples may be others than without a "
+        "break. Have it make that from the epoch, which on_train_epoch_start can tell it."
     )
 
 
-def cut_anew(state: LoaderState, now: LoaderState, indices: EpochIndices) -> LoaderState:
+def check_stream(state: Position, now: Position) -> None:
+    """Refuse to go on within an epoch of a stream whose batches would be others.
+
+    Raises:
+        OptionsError: With what to set.
+    """
+    if state.batch_size != now.batch_size:
+        raise OptionsError(
+            f"The stream was saved in batches of {state.batch_size} and goes on from whole "
+            f"batches, but now has batches of {now.batch_size}. "
+            f"Set batch_size={state.batch_size}."
+        )
+    if state.parts != now.parts:
+        raise OptionsError(
+            f"The stream was shared out among {state.parts} workers when it was saved, and now is "
+            f"among {now.parts}, who would read other samples. Set num_workers={state.parts} until "
+            "this epoch has ended."
+        )
+
+
+def cut_anew(state: Position, now: Position, indices: EpochIndices) -> Position:
     """Return a state with its position counted in batches of the present size.
 
     They count from the end of the epoch, where the whole batches are those that are left.
@@ -685,15 +750,15 @@ def _shared_here(indices: EpochIndices, epoch: int) -> bool:
     return epoch_order(indices.source, epoch) is not None or share_in(indices.source) is not None
 
 
-def _tell(state: LoaderState, now: LoaderState, indices: EpochIndices) -> bool:
+def _tell(state: Position, now: Position, indices: EpochIndices) -> bool:
     """Tell what is not as it was, and return whether the order is another one."""
     texts = list(_told(state, now, indices))
     if texts:
-        warnings.warn(" ".join(texts), FastDataWarning, stacklevel=2)
+        _warn(" ".join(texts))
     return next(state.differences(now), None) is not None
 
 
-def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterator[str]:
+def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str]:
     where = f"epoch {state.epoch} after {state.samples} samples"
     difference = next(state.differences(now), None)
     if difference is not None:
@@ -734,7 +799,7 @@ def dataset_state(dataset: object) -> dict[str, Any] | None:
     return dataset.state_dict()
 
 
-def restore_dataset(dataset: object, state: LoaderState) -> None:
+def restore_dataset(dataset: object, state: Position) -> None:
     """Give a map-style dataset what it saved of itself."""
     saved = state.dataset_state
     if saved is not None and isinstance(dataset, Stateful):
@@ -755,59 +820,80 @@ def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
     return None
 
 
-def read_again(batches: DigestedBatches, state: LoaderState, stream: object) -> Iterator[Batch]:
-    """Drop the batches of a stream that were delivered before a state, and return the others."""
-    began_s = clock.monotonic()
-    for _ in islice(batches, state.batches):
-        pass
-    if state.batches:
-        if state.digest not in (None, batches.digest):
-            tell_others(stream)
-        warnings.warn(
-            f"{state.batches} batches of {type(stream).__name__} that were delivered before the "
-            "training was saved were "
-            f"read again and dropped, in {clock.monotonic() - began_s:.1f} s, as torch's own "
-            "iterator cannot begin within a stream. What its workers draw from global generators "
-            'is not drawn again. Use executor="workers".',
-            FastDataWarning,
-            stacklevel=2,
-        )
-    yield from batches
+class ReadBatches(_Around):
+    """The batches of a pass as they are read; what is known behind each is noted.
 
+    Args:
+        batches: The batches.
+        begun: Their pass.
+        source: What tells which it has handed over; None of a stream.
+        first: Batches of the pass before them.
+    """
 
-class WatchedBatches(_Around):
-    """The batches of a pass that may not come in order; which were fetched is noted."""
-
-    def __init__(self, batches: Iterator[Batch], begun: Pass, source: object) -> None:
+    def __init__(
+        self, batches: Iterator[Batch], begun: Pass, source: object = None, *, first: int = 0
+    ) -> None:
         super().__init__(batches)
         self._begun = begun
         self._source = source
+        self._count = first
+        self.digest: int | None = None if first or source is not None else 0
+        """Of the batches of a stream until now; None: not known."""
 
     def __next__(self) -> Batch:
-        batch = next(self._batches)
-        source = self._source
+        batch, source = next(self._batches), self._source
+        if self.digest is not None and (self._count < _LOOKED_AT or not self._count % _LOOKED_AT):
+            parts = batch.batch if isinstance(batch, StagedBatch) else batch
+            text = "".join(map(_some_of, leaves(parts)))
+            self.digest = zlib.crc32(text.encode(errors="replace"), self.digest)
+        self._count += 1
         ask = getattr(source, "under_way", None)
         now = under_way(source) if ask is None else ask()
-        if now is not None:
-            self._begun.note(now)
+        self._begun.note(self._count, Noted(now, self.digest))
         return batch
 
 
-class DigestedBatches(WatchedBatches):
-    """The batches of a stream that torch reads: a digest of them is noted."""
+def _some_of(leaf: object) -> str:
+    """Return some values of a leaf of a batch, as text."""
+    values: Any
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        values = leaf.detach().flatten()
+    elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        values = leaf.reshape(-1)
+    elif isinstance(leaf, bytes):
+        values = np.frombuffer(leaf, np.uint8)
+    else:
+        known = isinstance(leaf, str | int | float | bool | np.generic | None)
+        return repr(leaf) if known else type(leaf).__name__
+    # An odd step meets another place in each sample.
+    return repr(values[:: len(values) // 64 | 1].tolist())
 
-    def __init__(self, batches: Iterator[Batch], begun: Pass) -> None:
-        super().__init__(batches, begun, None)
-        self._seen = ReadSamples()
 
-    @property
-    def digest(self) -> int:
-        """Of the batches until now."""
-        return self._seen.digest
+def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
+    """Drop the batches of a stream that were delivered before a state, and say what that took.
 
-    def __next__(self) -> Batch:
-        batch = next(self._batches)
-        self._seen.add(batch.batch if isinstance(batch, StagedBatch) else batch)
-        self._begun.digests[self._seen.samples] = self.digest
-        self._begun.digests.pop(self._seen.samples - _DIGESTS_KEPT, None)
-        return batch
+    Raises:
+        DatasetError: There are fewer.
+    """
+    name, began_s = type(stream).__name__, clock.monotonic()
+    found = sum(1 for _ in islice(batches, state.batches))
+    if found < state.batches:
+        raise DatasetError(
+            f"{name} has ended after {found} batches, and {state.batches} were delivered before "
+            "the training was saved. It is not the stream that it was: resume with the same data, "
+            "or begin the epoch anew."
+        )
+    seconds = clock.monotonic() - began_s
+    _warn(
+        f"To go on where the training was saved, {found} batches of {name} that were delivered "
+        f"before were read again and dropped, in {seconds:.1f} s, as no state of it was saved "
+        "(state_dict() and load_state_dict())."
+    )
+    if state.digest not in (None, batches.digest):
+        _warn(
+            f"{name} gave other samples than before the training was saved, when they were read "
+            "again to go on behind them. So the training goes on, but in this epoch some samples "
+            "come twice and others not at all. Have it shuffle by a seed and by the epoch, which "
+            "on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed), or give it "
+            "state_dict() and load_state_dict()."
+        )

@@ -40,7 +40,7 @@ from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
 from lightning_fastdata.batches.staged import FirstOfPairs, StagedBatch, StagingCollate
 from lightning_fastdata.device.backend import default_type, reads_page_locked
-from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -57,7 +57,7 @@ from lightning_fastdata.executors.kinds import (
     room_elsewhere,
 )
 from lightning_fastdata.executors.standby import Ways
-from lightning_fastdata.executors.stream_position import StreamPosition
+from lightning_fastdata.executors.stream_state import LanePosition
 from lightning_fastdata.fingerprint import Fingerprint, Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -95,6 +95,11 @@ _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
     "have come. If it is read by several workers, have __iter__ split it by "
     "torch.utils.data.get_worker_info(), or every worker reads all of it."
+)
+_WRAPPED_PIPE: Final = (
+    "{name} is a DataPipe, which torch shares out among workers only where nothing is wrapped "
+    "around it. Here something is, for a transform or an Albumentations pipeline, so that each "
+    "worker would read all of it. Set num_workers=1."
 )
 Keeps: TypeAlias = bool | Literal["unchanged"]
 """Whether workers are kept between epochs; ``"unchanged"``: while what they read is as it was."""
@@ -201,7 +206,7 @@ class KeptExecutor:
         self.base_seed: int | None = None
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
-        self._in_stream: StreamPosition | None = None
+        self._in_stream: list[LanePosition] | None = None
         self._last: Executor | None = None
         """Of the epoch that began last, also when it is over."""
         # Under this name Lightning looks for workers to stop when it is done.
@@ -339,22 +344,25 @@ class KeptExecutor:
             resume, self._in_stream = self._in_stream, None
             executor.start_epoch(repeat(self.settings.batch_size), self.epoch(), resume=resume)
 
-    def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
-        """Return where the stream is after so many batches of this epoch, as plain data.
+    def lanes(self, batches: int, *, over: bool) -> list[dict[str, Any]] | None:
+        """Return where each part of a stream is after so many batches of this epoch, as plain data.
 
-        ``over``: they were all, and it is where the next epoch begins. None: it is no stream, or
-        none is being read, or the next epoch begins in new processes.
+        Empty: its batches are counted. None: its state is not known.
+
+        Args:
+            batches: From the beginning of the epoch.
+            over: They were all, and it is where the next epoch begins.
 
         Raises:
             OptionsError: So many were not handed out, or too long ago.
         """
         executor = self._last
-        if not isinstance(executor, StreamReader) or (over and not self.keep):
+        if not isinstance(executor, StreamReader) or executor.history is None:
             return None
-        position = executor.position(batches)
-        if position is not None and over:
-            position = position.next_epoch()
-        return None if position is None else position.as_dict()
+        if over and not self.keep:
+            return []
+        found = executor.history.position(batches, over=over)
+        return None if found is None else [lane.as_dict() for lane in found]
 
     @property
     def keep(self) -> bool:
@@ -367,22 +375,23 @@ class KeptExecutor:
         return bool(getattr(self._last, "reads_later", True))
 
     @property
-    def draws_anew(self) -> bool:
-        """Whether a stream draws from global generators whose states nobody saves."""
-        kept = self.persistent and self.aside
-        return isinstance(self._last, StreamReader) and self._last.stream_drew and not kept
+    def draws(self) -> bool:
+        """Whether a stream was seen to draw from global generators."""
+        history = self._last.history if isinstance(self._last, StreamReader) else None
+        return history is not None and history.drew
 
-    def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None:
+    def go_on_from(self, base_seed: int | None) -> None:
         """Begin the next epoch as a run that goes on did.
 
-        Args:
-            base_seed: What its side processes were seeded from; None: not known.
-            stream: The position in a stream; None: its beginning, or it is none.
+        ``base_seed``: what its side processes were seeded from; None: not known.
         """
-        self._in_stream = None if stream is None else StreamPosition.from_dict(stream)
         if base_seed is not None and self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
+
+    def go_on_in_stream(self, lanes: list[dict[str, Any]]) -> None:
+        """Have each part of a stream go on in the next epoch where :meth:`lanes` says."""
+        self._in_stream = list(map(LanePosition.from_dict, lanes))
 
     def resize(self, workers: int, look_ahead: int | None) -> None:
         """Read with so many side processes from now on, and be so many batches ahead.
@@ -550,6 +559,14 @@ def reads_with_torch(loader: Loader) -> bool:
     return kind_of(loader.executor).is_torch or pipe
 
 
+def workers_of(loader: Loader) -> int:
+    """Return how many processes or actors read a loader; 0: the training process does."""
+    streamed = isinstance(loader.dataset, IterableDataset)
+    executor = executor_for(loader.executor, stream=streamed, workers=loader.num_workers)
+    aside = reads_with_torch(loader) or kind_of(executor).side_processes
+    return loader.num_workers if aside else 0
+
+
 def indices_of(settings: SourceSettings) -> EpochIndices | None:
     """Return what gives the indices of a loader's epochs; None of a stream."""
     if isinstance(settings.dataset, IterableDataset):
@@ -576,6 +593,9 @@ def open_source(
         epochs: Where it says which epoch it is in.
         reported: Holds under ``"batches"`` the length that a stream has reported.
         stamps: Where to note calls of the sampler of torch's own iterator; None: nowhere.
+
+    Raises:
+        OptionsError: Each of several workers would read the whole of a DataPipe.
     """
     worker_part = None
     if settings.transform is not None:
@@ -584,6 +604,9 @@ def open_source(
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
     if not reads_with_torch(settings):
         return _open_executor(settings, indices, dataset, collate_fn, epochs, reported)
+    wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
+    if wrapped and settings.num_workers > 1:
+        raise OptionsError(_WRAPPED_PIPE.format(name=type(settings.dataset).__name__))
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}

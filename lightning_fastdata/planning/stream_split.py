@@ -6,16 +6,15 @@ a part of their own; from the others, several workers would give each sample sev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from torch.utils.data import ChainDataset, IterableDataset, IterDataPipe
+from torch.utils.data import ChainDataset
 
-from lightning_fastdata.batches.keyed import KeyedIterableDataset
 from lightning_fastdata.executors.fork_hazards import open_handles
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import rank_now
@@ -33,7 +32,6 @@ _OWN_SPLIT: Final = (
 _MOST_SAMPLES: Final = 32
 _BUDGET_S: Final = 1.0
 _DEADLINE_S: Final = 10.0
-_DEEPEST: Final = 8
 # A WorkerInfo has to be asked for both: one of them alone seeds a generator, refuses workers, or
 # has a file for each of a given number of workers. A worker_init_fn gets its number as an argument.
 _NAMES: Final = ("num_workers", "id", "dataset")
@@ -69,30 +67,24 @@ Read: TypeAlias = Callable[[object, int, int], Reading]
 """Reads a stream as the worker of a number, of so many."""
 
 
-def splits_itself(
-    stream: object, read: Read | None, *, configured: bool = False, wrapped: bool = False
-) -> StreamSplit:
+def splits_itself(stream: object, read: Read | None, *, configured: bool = False) -> StreamSplit:
     """Return whether a stream shares itself out among workers.
 
-    Known are Hugging Face's streams, WebDataset, LitData and torch's
-    DataPipes. Another one does if it asks ``get_worker_info()`` for the number of the worker and of
-    all workers while its first samples are read; and, where that reaches its end, if two workers
-    together give as many samples as one alone.
+    Known are Hugging Face's streams, WebDataset and LitData. Another one does if it asks
+    ``get_worker_info()`` for the number of the worker and of all workers while its first samples
+    are read; and, where that reaches its end, if two workers together give as many samples as one
+    alone.
 
     Args:
         stream: An ``IterableDataset``.
         read: None: it must not be read.
         configured: A ``worker_init_fn`` may give each worker's copy its part.
-        wrapped: The loader reads it through a wrapper of this package, for pipelines that it calls
-            or a transform; torch then cannot shard a DataPipe.
     """
-    if isinstance(stream, KeyedIterableDataset):
-        return splits_itself(vars(stream)["_keying"].dataset, read, wrapped=True)
-    known = _known(stream, wrapped=wrapped)
+    known = _known(stream)
     if known is not None and (known.splits or known.here or not configured):
         return known
     if type(stream) is ChainDataset and not configured:
-        return _joined(splits_itself(part, read, wrapped=wrapped) for part in stream.datasets)
+        return _no("the first samples of a ChainDataset tell nothing of its later parts")
     return _tried(stream, read)
 
 
@@ -100,21 +92,10 @@ def _no(why: str) -> StreamSplit:
     return StreamSplit(splits=False, why=why)
 
 
-def _joined(parts: Iterable[StreamSplit]) -> StreamSplit:
-    found = []
-    for part in parts:
-        if not part.splits:
-            return part
-        found.append(part)
-    bounds = [each.most_workers for each in found if each.most_workers is not None]
-    why = found[0].why if found else "it is empty"
-    return StreamSplit(splits=bool(found), why=why, most_workers=min(bounds, default=None))
-
-
 # -- libraries -------------------------------------------------------------------------------------
 
 
-def _known(stream: object, *, wrapped: bool) -> StreamSplit | None:
+def _known(stream: object) -> StreamSplit | None:
     """Return what is known of a stream by its library; None: nothing."""
     if is_a(stream, "datasets", "IterableDataset"):
         return _hugging_face(stream)
@@ -126,12 +107,6 @@ def _known(stream: object, *, wrapped: bool) -> StreamSplit | None:
             return StreamSplit(splits=True, why=f"{package}'s {kind} shares out its chunks")
     if is_a(stream, "webdataset", "DataPipeline"):
         return _web_dataset(stream)
-    if isinstance(stream, IterDataPipe):
-        if not _is_sharded(stream):
-            return _no("a branch of the DataPipe has no sharding_filter()")
-        if wrapped:
-            return _no("torch shards a DataPipe only where nothing is wrapped around it")
-        return StreamSplit(splits=True, why="torch shards it at its sharding_filter()")
     return None
 
 
@@ -150,34 +125,16 @@ def _web_dataset(stream: object) -> StreamSplit:
         return _no("with_epoch(n) gives n samples in each worker")
     if any(is_a(stage, "webdataset", "ResampledShards") for stage in stages):
         return StreamSplit(splits=True, why="each worker draws shards of its own")
+    names = [stage.__name__ if isinstance(stage, FunctionType) else "" for stage in stages]
+    if names.count("split_by_worker") != 1:
+        return _no("split_by_worker is not once in its pipeline")
     urls = (held(stage, "urls") for stage in stages)
     shards = next((len(each) for each in urls if isinstance(each, list)), None)
-    names = [stage.__name__ if isinstance(stage, FunctionType) else "" for stage in stages]
-    found = [
-        each
-        for stage in stages
-        if isinstance(stage, IterableDataset)
-        and (each := _known(stage, wrapped=False)) is not None
-        and each.splits
-    ]
-    if "split_by_worker" in names:
-        ranks = rank_now().ranks if "split_by_node" in names else 1
-        most = None if shards is None else max(1, shards // ranks)
-        why = f"its {shards} shards are split by worker"
-        found.append(StreamSplit(splits=True, why=why, most_workers=most))
-    if len(found) != 1:
-        return _no(f"{len(found)} stages of its pipeline split by worker, and one should")
-    if found[0].most_workers is None and shards is None:
+    if shards is None:
         return _no("its number of shards is not known")  # a worker without any would raise
-    return found[0]
-
-
-def _is_sharded(pipe: object, depth: int = 64) -> bool:
-    """Return whether all that a DataPipe reads goes through a ``sharding_filter()``."""
-    if is_a(pipe, "torch", "_ShardingIterDataPipe"):
-        return True
-    read = find_instances(list(held_by(pipe).values()), (IterDataPipe,))
-    return bool(read and depth) and all(_is_sharded(each, depth - 1) for each in read)
+    ranks = rank_now().ranks if "split_by_node" in names else 1
+    why = f"its {shards} shards are split by worker"
+    return StreamSplit(splits=True, why=why, most_workers=max(1, shards // ranks))
 
 
 # -- a trial ---------------------------------------------------------------------------------------
@@ -207,19 +164,7 @@ def _tried(stream: object, read: Read | None) -> StreamSplit:
                 f"{alone.samples}{second.failed and f': the second {second.failed}'}"
             )
     why = f"{name} asks get_worker_info() for its part"
-    return StreamSplit(splits=True, why=why, most_workers=_shards_within(stream))
-
-
-def _shards_within(stream: object, depth: int = _DEEPEST) -> int | None:
-    """Return the fewest shards of the streams that a wrapper reads; None: none is known."""
-    bounds = []
-    for part in find_instances(list(held_by(stream).values()), (IterableDataset,)):
-        known = _known(part, wrapped=True)
-        if known is not None:
-            bounds.append(known.most_workers)
-        elif depth:
-            bounds.append(_shards_within(part, depth - 1))
-    return min((each for each in bounds if each is not None), default=None)
+    return StreamSplit(splits=True, why=why)
 
 
 def read_apart(

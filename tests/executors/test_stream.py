@@ -294,12 +294,3 @@ def test_pipelines_in_a_stream_draw_by_epoch_and_position_with_every_executor(
     assert same(found[0], found[1])
     assert same(found[0], found[2])
     assert not same(found[0][0], found[0][1])
-
-
-def test_the_number_of_processes_changes_with_the_next_epoch() -> None:
-    executor = pool(Lengths([4]), 1)
-    for workers in (1, 3, 2):
-        executor.resize(workers)
-        executor.start_epoch([1], 0)
-        assert [int(batch["of"]) for batch in executor] == [workers] * 4 * workers
-    executor.close()

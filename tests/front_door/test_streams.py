@@ -9,26 +9,24 @@ import tarfile
 import warnings
 from typing import Any
 
+import albumentations as A
 import pytest
 from lightning.pytorch import Trainer
 from torch.utils.data import (
     ChainDataset,
     DataLoader,
     IterableDataset,
+    IterDataPipe,
     get_worker_info,
 )
-from torch.utils.data import get_worker_info as in_which_worker
+from torch.utils.data.datapipes.iter import IterableWrapper
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata.errors import OptionsError
 
 COUNT = 23
 SEVERAL = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-
-
-def share() -> tuple[int, int]:
-    info = in_which_worker()
-    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 class Split(IterableDataset):
@@ -46,17 +44,6 @@ class Split(IterableDataset):
             yield {"x": number}
 
 
-class BySharedFunction(Split):
-    def __iter__(self) -> Any:
-        assert os.getpid() != self.process
-        return self._mine()
-
-    def _mine(self) -> Any:
-        worker, workers = share()
-        for number in itertools.islice(range(self.begin, self.end), worker, None, workers):
-            yield {"x": number}
-
-
 class Around(IterableDataset):
     """A wrapper that knows nothing of workers."""
 
@@ -66,14 +53,6 @@ class Around(IterableDataset):
     def __iter__(self) -> Any:
         for sample in self.inner:
             yield {"x": sample["x"]}
-
-
-class Reader:
-    """No dataset, yet what the stream reads and what splits."""
-
-    def __iter__(self) -> Any:
-        worker, workers = share()
-        return iter([{"x": number} for number in range(worker, COUNT, workers)])
 
 
 class Whole(IterableDataset):
@@ -102,25 +81,13 @@ class FirstOnly(IterableDataset):
         return itertools.islice(self.inner, 3)
 
 
-class Pairs(IterableDataset):
-    """Pairs samples of two streams, which each worker does with its parts of both."""
-
-    def __init__(self, *inner: Any) -> None:
+class Renamed(IterDataPipe):
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def __iter__(self) -> Any:
-        for one, two in zip(*self.inner, strict=False):
-            yield {"x": one["x"], "y": two["x"]}
-
-
-class SplitTwice(Split):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Split()
-
-    def __iter__(self) -> Any:
-        worker, workers = share()
-        yield from itertools.islice(self.inner, worker, None, workers)
+        for number in self.inner:
+            yield {"x": number}
 
 
 def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
@@ -157,22 +124,18 @@ def web_dataset(folder: Any, shards: int = 5, **how: Any) -> Any:
 
 SPLITTING = {
     "get_worker_info": lambda _: Split(),
-    "a method that asks": lambda _: BySharedFunction(),
     "a wrapper": lambda _: Around(Around(Split())),
-    "a reader within": lambda _: Around(Reader()),
-    "a chain": lambda _: ChainDataset([Split(0, 9), BySharedFunction(9, COUNT)]),
     "Hugging Face": lambda _: hugging_face(4),
     "Hugging Face, few shards": lambda _: hugging_face(2),
     "Hugging Face in a wrapper": lambda _: Around(hugging_face(3)),
-    "pairs of what splits alike": lambda _: Pairs(Split(), Split()),
     "WebDataset": web_dataset,
 }
 WHOLE = {
     "nothing asks": lambda _: Whole(),
     "refuses workers": lambda _: Refuses(),
-    "a part that does not": lambda _: ChainDataset([Whole(), Split(0, 0)]),
+    "a chain": lambda _: ChainDataset([Split(0, 9), Split(9, COUNT)]),
+    "a pipe": lambda _: Renamed(IterableWrapper(range(COUNT)).sharding_filter()),
     "first ones of a stream": lambda _: FirstOnly(Around(Split())),
-    "twice": lambda _: SplitTwice(),
     "WebDataset without a splitter": lambda folder: web_dataset(folder, workersplitter=None),
     "WebDataset with an epoch": lambda folder: web_dataset(folder).with_epoch(4),
 }
@@ -239,6 +202,18 @@ def test_a_worker_init_fn_may_split_the_stream() -> None:
     data = FastDataModule.from_loaders(given, num_workers="auto")
     assert data.train_dataloader().num_workers > 1
     assert sorted(flat(fitted(data))) == list(range(COUNT))
+
+
+def test_a_pipe_that_is_wrapped_is_not_read_whole_by_each_worker() -> None:
+    def pipe() -> Any:
+        return Renamed(IterableWrapper(range(COUNT)).sharding_filter())
+
+    loader = FastDataLoader(pipe(), 4, num_workers=2)
+    assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(COUNT))
+    keyed = pipe()
+    keyed.pipeline = A.Compose([A.NoOp()])
+    with pytest.raises(OptionsError, match="Set num_workers=1"):
+        next(iter(FastDataLoader(keyed, 4, num_workers=2)))
 
 
 def test_options_by_stage_decide_for_streams_too() -> None:

@@ -315,6 +315,26 @@ def test_a_dataset_with_a_state_gets_it_back():
     assert again.dataset.stage == 7
 
 
+# -- batches that do not come --------------------------------------------------------------------
+
+
+class Bad(Images):
+    def __getitem__(self, index):
+        if 4 <= index < 8 or 12 <= index < 16:
+            raise ValueError("bad")
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_fastdata.FastDataWarning")
+@pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
+def test_a_batch_of_which_nothing_is_left_is_passed(loader):
+    how = {"data": Bad, "on_bad_sample": "skip", "sampler": range(LENGTH)}
+    ((*whole,),) = epochs(1, loader, **how)
+    assert len(whole) == STEPS - 2
+    for at in (1, 2, 3):
+        assert seen(resumed(left_after(at, loader, **how), loader, **how)) == whole[at:]
+
+
 # -- other loops -----------------------------------------------------------------------------------
 
 

@@ -1,515 +1,668 @@
-"""A stream goes on behind any batch, as if it had never stopped, and says what that cost."""
+"""A stream goes on behind any batch as if it had never stopped, or says first that it does not.
+
+The oracle is the loop that nobody stopped. What torchdata's tests of StatefulDataLoader state of
+streams is stated here for later epochs, too.
+"""
 
 from __future__ import annotations
 
 import io
 import random
-import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from types import SimpleNamespace
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
-from thoroughness import LONG, some
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from lightning.pytorch import Callback
+from misses import each
+from resilience.runs import Recorder, first_difference, lines, lines_before, train
+from thoroughness import some
+from torch.utils.data import IterableDataset, get_worker_info
 from virtual_time import virtual_time
 
-from lightning_fastdata.batches.keyed import keyed
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.inline import InlineExecutor
-from lightning_fastdata.executors.kinds import Resources, open_executor
-from lightning_fastdata.executors.stream import StreamExecutor
-from lightning_fastdata.executors.stream_position import StreamPosition
-from lightning_fastdata.executors.stream_state import StateTaker
+from lightning_fastdata.executors.stream_state import StreamState
 from lightning_fastdata.host import clock
-from lightning_fastdata.randomness.seeds import EpochCell
+from lightning_fastdata.plugin.data.training_run import TrainingProgress
 
-LENGTHS = (5, 3, 6)
-SILENT = pytest.mark.filterwarnings("ignore:To go on where:lightning_fastdata.FastDataWarning")
+LENGTH, BATCH, EPOCHS = 14, 2, 3
+AGAIN = pytest.mark.filterwarnings("ignore:To go on where:lightning_fastdata.FastDataWarning")
 
 
-def share() -> tuple[int, int]:
+def mine(order):
+    """What of an order belongs to this worker."""
     info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
+    return order[info.id :: info.num_workers] if info is not None else order
 
 
-class Numbers(IterableDataset):
-    """Worker w gives the numbers of its own length."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = lengths
-
-    def draw(self) -> Any:
-        return ()
-
-    def __iter__(self) -> Iterator[Any]:
-        worker, workers = share()
-        for at in range(self.lengths[worker % len(self.lengths)]):
-            yield {"x": torch.full((3,), worker * 1000 + at), "of": workers, "drew": self.draw()}
+def ordered(number):
+    order = list(range(LENGTH))
+    random.Random(number).shuffle(order)
+    return mine([100 * number + index for index in order])
 
 
-class WithState(Numbers):
-    """Goes on from its own state, which it changes while it is read."""
+# -- streams with a state --------------------------------------------------------------------------
 
-    def __init__(self, *lengths: int) -> None:
-        super().__init__(*lengths)
-        self.live: dict[str, Any] = {"at": 0, "seen": []}
-        self.loaded = False
 
-    def __iter__(self) -> Iterator[Any]:
-        worker, workers = share()
-        if not self.loaded:
-            self.live = {"at": 0, "seen": []}
-        self.loaded = False
-        while self.live["at"] < self.lengths[worker % len(self.lengths)]:
-            at = self.live["at"]
-            self.live["at"] += 1
-            self.live["seen"].append(at)
-            yield {"x": torch.full((3,), worker * 1000 + at), "of": workers, "drew": self.draw()}
-        self.live = {"at": 0, "seen": []}
+class Resumes(IterableDataset):
+    """Sets its count back in a generator, but for what a state said."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def __init__(self):
+        self.at, self.resume = 0, None
+
+    def __iter__(self):
+        self.at, self.resume = self.resume or 0, None
+        for sample in ordered(0)[self.at :]:
+            self.at += 1
+            yield sample
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.resume = state["at"]
+
+
+class CountsAtItsEnd(Resumes):
+    """Counts its passes, and does not set back where it is."""
+
+    passes = 0
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample + 1000 * self.passes
+        self.passes += 1
+
+    def state_dict(self):
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.resume, self.passes = state["at"], state["passes"]
+
+
+class CountsPasses(IterableDataset):
+    """Has another order in each pass, and counts them at their ends; its state is a live dict."""
+
+    def __init__(self):
+        self.live = {"passes": 0, "at": 0, "noise": torch.zeros(2)}
+
+    def __iter__(self):
+        live = self.live
+        samples = ordered(live["passes"])
+        while live["at"] < len(samples):
+            live["at"] += 1
+            yield samples[live["at"] - 1]
+        live["passes"], live["at"] = live["passes"] + 1, 0
+
+    def state_dict(self):
         return self.live
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["seen"] == list(range(state["at"]))
-        self.live, self.loaded = state, True
+    def load_state_dict(self, state):
+        self.live = state
 
 
-class Drawing(Numbers):
-    def draw(self) -> Any:
+class SetsUp(IterableDataset):
+    """Sets itself up in ``__iter__``, before its first sample is asked for."""
+
+    def __iter__(self):
+        self.at = 0
+        return self.read()
+
+    def read(self):
+        samples = ordered(0)
+        while self.at < len(samples):
+            self.at += 1
+            yield samples[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class OwnIterator(IterableDataset, Iterator):
+    """Is its own iterator, and draws from a generator that it makes in ``__iter__``."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.at, self.passes = 0, self.passes + 1
+        self.random = random.Random(self.passes)
+        return self
+
+    def __next__(self):
+        if self.at == len(mine(range(LENGTH))):
+            raise StopIteration
+        self.at += 1
+        return self.random.randrange(10**6)
+
+    def state_dict(self):
+        version, words, kept = self.random.getstate()
+        return {"at": self.at, "passes": self.passes, "random": [version, list(words), kept]}
+
+    def load_state_dict(self, state):
+        self.at, self.passes = state["at"], state["passes"]
+        version, words, kept = state["random"]
+        self.random.setstate((version, tuple(words), kept))
+
+
+class Samples(Iterator):
+    def __init__(self, samples):
+        self.samples, self.at = samples, 0
+
+    def __next__(self):
+        if self.at == len(self.samples):
+            raise StopIteration
+        self.at += 1
+        return self.samples[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class OfIterator(IterableDataset):
+    """Gives an iterator that has the state."""
+
+    def __iter__(self):
+        return Samples(ordered(0))
+
+
+class KnowsPasses(IterableDataset):
+    """Knows which pass it is, and its iterator how far that has come."""
+
+    passes, goes_on = 0, False
+
+    def __iter__(self):
+        self.passes += not self.goes_on
+        self.goes_on = False
+        return Samples(ordered(self.passes))
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes, self.goes_on = state["passes"], True
+
+
+class Once(IterableDataset, Iterator):
+    """Ends for ever."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(mine(range(LENGTH))):
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Uneven(CountsPasses):
+    """Has less for the second worker than for the first, and nothing for the third."""
+
+    def __iter__(self):
         info = get_worker_info()
-        seed = 0 if info is None else info.seed
-        return random.random(), random.gauss(0, 1), np.random.normal(), torch.rand(2), seed
+        limit = LENGTH if info is None else (6, 1, 0)[info.id]
+        for sample in super().__iter__():
+            if self.live["at"] <= limit:
+                yield sample
 
 
-class DrawingWithState(WithState):
-    draw = Drawing.draw
+class Awkward(CountsPasses):
+    """Holds what a checkpoint does not give back, or fails to tell its state."""
+
+    def __init__(self, held=None):
+        super().__init__()
+        self.held = held
+
+    def state_dict(self):
+        if isinstance(self.held, Exception):
+            raise self.held
+        return {**super().state_dict(), "parts": [1, self.held]}
 
 
-def collate_and_draw(samples: Any) -> Any:
-    return default_collate(samples), random.random()
+STATEFUL = (
+    Resumes,
+    CountsAtItsEnd,
+    CountsPasses,
+    SetsUp,
+    OwnIterator,
+    OfIterator,
+    KnowsPasses,
+    Once,
+    Uneven,
+)
 
 
-def frozen(batch: Any) -> bytes:
-    """Return the bytes of a batch."""
-    memory = io.BytesIO()
-    torch.save(batch, memory)
-    return memory.getvalue()
+# -- streams without one ---------------------------------------------------------------------------
 
 
-def plan_of(dataset: Any, **how: Any) -> FetchPlan:
-    given = {"collate_fn": default_collate, "default_collation": True, "base_seed": 11}
-    return FetchPlan(dataset=dataset, **{**given, **how})
+class Plain(IterableDataset):
+    def __iter__(self):
+        yield from ordered(0)
 
 
-def opened(plan: FetchPlan, workers: int) -> Any:
-    return InlineExecutor(plan) if not workers else StreamExecutor(plan, processes=workers)
+class Drawing(IterableDataset):
+    """Draws from the global generators of its worker."""
+
+    def __iter__(self):
+        for sample in ordered(0):
+            yield sample, random.random(), np.random.random(), torch.rand(())
 
 
-def saved(position: StreamPosition | None) -> StreamPosition:
-    """Return a position as it comes out of a checkpoint."""
-    assert position is not None
-    memory = io.BytesIO()
-    torch.save(position.as_dict(), memory)
-    memory.seek(0)
-    return StreamPosition.from_dict(torch.load(memory, weights_only=True))
+class Rotated(CountsPasses):
+    """Pictures through a pipeline, which this package keys by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.pipeline = A.Compose([A.RandomBrightnessContrast(p=1)])
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield self.pipeline(image=np.full((2, 2, 3), sample % 100, np.uint8))["image"]
 
 
-def rest_after(
-    position: StreamPosition, plan: FetchPlan, workers: int, size: int | None, epoch: int = 0
-) -> list[bytes]:
-    """Return what comes after a position, in another process as it were."""
-    executor = opened(plan, workers)
-    executor.start_epoch([size], epoch, resume=position)
-    batches = [frozen(batch) for batch in executor]
-    executor.close()
-    return batches
+class RotatedAndItsOwn(OwnIterator):
+    """Is its own iterator, whose samples go through a pipeline."""
+
+    def __init__(self):
+        self.pipeline = A.Compose([A.RandomBrightnessContrast(p=1)])
+
+    def __next__(self):
+        return self.pipeline(image=np.full((2, 2, 3), super().__next__() % 100, np.uint8))["image"]
 
 
-def run_of(
-    executor: Any, size: int | None, *, epoch: int = 0, resume: StreamPosition | None = None
-) -> tuple[list[bytes], dict[int, list[StreamPosition]]]:
-    """Return all batches of an epoch, and the positions behind each, asked for soon and late."""
-    first = sum(lane.batches for lane in resume.lanes) if resume else 0
-    executor.start_epoch([size], epoch, resume=resume)
-    batches: list[bytes] = []
-    positions: dict[int, list[StreamPosition]] = {}
-    ended = False
-    while True:
-        for late in (0, 1, 4):
-            if len(batches) >= late:
-                at = first + len(batches) - late
-                positions.setdefault(at, []).append(saved(executor.position(at)))
-        if ended:
-            return batches, positions
-        batch = next(executor, None)
-        ended = batch is None
-        if batch is not None:
-            batches.append(frozen(batch))
+class OfItsTime(IterableDataset):
+    """Shuffles by what differs in each program, as by the clock."""
+
+    def __init__(self, time):
+        self.time = time
+
+    def __iter__(self):
+        yield from ordered(self.time)
 
 
-READERS = [(Drawing, n) for n in (1, 2, 3)] + [(DrawingWithState, n) for n in (1, 2, 3)]
-READERS += [(Numbers, 0), (WithState, 0)]
+# -- the law ---------------------------------------------------------------------------------------
+
+
+def loader_of(stream, workers, persistent=True, executor=None, batch=BATCH, **how):
+    kept = {"persistent_workers": persistent, "multiprocessing_context": "fork"} if workers else {}
+    executor = executor or ("workers" if workers else "inline")
+    stream = stream() if isinstance(stream, type) else stream
+    return FastDataLoader(stream, batch, num_workers=workers, executor=executor, **kept, **how)
+
+
+def through_a_file(state):
+    """What is left of a state in a file that holds plain data only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def text(batch):
+    return repr(batch.tolist() if isinstance(batch, torch.Tensor) else batch)
+
+
+def run(loader, epochs):
+    """Each batch of these epochs, and the state behind it."""
+    for epoch in epochs:
+        for batch in loader:
+            yield (epoch, text(batch)), through_a_file(loader.state_dict())
+
+
+def stops(found):
+    """Behind the first batches and in mid-epoch, at an epoch's end, and at the beginning of one."""
+    first = sum(epoch == 0 for (epoch, _), _ in found)
+    return [at for at in (1, 2, 3, first, first + 1, first + 2, first + 4) if at <= len(found)]
+
+
+def check(make, epochs=EPOCHS, again=None):
+    torch.manual_seed(3)
+    loader = make()
+    found = list(run(loader, range(epochs)))
+    loader.close()
+    for at in stops(found) if loader.num_workers == 0 else some(stops(found), 2):
+        state = found[at - 1][1]
+        torch.manual_seed(4)
+        resumed = (again or make)()
+        resumed.load_state_dict(state)
+        rest = [batch for batch, _ in run(resumed, range(state["epoch"], epochs))]
+        resumed.close()
+        assert rest == [batch for batch, _ in found[at:]], f"behind {at} batches"
+
+
+@each("stream", STATEFUL)
+def test_a_state_goes_on_in_the_training_process_without_a_word(stream):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        check(lambda: loader_of(stream, 0))
 
 
 @pytest.mark.cases(5)
-@SILENT
-@pytest.mark.parametrize(("stream", "workers"), READERS)
+@each("workers", [3, 2, 1])
+@each("stream", STATEFUL)
+def test_a_state_goes_on_in_workers_that_are_kept(stream, workers):
+    check(lambda: loader_of(stream, workers))
+
+
+@pytest.mark.cases(3)
+@AGAIN
+@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("size", "drop_last", "ahead"), [(2, False, 2), (3, True, 1), (None, False, 1), (4, False, 1)]
+    ("before", "after"), [("inline", "torch"), ("workers", "workers"), ("torch", "workers")]
 )
-def test_what_comes_after_any_batch_is_the_rest_of_the_undisturbed_epoch(
-    stream: type, workers: int, size: int | None, drop_last: bool, ahead: int
-) -> None:
-    how: dict[str, Any] = {"drop_last": drop_last, "look_ahead": max(1, ahead * workers)}
-    if size is None:
-        how |= {"batched": False, "collate_fn": dict, "default_collation": False}
-    executor = opened(plan_of(stream(*LENGTHS), **how), workers)
-    whole, positions = run_of(executor, size)
-    executor.close()
-    assert saved(executor.position(len(whole))).lanes[0].ended
-    assert len(positions) == len(whole) + 1
-    other = plan_of(stream(*LENGTHS), **{**how, "base_seed": 999})
-    for stop, found in some(positions.items(), 3):
-        different = list({repr(one): one for one in found}.values())
-        for position in different if LONG else [different[stop % len(different)]]:
-            assert rest_after(position, other, workers, size) == whole[stop:]
+@pytest.mark.parametrize("how", [{}, {"batch": 3, "drop_last": True}, {"batch": None}])
+def test_a_stream_without_a_state_is_read_again_by_any_executor(before, after, persistent, how):
+    workers = 0 if before == "inline" else 2
+
+    def made(executor):
+        return loader_of(Plain, workers, persistent, executor, **how)
+
+    check(lambda: made(before), again=lambda: made(after))
 
 
-@SILENT
-def test_draws_of_the_collation_are_made_again() -> None:
-    how = {"collate_fn": collate_and_draw, "default_collation": False}
-    whole, positions = run_of(first := opened(plan_of(Drawing(*LENGTHS), **how), 2), 2)
-    first.close()
-    for stop, found in some(positions.items(), 3):
-        assert rest_after(found[0], plan_of(Drawing(*LENGTHS), **how), 2, 2) == whole[stop:]
+@AGAIN
+@pytest.mark.filterwarnings("ignore:Drawing draws:lightning_fastdata.FastDataWarning")
+def test_what_is_read_again_draws_what_workers_drew():
+    check(lambda: loader_of(Drawing, 2, persistent=False), epochs=1)
 
 
-class Plus:
-    def __call__(self, sample: Any, key: Any) -> Any:
-        return {**sample, "key": key.index}
-
-
-@pytest.mark.cases(2)
-@SILENT
-@pytest.mark.parametrize("stream", [Numbers, WithState])
+@pytest.mark.parametrize("stream", [Rotated, RotatedAndItsOwn])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_keys_of_samples_go_on(stream: type, workers: int) -> None:
-    def plan() -> FetchPlan:
-        return plan_of(keyed(stream(6), seed=1, epoch=EpochCell(), transform=Plus()))  # type: ignore[arg-type]
-
-    whole, positions = run_of(executor := opened(plan(), workers), 2)
-    executor.close()
-    for stop, found in some(positions.items(), 2):
-        assert rest_after(found[0], plan(), workers, 2) == whole[stop:]
+def test_keys_of_samples_go_on(stream, workers):
+    check(lambda: loader_of(stream, workers))
 
 
-@SILENT
-@pytest.mark.parametrize("stream", [Numbers, WithState])
-def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
-    def loose() -> FetchPlan:
-        return plan_of(stream(*LENGTHS), in_order=False)
-
-    whole, positions = run_of(executor := opened(loose(), 3), 1)
-    executor.close()
-    for stop in some(range(0, len(whole) + 1, 5), 2):
-        rest = rest_after(positions[stop][0], loose(), 3, 1)
-        assert sorted(whole[:stop] + rest) == sorted(whole)
+def saved_after(batches, stream, workers, **how):
+    stopped = loader_of(stream, workers, **how)
+    given = iter(stopped)
+    for _ in range(batches):
+        next(given)
+    state = through_a_file(stopped.state_dict())
+    stopped.close()
+    return state
 
 
-# -- what it costs, and what is said ---------------------------------------------------------------
+def resumed(state, stream, workers, **how):
+    again = loader_of(stream, workers, **how)
+    again.load_state_dict(state)
+    return again
 
 
-def test_reading_again_is_said_once_with_its_samples() -> None:
-    _, positions = run_of(executor := opened(plan_of(Numbers(7)), 2), 2)
-    executor.close()
-    with pytest.warns(
-        FastDataWarning, match="10 samples of Numbers .* dropped, in .* s, as it has"
-    ):
-        rest = rest_after(positions[5][0], plan_of(Numbers(7)), 2, 2)
-    assert len(rest) == 3
+def told_by(loader):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        batches = [text(batch) for batch in loader]
+    loader.close()
+    return [str(one.message) for one in told if one.category is FastDataWarning], batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_again_is_said_once(workers):
+    texts, rest = told_by(resumed(saved_after(5, Plain, workers), Plain, workers))
+    assert len(rest) == (3 if workers else 2)
+    (said,) = texts
+    assert "5 batches of Plain" in said
+    assert "read again and dropped, in " in said
+
+
+def test_batches_as_they_are_ready_come_once_from_a_state():
+    whole = told_by(loader_of(CountsPasses, 2, in_order=False))[1]
+    stopped = loader_of(CountsPasses, 2, in_order=False)
+    given = iter(stopped)
+    taken = [text(next(given)) for _ in range(3)]
+    state = stopped.state_dict()
+    stopped.close()
+    texts, rest = told_by(resumed(state, CountsPasses, 2, in_order=False))
+    assert (texts, sorted(taken + rest)) == ([], sorted(whole))
+
+
+def test_without_a_state_batches_as_they_are_ready_are_refused_within_an_epoch():
+    with pytest.warns(FastDataWarning, match="cannot go on within this epoch"):
+        state = saved_after(3, Plain, 2, in_order=False)
+    again = resumed(state, Plain, 2)
+    with pytest.raises(OptionsError, match="after 3 batches that came as they were ready"):
+        next(iter(again))
+    again.close()
+
+
+@pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("torch", 0), ("workers", 1)])
+@pytest.mark.parametrize("time", [0, 1])
+def test_a_stream_that_is_read_again_and_gives_others_is_told(executor, workers, time):
+    state = saved_after(3, OfItsTime(0), workers, executor=executor)
+    texts, _ = told_by(resumed(state, OfItsTime(time), workers, executor=executor))
+    assert sum("gave other samples" in said for said in texts) == time
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_state_makes_reading_again_needless(workers: int) -> None:
-    with virtual_time():  # in which taking a state costs nothing, so that one is taken each time
-        executor = opened(plan_of(WithState(40)), workers)
-        executor.start_epoch([2], 0)
-        for _ in range(9):
-            next(executor)
-        position = saved(executor.position(9))
-        executor.close()
-    assert position.lanes[0].state is not None
-    assert position.lanes[0].skip < 9
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(rest_after(position, plan_of(WithState(40)), workers, 2)) == 11
+def test_draws_that_no_state_holds_are_told(workers):
+    texts, _ = told_by(resumed(saved_after(3, Drawing, workers), Drawing, workers))
+    assert sum("draws from global generators" in said for said in texts) == 1
 
 
-class Awkward(DrawingWithState):
-    def __init__(self, *lengths: int, held: Any = None) -> None:
-        super().__init__(*lengths)
-        self.held = held
+class Timed(CountsPasses):
+    """Its state takes seconds of a clock."""
 
-    def state_dict(self) -> Any:
-        if isinstance(self.held, Exception):
-            raise self.held
-        return self.held if self.held is None else {"parts": [1, self.held]}
+    def __init__(self, cost_s):
+        super().__init__()
+        self.cost_s, self.calls = cost_s, 0
+
+    def state_dict(self):
+        self.calls += 1
+        clock.sleep(self.cost_s)
+        return {}
 
 
-@SILENT
+@pytest.mark.parametrize(("cost_s", "calls"), [(0.0, 1000), (0.001, 10), (1, 1)])
+def test_states_take_one_hundredth_of_the_time(cost_s, calls):
+    stream = Timed(cost_s)
+    with virtual_time():
+        state = StreamState(stream)
+        state.begin(None)
+        for _ in range(1000):
+            state.take()
+            clock.sleep(0.001)  # a batch
+    assert abs(stream.calls - calls) <= 1
+
+
+@AGAIN
 @pytest.mark.parametrize(
     ("held", "why"),
     [
-        (torch.zeros(2), r"holds a Tensor at state\['parts'\]\[1\]"),
-        (np.zeros(2), "holds a ndarray at"),
-        (np.int64(2), "holds a int64 at"),
-        ({1, 2}, "holds a set at"),
-        ({(1, 2): 3}, "holds a tuple as a key of"),
+        (random.Random(1), "holds what no checkpoint gives back"),
         (RuntimeError("not yet"), r"raised RuntimeError \(not yet\)"),
-        (None, "returned None, which is no dict"),
     ],
 )
-def test_a_state_that_no_checkpoint_takes_is_refused_once(held: Any, why: str) -> None:
-    executor = opened(plan_of(Awkward(*LENGTHS, held=held)), 2)
-    executor.start_epoch([2], 0)
-    first = [frozen(next(executor)) for _ in range(3)]
+def test_a_state_that_cannot_be_saved_is_told_once_and_the_stream_read_again(held, why):
+    stopped = loader_of(Awkward(held), 2)
+    given = iter(stopped)
+    for _ in range(3):
+        next(given)
     with pytest.warns(FastDataWarning, match=rf"Awkward.state_dict\(\) {why}"):
-        executor.position(3)
+        stopped.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        position = saved(executor.position(3))
-    whole = first + [frozen(batch) for batch in executor]
-    executor.close()
-    assert rest_after(position, plan_of(Awkward(*LENGTHS, held=held)), 2, 2) == whole[3:]
+        state = through_a_file(stopped.state_dict())
+    rest = list(map(text, given))
+    stopped.close()
+    assert told_by(resumed(state, Awkward(held), 2))[1] == rest
 
 
-class Timed(WithState):
-    """Its state takes seconds of a clock, and bytes."""
+@AGAIN
+def test_a_shuffle_buffer_of_hugging_face_loses_nothing():
+    datasets = pytest.importorskip("datasets")
 
-    def __init__(self, cost_s: float, size: int) -> None:
-        super().__init__(1)
-        self.cost_s, self.size, self.calls = cost_s, size, 0
+    def stream():
+        rows = [{"x": number} for number in range(20)]
+        found = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        return found.shuffle(seed=1, buffer_size=5).filter(lambda row: row["x"] % 3)
 
-    def state_dict(self) -> dict[str, Any]:
-        self.calls += 1
-        clock.sleep(self.cost_s)
-        return {"text": "x" * self.size}
-
-
-@pytest.mark.parametrize(
-    ("cost_s", "size", "calls"), [(0.0, 10, 1000), (0.001, 10, 10), (0.0, 2**17, 1), (1, 10, 1)]
-)
-def test_states_take_one_hundredth_of_the_time_and_large_ones_are_rare(
-    cost_s: float, size: int, calls: int
-) -> None:
-    stream = Timed(cost_s, size)
-    with virtual_time():
-        taker = StateTaker(stream, worker=False)
-        for _ in range(1000):
-            taker.take()
-            clock.sleep(0.001)  # a batch
-    assert abs(stream.calls - calls) <= 1
+    with pytest.warns(FastDataWarning, match="leaves out the samples in its shuffle buffer"):
+        check(lambda: loader_of(stream(), 2))
 
 
 # -- what it refuses -------------------------------------------------------------------------------
 
 
-def position_of(workers: int, stop: int, stream: IterableDataset[Any], size: int = 1) -> Any:
-    executor = opened(plan_of(stream), workers)
-    executor.start_epoch([size], 0)
-    for _ in range(stop):
-        next(executor)
-    position = saved(executor.position(stop))
-    executor.close()
-    return position
+@pytest.mark.parametrize("stream", [Plain, CountsPasses])
+def test_another_number_of_workers_or_of_samples_is_refused_within_an_epoch(stream):
+    state = saved_after(3, stream, 2)
+    for workers, batch, match in (
+        (0, 2, "Set num_workers=2"),
+        (1, 2, "now is among 1"),
+        (3, 2, "now is among 3"),
+        (2, 3, "Set batch_size=2"),
+    ):
+        again = resumed(state, stream, workers, batch=batch)
+        with pytest.raises(OptionsError, match=match):
+            next(iter(again))
+        again.close()
 
 
-@SILENT
-def test_the_epoch_goes_on_in_as_many_workers_as_had_shared_it_out() -> None:
-    reference = opened(plan_of(Drawing(*LENGTHS)), 3)
-    whole, positions = run_of(reference, 1)
-    reference.close()
-    executor = opened(plan_of(Drawing(*LENGTHS)), 1)
-    with pytest.warns(FastDataWarning, match="goes on in 3 workers.*Set num_workers=3") as said:
-        executor.start_epoch([1], 0, resume=positions[6][0])
-    assert [frozen(batch) for batch in executor] == whole[6:]
-    assert sum("3 workers" in str(one.message) for one in said) == 1
-    executor.start_epoch([1], 1)
-    assert len(list(executor)) == LENGTHS[0]  # its own number again
-    assert len(executor.children) == 1
-    executor.close()
+def test_an_epoch_behind_one_that_torch_read_says_that_it_begins_anew():
+    loader = loader_of(CountsPasses, 0, executor="torch")
+    list(loader)
+    texts, _ = told_by(resumed(loader.state_dict(), CountsPasses, 0, executor="torch"))
+    assert "torch's iterator gives no state of it" in texts[0]
 
 
-@SILENT
-def test_what_was_read_in_the_training_process_goes_on_in_one_worker() -> None:
-    position = position_of(0, 3, WithState(5))
-    with pytest.warns(FastDataWarning, match="goes on in 1 workers"):
-        rest = rest_after(position, plan_of(WithState(5)), 2, 1)
-    assert len(rest) == 2
+@pytest.mark.parametrize(("stream", "told"), [(Plain, 0), (CountsPasses, 1)])
+def test_another_number_of_workers_begins_an_epoch_and_says_what_is_lost(stream, told):
+    stopped = loader_of(stream, 2)
+    list(stopped)
+    state = through_a_file(stopped.state_dict())
+    stopped.close()
+    texts, batches = told_by(resumed(state, stream, 1))
+    assert len(batches) == LENGTH // BATCH
+    assert [one.count("1 workers read it, and 2 did") for one in texts] == [1] * told
 
 
-def test_the_training_process_alone_cannot_go_on_in_several_parts() -> None:
-    position = position_of(2, 3, Numbers(5))
-    with pytest.raises(OptionsError, match="Set num_workers=2"):
-        opened(plan_of(Numbers(5)), 0).start_epoch([1], 0, resume=position)
+def test_what_was_read_in_the_training_process_goes_on_in_one_worker():
+    rest = told_by(resumed(saved_after(3, CountsPasses, 0), CountsPasses, 1))[1]
+    assert rest == told_by(loader_of(CountsPasses, 0))[1][3:]
 
 
+def test_a_position_that_is_not_known_is_an_error():
+    loader = loader_of(CountsPasses, 0, batch=None)
+    list(islice(loader, 10))
+    assert loader.state_behind(9)["batches"] == 1
+    long = loader_of(range_stream(), 0, batch=None)
+    list(islice(long, 90))
+    with pytest.raises(OptionsError, match=r"after 50 batches .* not known: 90 were"):
+        long.state_behind(40)
+
+
+def range_stream():
+    class Long(IterableDataset):
+        def __iter__(self):
+            return iter(range(100))
+
+    return Long
+
+
+@AGAIN
 @pytest.mark.parametrize("workers", [0, 1])
-def test_other_batches_are_refused(workers: int) -> None:
-    position = position_of(workers, 1, Numbers(5), size=2)
-    executor = opened(plan_of(Numbers(5)), workers)
-    with pytest.raises(OptionsError, match="Set batch_size=2"):
-        executor.start_epoch([3], 0, resume=position)
-    executor.close()
+def test_a_stream_that_has_become_shorter_is_an_error(workers):
+    class Short(IterableDataset):
+        def __iter__(self):
+            yield from range(3)
+
+    state = saved_after(5, Plain, workers)
+    with pytest.raises(DatasetError, match=r"Short has ended after 2 batches, and 5 were"):
+        next(iter(resumed(state, Short, workers)))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_position_that_is_not_known_is_an_error(workers: int) -> None:
-    executor = opened(plan_of(Numbers(100)), workers)
-    assert executor.position(0) is None  # there is no epoch
-    executor.start_epoch([1], 0)
-    for _ in range(90):
-        next(executor)
-    assert sum(lane.batches for lane in executor.position(60).lanes) == 60
-    for unknown in (91, 2):
-        with pytest.raises(OptionsError, match=f"after {unknown} batches .* not known: 90 were"):
-            executor.position(unknown)
-    executor.close()
-
-
-def test_data_with_indices_have_no_position_here() -> None:
-    executor = open_executor(plan_of([1, 2, 3]), Resources(executor="inline"))
-    executor.start_epoch([[0, 1]], 0)
-    assert isinstance(executor, InlineExecutor)
-    assert executor.position(0) is None
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_has_become_shorter_is_an_error(workers: int) -> None:
-    position = position_of(workers, 5, Numbers(6))
-    with pytest.raises(DatasetError, match=r"ended after 2 samples .* delivered 3 batches more"):
-        rest_after(position, plan_of(Numbers(2)), workers, 1)
-
-
-class Refusing(WithState):
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+class Refusing(CountsPasses):
+    def load_state_dict(self, state):
         raise RuntimeError("another version")
 
 
-def test_a_state_that_cannot_be_loaded_ends_the_epoch_with_its_error() -> None:
-    position = position_of(1, 4, WithState(9))
-    executor = opened(plan_of(Refusing(9)), 1)
-    executor.start_epoch([1], 0, resume=position)
-    with pytest.raises(RuntimeError, match=r"in load_state_dict(.|\n)*another version"):
-        next(executor)
-    assert list(executor) == []  # and never the beginning in place of the rest
-    executor.close()
-    inline = opened(plan_of(Refusing(9)), 0)
-    inline.start_epoch([1], 0, resume=position_of(0, 4, WithState(9)))
-    with pytest.raises(RuntimeError, match="another version"):
-        next(inline)
-    assert list(inline) == []
-
-
-@pytest.mark.parametrize("broken", [{}, {"lanes": [], "workers": 2}, {"lanes": [{"x": 1}]}])
-def test_what_is_no_position_is_refused(broken: dict[str, Any]) -> None:
-    with pytest.raises(OptionsError, match="no position in a stream"):
-        StreamPosition.from_dict(broken)
-
-
-# -- streams of others -----------------------------------------------------------------------------
-
-
-class Lines(IterableDataset):
-    """As in the docs."""
-
-    begin, end = 0, 9
-
-    def __iter__(self) -> Iterator[Any]:
-        for self.at in range(self.begin, self.end):  # noqa: B020 - as people write it
-            yield torch.full((2,), self.at)
-        self.begin = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at + 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin = state["at"]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_stream_of_the_docs_goes_on(workers: int) -> None:
-    whole, positions = run_of(executor := opened(plan_of(Lines()), workers), 2)
-    executor.close()
-    for stop, found in positions.items():
-        assert rest_after(found[0], plan_of(Lines()), workers, 2) == whole[stop:]
+def test_a_state_that_cannot_be_loaded_ends_the_epoch_with_its_error(workers):
+    again = iter(resumed(saved_after(4, CountsPasses, workers), Refusing, workers))
+    with pytest.raises(RuntimeError, match="another version") as raised:
+        next(again)
+    notes = "".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert "in iter() or load_state_dict" in notes
+    assert list(again) == []  # and never the beginning in place of the rest
 
 
-@SILENT
-def test_a_shuffle_buffer_of_hugging_face_loses_nothing() -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def plan() -> FetchPlan:
-        rows = [{"x": number} for number in range(20)]
-        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
-        return plan_of(stream.shuffle(seed=1, buffer_size=5).filter(lambda row: row["x"] % 3))
-
-    executor = opened(plan(), 2)
-    with pytest.warns(FastDataWarning, match="leaves out the samples in its shuffle buffer"):
-        whole, positions = run_of(executor, 2)
-    executor.close()
-    for stop, found in some(positions.items(), 2):
-        assert rest_after(found[0], plan(), 2, 2) == whole[stop:]
+@pytest.mark.parametrize("broken", [[{"state": None, "x": 1}], [{}]])
+def test_what_is_no_position_is_refused(broken):
+    state = {**saved_after(2, CountsPasses, 0), "lanes": broken}
+    with pytest.raises(OptionsError, match="no position in a stream"):
+        next(iter(resumed(state, CountsPasses, 0)))
 
 
-class Counted(Numbers):
-    """As LitData's: the training process says how much was read, and workers work out the rest."""
-
-    def __init__(self, *lengths: int) -> None:
-        super().__init__(*lengths)
-        self.process = threading.get_native_id()
-        self.read: tuple[int, int, int] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        worker, workers = share()
-        begin = 0
-        if self.read is not None:
-            samples, of, size = self.read
-            assert of == workers
-            batches = samples // size  # in turn, from the first worker on
-            begin = (batches // of + (worker < batches % of)) * size
-        for at in range(begin, self.lengths[worker % len(self.lengths)]):
-            yield {"x": torch.full((3,), worker * 1000 + at)}
-
-    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> Any:
-        assert threading.get_native_id() == self.process
-        return {"read": num_samples_yielded, "workers": num_workers or 1, "size": batch_size}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"], state["workers"], state["size"]
-
-    def reset_state_dict(self) -> None:
-        self.read = None
+# -- in a Trainer ----------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_streams_that_count_what_was_read_go_on_at_once(workers: int) -> None:
-    executor = opened(plan_of(Counted(*LENGTHS)), workers)
-    whole, positions = run_of(executor, 2)
-    executor.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for stop, found in some(positions.items(), 2):
-            assert not any(lane.skip for lane in found[0].lanes)
-            rest, again = opened(plan_of(Counted(*LENGTHS)), workers), []
-            rest.start_epoch([2], 0, resume=found[0])
-            again = [frozen(batch) for batch in rest]
-            assert again == whole[stop:]
-            assert run_of(rest, 2, epoch=1)[0] == whole  # the next epoch is whole
-            rest.close()
+class Asks(Callback):
+    """Saves at the end of the first epoch."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(pl_module.file.with_suffix(".ckpt"))
+
+
+def trained(folder, name, stream, resume=None, **how):
+    def index(samples):
+        return {"index": torch.tensor(samples)}
+
+    options = LoaderOptions(executor="inline", num_workers=0)
+    data = FastDataModule.from_datasets(
+        stream(), batch_size=BATCH, options=options, collate_fn=index
+    )
+    train(Recorder(folder / name), data, folder, resume=resume, callbacks=[Asks()], **how)
+    return lines(folder / name)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@each("stream", [CountsPasses, OwnIterator, KnowsPasses, Resumes])
+def test_an_epoch_that_a_checkpoint_ended_is_not_trained_again(tmp_path, stream):
+    whole = trained(tmp_path, "whole", stream)
+    kept = lines_before(tmp_path / "whole.ckpt")
+    rest = trained(tmp_path, "rest", stream, resume=tmp_path / "whole.ckpt")
+    assert first_difference(rest, whole[kept:]) is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_pass_that_was_left_before_its_end_is_told(tmp_path):
+    trained(tmp_path, "left", CountsPasses, limit_train_batches=2)
+    saved = torch.load(tmp_path / "left.ckpt", weights_only=True)["FastDataModule"]
+    again = resumed(saved["lightning_fastdata"]["loaders"][""], CountsPasses, 0)
+    with pytest.warns(FastDataWarning, match=r"Epoch 1 begins as .* left before its end"):
+        next(iter(again))
+
+
+@pytest.mark.parametrize(("epoch", "told"), [(0, 0), (1, 1)])
+def test_another_rank_reads_its_own_part_and_is_told_that_the_state_is_of_none(epoch, told):
+    found = [state for (of, _), state in run(loader_of(CountsPasses, 0), range(2)) if of == epoch]
+    loader = loader_of(CountsPasses, 0)
+    trainer = SimpleNamespace(global_rank=1, train_dataloader=loader)
+    progress = TrainingProgress()
+    progress.load_state_dict({"loaders": {"": found[1]}}, trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = progress.of(loader, trainer)
+    assert (state.batches, state.lanes, state.digest) == (2, [], None)
+    assert [str(one.message).count("was saved on rank 0") for one in caught] == [1] * told

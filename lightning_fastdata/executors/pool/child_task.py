@@ -248,7 +248,7 @@ class TaskRunner:
         fetcher = self.fetcher
         result = fetcher.batch(task.indices, task.epoch, mark)
         if isinstance(fetcher, StreamFetcher) and result is END_OF_STREAM:
-            return protocol.StreamEnd(fetcher.told()), ()
+            return protocol.StreamEnd(), ()
         if result is NO_SAMPLES:
             return protocol.NothingLeft(), ()
         began_ns = clock.monotonic_ns()

@@ -68,7 +68,7 @@ from lightning_fastdata.batches.bad_samples import Fault
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.stream_position import StreamNote
+from lightning_fastdata.executors.stream_state import StreamNote
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
@@ -200,8 +200,6 @@ class OldEpoch(NamedTuple):
 
 class StreamEnd(NamedTuple):
     """The stream of this process has no more batches in this epoch."""
-
-    note: StreamNote
 
 
 TaskResult: TypeAlias = (

@@ -342,12 +342,7 @@ def split_of(spec: LoaderSpec, start_method: str) -> StreamSplit:
     options, read = spec.options, None
     if options.split == options.num_workers == "auto" and options.probe:
         read = partial(read_apart, worker_init_fn=spec.worker_init_fn, start_method=start_method)
-    found = splits_itself(
-        spec.dataset,
-        read,
-        configured=spec.worker_init_fn is not None,
-        wrapped=spec.transformed or bool(spec.pipelines),
-    )
+    found = splits_itself(spec.dataset, read, configured=spec.worker_init_fn is not None)
     if options.split == "auto" or found.here:
         return found
     return replace(found, splits=options.split, why=f"split={options.split} says so")

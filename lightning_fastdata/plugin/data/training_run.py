@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.stream_position import counts_only
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.position import VERSION, LoaderState, Place
+from lightning_fastdata.loading.position import VERSION, Place, Position, tell_new_stream
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
     has_ended,
@@ -32,7 +31,7 @@ class TrainingProgress:
     """Where the training loaders of a data module were when a run was saved that goes on now."""
 
     def __init__(self) -> None:
-        self._saved: dict[str, LoaderState] = {}
+        self._saved: dict[str, Position] = {}
         self._place: Place | None = None
         """Where the run was that goes on."""
 
@@ -80,7 +79,7 @@ class TrainingProgress:
                 f"The checkpoint holds {state!r:.200} for the data module, where the positions of "
                 "its training loaders were expected. It was not written by FastDataModule."
             )
-        self._saved = {str(path): LoaderState.from_dict(one) for path, one in loaders.items()}
+        self._saved = {str(path): Position.from_dict(one) for path, one in loaders.items()}
         self._place = None
         if isinstance(state, Mapping) and "epoch" in state:
             self._place = Place(int(state["epoch"]), int(state["batches"]), last=False)
@@ -90,17 +89,18 @@ class TrainingProgress:
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
 
-    def of(self, loader: object, trainer: Trainer | None) -> LoaderState | None:
+    def of(self, loader: object, trainer: Trainer | None) -> Position | None:
         """Return where a loader was; None: not known."""
         loaders = dict(_training_loaders(trainer))
         path = next((path for path, one in loaders.items() if one is loader), None)
         if trainer is None or path is None or path not in self._saved:
             return None
         state = self._saved[path]
-        if state.stream is not None and trainer.global_rank:
-            state = self._saved[path] = replace(
-                state, stream=counts_only(state.stream, state.epoch)
-            )
+        if state.lanes is not None and trainer.global_rank:
+            if state.epoch and state.lanes:
+                why = "its state was saved on rank 0, for the part that it reads"
+                tell_new_stream(loaders[path].dataset, state, why)
+            state = self._saved[path] = replace(state, lanes=[], digest=None)
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches:
             self._saved[path] = anew
@@ -143,7 +143,7 @@ class TrainingRun:
         """Return the epoch, counted from 0, of the batches that come next."""
         return self.place().epoch
 
-    def resumed(self, loader: object) -> LoaderState | None:
+    def resumed(self, loader: object) -> Position | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""
         return self._progress.of(loader, self._module.trainer)
 
