@@ -10,11 +10,9 @@ from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import (
     compare,
     doctor,
-    replay,
     report,
     run,
     takes_compare,
-    takes_replay,
     takes_report,
     takes_run,
     takes_top,
@@ -33,7 +31,6 @@ _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = 
     report: takes_report,
     compare: takes_compare,
     doctor: lambda _: None,
-    replay: takes_replay,
 }
 """Each command, and what tells its parser what it takes."""
 _UNUSABLE: Final = 2

@@ -73,10 +73,9 @@ from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
     LoaderOptions,
+    check_dataset,
     check_loader,
     checked_seed,
-    refuse_shuffle,
-    refuses_unknown_names,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
@@ -118,7 +117,6 @@ class _Both(deque[BatchStamps]):
             each.append(stamps)
 
 
-@refuses_unknown_names
 class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
@@ -232,8 +230,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         executor, num_workers = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
         """``num_workers`` was left open."""
+        ordered = sampler is not None or batch_sampler is not None
+        check_dataset(dataset, "FastDataLoader's dataset", ordered=ordered, shuffle=shuffle)
         check_loader(
-            dataset,
             executor=executor,
             transform=transform,
             timeout=timeout,
@@ -251,7 +250,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
-        refuse_shuffle(dataset, shuffle)
         sampler = as_given(sampler)
         if isinstance(sampler, SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
@@ -273,10 +271,10 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 sampler=sampler,
                 batch_sampler=batch_sampler,
                 worker_init_fn=worker_init_fn,
+                keeps=self.chosen,
             )
             self.plan = plan = plan_asked(
                 spec,
-                keeps=self.chosen,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
@@ -287,12 +285,12 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             )
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
-            persistent_workers = plan.persistent_workers if num_workers else False
+            persistent_workers = plan.loader_arguments().get("persistent_workers", False)
             if not num_workers:
                 self.chosen &= not plan.only_here
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
-                multiprocessing_context = plan.multiprocessing_context
+                multiprocessing_context = plan.start_method
         self.faults = FaultLog.of(on_bad_sample, dataset)
         self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor

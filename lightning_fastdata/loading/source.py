@@ -787,7 +787,7 @@ def tuner_for(
     """Return what tunes a loader of a plan, its ``own`` if it has one; None: nothing to tune."""
     if not plan.tuned or own is not None:
         return own if plan.tuned else None
-    forked = plan.multiprocessing_context in (None, "fork")
+    forked = plan.start_method in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
     most = room_elsewhere(plan.executor, local_ranks) or most
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)

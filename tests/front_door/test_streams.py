@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data import get_worker_info as in_which_worker
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning
 
 COUNT = 23
 SEVERAL = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
@@ -238,12 +238,6 @@ def test_a_worker_init_fn_may_split_the_stream() -> None:
     given = DataLoader(Configured(), 4, worker_init_fn=take_part)
     data = FastDataModule.from_loaders(given, num_workers="auto")
     assert data.train_dataloader().num_workers > 1
-    assert sorted(flat(fitted(data))) == list(range(COUNT))
-
-
-def test_options_by_stage_decide_for_streams_too() -> None:
-    options = {"train": LoaderOptions(num_workers=2)}
-    data = FastDataModule.from_datasets(Split(), batch_size=4, options=options)
     assert sorted(flat(fitted(data))) == list(range(COUNT))
 
 

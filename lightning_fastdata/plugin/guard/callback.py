@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.host import clock
-from lightning_fastdata.plugin.data.datasets import datasets_of
+from lightning_fastdata.plugin.datasets import datasets_of
 from lightning_fastdata.plugin.guard.prediction import skipped
 from lightning_fastdata.plugin.guard.replay import ArrivesInParts, RunsInParts, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import (
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision
+    from lightning_fastdata.plugin.module import DataModule
 
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from lightning_fastdata.errors import (
     OptionsError,
     require,
 )
-from lightning_fastdata.plugin.data.datasets import datasets_of
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import own_datamodule
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
-    from PIL.Image import Image
 
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 TAG: Final = "data/batch"
 """What the picture is called on a board."""
@@ -159,25 +156,6 @@ def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
         pen.text((2, _LINE_PX * number), line, fill="black", font=font)
     page.paste(Image.fromarray(grid), (0, top))
     return np.asarray(page)
-
-
-def draw_batch(module: DataModule, batch: Batch, *, epoch: int, number: int) -> Image:
-    """Return a picture of a training batch, as the model gets it.
-
-    Raises:
-        BatchError: There are no images in it.
-        MissingPackageError: Pillow is not installed.
-    """
-    require("PIL", extra="images", what="A picture of a batch")
-    from PIL import Image
-
-    form = module.image_form("train")
-    if form.normalized is None:
-        form = form.normalized_by([datasets_of(module, "train")])
-    images = form.find(batch)
-    grid = form.grid(images, len(images))
-    caption = describe_picture(images, len(images), form, f"Epoch {epoch}, batch {number}")
-    return Image.fromarray(captioned(grid, caption))
 
 
 def _of_one_loader(batch: Batch, form: BatchImages) -> Batch:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +29,7 @@ from lightning_fastdata.types import STAGES, Stage
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
+    from lightning_fastdata.plugin.module import DataModule
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -43,10 +41,10 @@ _STAGE_OF_FN: dict[str, Stage] = {
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
     """Return the trainer's data module if it is a FastDataModule, else None."""
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks  # which imports this
+    from lightning_fastdata.plugin.module import DataModule  # which imports this
 
     datamodule = attributes_of(trainer).datamodule
-    return datamodule if isinstance(datamodule, DataModuleHooks) else None
+    return datamodule if isinstance(datamodule, DataModule) else None
 
 
 def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:
@@ -269,29 +267,6 @@ def close_progress_bar(trainer: Trainer) -> None:
     for stage in STAGES:
         with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
             getattr(bar, f"{stage}_progress_bar").close()
-
-
-def trainer_of_class(cls: type[object]) -> Trainer:
-    """Return a trainer on the CPU, of the package that a data module belongs to."""
-    modules = (base.__module__ for base in cls.__mro__)
-    package = next(p for m in modules for p in PACKAGES if m.startswith(p)).rstrip(".")
-    said = logging.getLogger(f"{package}.utilities.rank_zero")
-    level = said.level
-    said.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer: Trainer = importlib.import_module(package).Trainer(
-                accelerator="cpu",
-                devices=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-    finally:
-        said.setLevel(level)
-    return trainer
 
 
 def hide_loggers(trainer: Trainer) -> list[Path]:
