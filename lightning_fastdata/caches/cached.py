@@ -130,6 +130,8 @@ class CachedDataset(Dataset[Any]):
         self._part: FixedPart | None = None
         self._columns: list[NDArray[Any]] | None = None
         self._full = False
+        self.optional = False
+        """Whether samples are made, and that is said, where the cache cannot be used: no error."""
         self._given_up = False
         self._has_key = key is not None
         self._state = _state_of(self.owner, math.inf)
@@ -295,11 +297,16 @@ class CachedDataset(Dataset[Any]):
     def _opened(self) -> tuple[SampleFile, FixedPart] | None:
         """Return the cache and what is kept in it; it is made if it is not there.
 
-        None if its dataset has changed.
+        None if it is optional and cannot be used.
         """
         if self._file is not None and self._part is not None:
             return self._file, self._part
-        return None if self._given_up else self._open()
+        if not self._given_up:
+            try:
+                return self._open()
+            except Exception as error:  # of the system, the cache, or the samples to compare
+                self._go_without(error)
+        return None
 
     def _open(self) -> tuple[SampleFile, FixedPart]:
         if not self._in_memory:
@@ -319,8 +326,14 @@ class CachedDataset(Dataset[Any]):
         return self._file
 
     def _seen(self) -> SampleFile | None:
-        """Return the cache; None: there is none yet, or its dataset has changed."""
-        return None if self._given_up else self._existing()
+        """Return the cache; None: there is none yet, or it is optional and cannot be used."""
+        if self._given_up:
+            return None
+        try:
+            return self._existing()
+        except (DatasetError, OptionsError) as error:
+            self._go_without(error)
+            return None
 
     def _create(self) -> SampleFile:
         part = find_fixed_part(self.dataset, always_same=self._always_same)
@@ -366,14 +379,29 @@ class CachedDataset(Dataset[Any]):
             file.write(index, sample)
         except OSError as error:
             self._give_up(error)
+        except DatasetError as error:
+            if not self.optional:
+                raise
+            self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _go_without(self, error: Exception) -> None:
+        """Raise an error again; or, of a cache that is optional, say it, and use it no more."""
+        if not self.optional:
+            raise error
+        self._given_up = True
+        warnings.warn(
+            f"The samples are made each time, as no cache can be used (cache='auto'): {error}",
+            FastDataWarning,
+            stacklevel=3,
+        )
+
+    def _give_up(self, error: Exception) -> None:
         """Say that nothing more is written to the cache."""
         self._full = True
-        why = error.strerror or error
+        said = error.strerror if isinstance(error, OSError) else None
         warnings.warn(
-            f"No more samples are written to the cache {self.folder}: {why}. They are made each "
-            "time. Make room there, or give another folder.",
+            f"No more samples are written to the cache {self.folder}: {said or error}. They are "
+            "made each time. Make room there, or give another folder.",
             FastDataWarning,
             stacklevel=3,
         )

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -53,7 +53,7 @@ def is_memory(folder: CacheFolder) -> bool:
     return os.fspath(folder) == "ram"
 
 
-def check_folder(folder: object) -> None:
+def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
     """Raise OptionsError unless this may be the place of a cache: one of the words, or a folder.
 
     A text that is nearly a word is taken for one that was misspelt.
@@ -61,12 +61,12 @@ def check_folder(folder: object) -> None:
     given = isinstance(folder, str | os.PathLike) and os.fsdecode(folder)
     if not given or _ADDRESS.match(given):
         raise OptionsError(
-            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, _WORDS))} or a folder "
+            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))} or a folder "
             "of this machine."
         )
-    if isinstance(folder, str) and folder not in _WORDS and _is_nearly_a_word(folder):
+    if isinstance(folder, str) and folder not in words and _is_nearly_a_word(folder):
         raise OptionsError(
-            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, _WORDS))}; or "
+            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))}; or "
             f"'./{folder}', if a folder of that name is meant."
         )
 

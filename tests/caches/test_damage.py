@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
 from lightning_fastdata.caches import folders
 from lightning_fastdata.data import CachedSource
-from lightning_fastdata.errors import DatasetError, FastDataError, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataError, FastDataWarning, OptionsError
 
 COUNT = 40
 PAGE_BYTES = 64
@@ -295,11 +295,15 @@ UNUSABLE = [file_above, nothing_written, linked, damaged_manifest, cut_index, of
 OWNERS = [Rows(), Mixed(), Texts()]
 
 
-def cache_in(root, owner):
-    return (CachedSource if isinstance(owner, Texts) else CachedDataset)(owner, root, key="k")
+def cache_in(root, owner, *, optional):
+    cached = (CachedSource if isinstance(owner, Texts) else CachedDataset)(owner, root, key="k")
+    cached.optional = optional
+    return cached
 
 
-def all_of(data):
+def all_of(data, *, looked_at=False):
+    if looked_at:
+        assert str(data.folder) in data.explain()
     one = getattr(data, "get_bytes", None)
     return [data[index] if one is None else one([index]) for index in range(COUNT)]
 
@@ -309,20 +313,55 @@ def all_of(data):
 def test_a_cache_that_cannot_be_used_is_one_error_that_names_it(tmp_path, owner, break_it):
     root, cached = broken(tmp_path, owner, break_it)
     with pytest.raises(FastDataError, match=f"{cached.folder}.*(Delete|[Nn]ame another)") as told:
-        all_of(cache_in(root, owner))
+        all_of(cache_in(root, owner, optional=False))
     assert isinstance(told.value, DatasetError | OptionsError)
+
+
+@each("owner", OWNERS)
+@each("break_it", UNUSABLE)
+@each("looked_at", [False, True])
+def test_without_a_cache_that_is_optional_samples_are_made_and_that_is_said(
+    tmp_path, owner, break_it, looked_at
+):
+    root, _ = broken(tmp_path, owner, None)
+    cached = cache_in(root, owner, optional=True)
+    folders._held.pop(cached.folder, None)
+    break_it(root, cached.folder)  # after it was decided to use it
+    with pytest.warns(FastDataWarning, match="no cache can be used") as told:
+        found = all_of(cached, looked_at=looked_at)
+    assert equal(found, all_of(owner))
+    assert len(told) == 1
+    if not isinstance(owner, Texts):
+        assert cached.columns() is None
 
 
 def broken(tmp_path, owner, break_it):
     """Return a root, and a complete cache in it to which something has happened."""
     root = Place(tmp_path / "root")
     root.owner = owner
-    cached = cache_in(root, owner)
+    cached = cache_in(root, owner, optional=False)
     cached.fill()
     folders._held.pop(cached.folder, None)  # another process goes on
     if break_it is not None:
         break_it(root, cached.folder)
     return root, cached
+
+
+class Odd(Rows):
+    """A sample is of a kind that cannot be kept."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index != 5 else object
+
+
+def test_a_sample_that_cannot_be_kept_ends_no_training_that_has_not_asked_for_it(tmp_path):
+    wanted = [Odd()[index] for index in range(COUNT)]
+    cached = CachedDataset(Odd(), tmp_path)
+    cached.optional = True
+    with pytest.warns(FastDataWarning, match="at sample|as a sample"):
+        assert equal([cached[index] for index in range(COUNT)], wanted)
+    with pytest.raises(DatasetError, match="cannot be cached"):
+        CachedDataset(Odd(), tmp_path)[5]
 
 
 @each("owner", OWNERS)
@@ -341,7 +380,7 @@ def test_a_folder_of_another_user_is_refused_before_anything_is_written(
     cached.folder.chmod(0o777)
     before = {path: path.stat().st_mtime_ns for path in cached.folder.iterdir()}
     with pytest.raises(OptionsError, match=f"{cached.folder} belongs to user"):
-        cache_in(root, owner)
+        cache_in(root, owner, optional=False)
     assert {path: path.stat().st_mtime_ns for path in cached.folder.iterdir()} == before
 
 
@@ -349,7 +388,7 @@ def test_a_folder_of_another_user_is_refused_before_anything_is_written(
 def test_no_other_user_can_open_the_folder(tmp_path, owner):
     root, cached = broken(tmp_path, owner, None)
     cached.folder.chmod(0o755)
-    all_of(cache_in(root, owner))
+    all_of(cache_in(root, owner, optional=False))
     assert stat.S_IMODE(cached.folder.stat().st_mode) == 0o700
 
 
@@ -386,10 +425,10 @@ def test_an_address_in_the_environment_is_refused(tmp_path, monkeypatch):
         CachedDataset(Rows(), "disk")
 
 
-def test_a_word_that_is_none_is_no_folder():
-    for made in (lambda at: CachedDataset(Rows(), at), lambda at: FastDataModule(cache=at)):
-        with pytest.raises(OptionsError, match=r"'\./auto', if a folder of that name is meant"):
-            made("auto")
+def test_auto_is_for_data_modules():
+    FastDataModule.from_datasets(Rows(), cache="auto")
+    with pytest.raises(OptionsError, match=r"'\./auto', if a folder of that name is meant"):
+        CachedDataset(Rows(), "auto")
 
 
 def test_without_a_home_the_variable_is_named(monkeypatch):

@@ -452,3 +452,14 @@ def test_a_class_of_a_notebook_counts_by_its_methods(monkeypatch):
 
     assert identity(made(1)) == identity(made(1))
     assert identity(made(1)) != identity(made(2))
+
+
+def test_a_cache_that_nobody_asked_for_by_name_is_left_out_and_says_why():
+    from lightning_fastdata import FastDataModule
+
+    data = FastDataModule.from_datasets(
+        Plain(held=threading.Lock()), batch_size=2, cache="auto", num_workers=0
+    )
+    data.train_dataloader()
+    assert "not kept (cache='auto'): What Plain holds cannot be recognised" in data.explain()
+    assert "key=" in data.explain()
