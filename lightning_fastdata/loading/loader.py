@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -49,7 +51,6 @@ from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
     Source,
-    SourceSettings,
     ahead_by_index,
     epoch_of,
     indices_of,
@@ -190,8 +191,10 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             (``batch_size=None``).
     """
 
+    timeout: float | Literal["auto"]  # type: ignore[assignment]  # torch takes numbers alone
     _inner: Source | None
-    _inner_settings: tuple[SourceSettings, bool] | None
+    _inner_settings: tuple[Any, ...] | None
+    """What its source rests on, and whether that takes stamps."""
 
     def __init__(
         self,
@@ -331,7 +334,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self.on_device = on_device
         self.staged = staged
         self.ahead = ahead
-        vars(self)["timeout"] = timeout  # torch takes numbers alone
+        self.timeout = timeout
         self.run = run
         self.tuner = tuner
         self._nothing_is_read_yet()
@@ -422,18 +425,27 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             batches = self.tuner.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
 
-    def _settings(self) -> SourceSettings:
-        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
-        return settings._replace(sampler=as_given(self.sampler))
+    def as_set_up(self, **changes: Any) -> Self:
+        """Return a copy, as the loader is now but for ``changes``: what its source rests on.
+
+        It has no workers, and refers to nobody who takes batches.
+        """
+        taken = copy.copy(self)
+        vars(taken).update(dict.fromkeys(_OF_WHO_TAKES), sampler=as_given(self.sampler), **changes)
+        return taken
+
+    def _rests_on(self) -> tuple[Any, ...]:
+        # A tuple is compared by identity first: a dataset may have any ``==``.
+        return tuple(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
-        settings = self._settings()
-        inner = self._inner
-        if inner is None or self._inner_settings != (settings, stamped):
+        settings = self.as_set_up()
+        inner, rests_on = self._inner, (*settings._rests_on(), stamped)
+        if inner is None or self._inner_settings != rests_on:
             stamps = self._ledger.wait if stamped else None
             vars(self)["_indices"] = indices = indices_of(settings)
             inner = open_source(
@@ -441,7 +453,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             )
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
-            self._keep(inner, (settings, stamped))
+            self._keep(inner, rests_on)
         self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
         if stamped:
@@ -488,7 +500,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""
-        settings = self._settings()._replace(num_workers=workers)
+        settings = self.as_set_up(num_workers=workers)
         return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
 
     def set_workers(self, workers: int) -> None:
@@ -510,14 +522,13 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             )
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
-            settings = self._settings()
+            settings = self.as_set_up()
             split = splits_batches(settings)
             inner.resize(workers, ahead_by_index(settings, workers, split=split))
-            vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
+            rests_on = (*settings._rests_on(), self._inner_settings[-1])
+            vars(self)["_inner_settings"] = rests_on
 
-    def _keep(
-        self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None
-    ) -> None:
+    def _keep(self, inner: Source | None, settings: tuple[Any, ...] | None = None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
@@ -610,7 +621,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         return state if indices is None else cut_anew(state, as_it_is(self, indices), indices)
 
     def _indices_now(self) -> EpochIndices | None:
-        return indices_of(self._settings()) if self._indices is None else self._indices
+        return indices_of(self.as_set_up()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
         run = self._run_now()
@@ -675,6 +686,15 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             "tuner",
         )
         return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
+
+
+_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_position")
+_NOT_OF_SOURCE: Final = {"self", "shuffle", "split", "tuner", *_OF_WHO_TAKES}
+_RESTS_ON: Final = (
+    *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),
+    *("asked_prefetch_factor", "keeps", "faults"),
+)
+"""What decides which batches its source gives: what a loader is given, but for who takes them."""
 
 
 def _asked(
