@@ -78,7 +78,7 @@ from lightning_fastdata.planning.options import (
     check_loader,
     checked_seed,
 )
-from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
+from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -233,18 +233,28 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         executor, num_workers = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
         """``num_workers`` was left open."""
-        ordered = sampler is not None or batch_sampler is not None
-        check_dataset(dataset, "FastDataLoader's dataset", ordered=ordered, shuffle=shuffle)
-        check_loader(
-            executor=executor,
-            transform=transform,
+        check_dataset(
+            dataset,
+            "FastDataLoader's dataset",
+            ordered=sampler is not None or batch_sampler is not None,
+            shuffle=shuffle,
+        )
+        asked = LoaderOptions.asked(
+            num_workers=num_workers,
+            pin_memory=bool(pin_memory),
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
             timeout=timeout,
+            in_order=in_order,
+            executor=executor,
+            on_bad_sample=on_bad_sample,
+            split=split,
+        )
+        check_loader(
+            batch_size,
+            transform=transform,
             needs_batches=staged is not None,
-            whole={
-                "batch_size": (batch_size, 1),
-                "num_workers": (0 if num_workers == "auto" else num_workers, 0),
-                "prefetch_factor": (prefetch_factor, 1),
-            },
             orders={"sampler": sampler, "batch_sampler": batch_sampler},
             functions={
                 "collate_fn": (collate_fn, "the samples of a batch and returns the batch"),
@@ -266,7 +276,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             spec = LoaderSpec(
                 dataset=dataset,
                 name=type(dataset).__name__,
-                options=LoaderOptions(),
+                options=asked,
                 batch_size=rows_in(batch_sampler) or batch_size,
                 pipelines=find_composes(dataset),
                 transformed=transform is not None,
@@ -276,16 +286,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 worker_init_fn=worker_init_fn,
                 keeps=self.chosen,
             )
-            self.plan = plan = plan_asked(
-                spec,
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-                multiprocessing_context=multiprocessing_context,
-                on_bad_sample=on_bad_sample,
-                split=split,
-                executor=executor,
-            )
+            self.plan = plan = plan_for(spec)
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.loader_arguments().get("persistent_workers", False)

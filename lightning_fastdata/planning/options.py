@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -45,17 +45,6 @@ def check_callable(name: str, value: object, takes: str) -> None:
     check(name, value, fine, f"None and a function that takes {takes}")
 
 
-def _check_executor(executor: object) -> None:
-    if executor != "auto" and find_kind(executor) is None:
-        check_among("executor", executor, ("auto", *executor_names()))
-
-
-def check_whole(name: str, value: object, lowest: int) -> None:
-    """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
-    fine = value is None or (_is_whole(value) and int(value) >= lowest)  # type: ignore[call-overload]
-    check(name, value, fine, f"None and whole numbers from {lowest}")
-
-
 def checked_seed(seed: object) -> int:
     """Return a seed as an integer of Python; raises OptionsError if it is no whole number."""
     check("seed", seed, _is_whole(seed), "whole numbers")
@@ -66,45 +55,36 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_seconds(name: str, value: object) -> None:
-    seconds = isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
-    check(name, value, seconds or value == "auto", 'seconds from 0 (no timeout), or "auto"')
-
-
 def check_loader(
+    batch_size: object,
     *,
-    executor: object,
     transform: object,
-    timeout: object,
     needs_batches: bool,
-    whole: Mapping[str, tuple[object, int]],
     orders: Mapping[str, object],
     functions: Mapping[str, tuple[object, str]],
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
-    ``whole`` are whole numbers or None and where they start, ``orders`` samplers, ``functions``
-    callables and what each takes. ``needs_batches``: something runs on the device, on batches.
+    ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``:
+    something runs on the device, on batches.
 
     Raises:
         OptionsError: An argument is impossible.
         TransformError: ``transform`` was not made by this package, or there are no batches.
     """
-    _check_executor(executor)
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
-    for name, (value, lowest) in whole.items():
-        check_whole(name, value, lowest)
+    fine = batch_size is None or (_is_whole(batch_size) and int(batch_size) >= 1)  # type: ignore[call-overload]
+    check("batch_size", batch_size, fine, "None and whole numbers from 1")
     for name, order in orders.items():
         fine = order is None or isinstance(order, Iterable | _Indexed)
         check(name, order, fine, "None and what can be iterated")
-    _check_seconds("timeout", timeout)
     if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by BatchTransform."
             "from_albumentations(...). Or give it to a FastDataModule as augment=."
         )
-    if needs_batches and whole["batch_size"][0] is None and orders["batch_sampler"] is None:
+    if needs_batches and batch_size is None and orders["batch_sampler"] is None:
         raise TransformError(
             "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
             "or pass the transform to the dataset."
@@ -234,7 +214,7 @@ class LoaderOptions:
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
-            fine = value == "auto" or (type(value) is int and value >= lowest)
+            fine = value == "auto" or (_is_whole(value) and int(value) >= lowest)
             check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
         for name in ("pin_memory", "split"):
             value = getattr(self, name)
@@ -245,9 +225,25 @@ class LoaderOptions:
         for name in ("in_order", "probe"):
             check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        _check_executor(self.executor)
+        if self.executor != "auto" and find_kind(self.executor) is None:
+            check_among("executor", self.executor, ("auto", *executor_names()))
         BadSamples.of(self.on_bad_sample)
-        _check_seconds("timeout", self.timeout)
+        wait = self.timeout
+        fine = isinstance(wait, int | float) and type(wait) is not bool and 0 <= wait < math.inf
+        check("timeout", wait, fine or wait == "auto", 'seconds from 0 (no timeout), or "auto"')
+
+    @classmethod
+    def asked(cls, *, multiprocessing_context: Any, **given: Any) -> Self:
+        """Return the options that a loader was given by its arguments; None: not given.
+
+        Raises:
+            OptionsError: A value is impossible.
+        """
+        method = multiprocessing_context
+        if method is not None and not isinstance(method, str):
+            method = method.get_start_method()
+        given["multiprocessing_context"] = method
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def set_by_user(self) -> frozenset[str]:
         """Return the names of the options that are set, to other than the default."""

@@ -198,8 +198,6 @@ class LoaderPlan:
     """The number of workers is changed while they read."""
     limits: tuple[str, ...]
     """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
-    warnings: tuple[str, ...] = ()
-    """What the user should know of the samples themselves; worth one each, too."""
     draws: bool | None = None
     """Whether reading a sample draws at random; None: not known."""
     standby: bool = False
@@ -251,12 +249,15 @@ def plan_for(
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
 
-    What the plan rests on is found out now, unless there are ``facts``. ``accelerator`` is
+    What the plan rests on is found out now, and warned of, unless there are ``facts``.
+    ``accelerator`` is
     ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine), ``local_ranks`` the
     training processes on this host.
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+        for warning in facts.warnings:
+            warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=3)
     asked, actors = spec.options.executor, None
     if asked != "auto" and spec.options.num_workers == "auto" and not spec.is_stream:
         actors = room_elsewhere(asked, local_ranks)
@@ -469,7 +470,6 @@ def decide(
         reasons={name: why for name, (_, why) in open_.items()},
         tuned=not untuned,
         limits=(*limits, *unsuited(options.executor, iterable=spec.is_stream, workers=count)),
-        warnings=facts.warnings,
         draws=bool(spec.pipelines) or facts.draws or (None if facts.cost is None else False),
         standby=chosen.standby and options.num_workers == "auto" and count > 0,
         only_here=facts.here is not None,
@@ -499,22 +499,6 @@ def _why_untuned(
     if not machine.shared_memory:
         return "this system has no memory files for side processes"
     return None
-
-
-def plan_asked(spec: LoaderSpec, *, multiprocessing_context: Any, **asked: Any) -> LoaderPlan:
-    """Return the plan of a loader of which only some options were ``asked`` for; None: not given.
-
-    What it warns of is warned of here.
-    """
-    method = multiprocessing_context
-    if method is not None and not isinstance(method, str):
-        method = method.get_start_method()
-    given = {**asked, "multiprocessing_context": method}
-    options = LoaderOptions(**{name: value for name, value in given.items() if value is not None})
-    plan = plan_for(replace(spec, options=options))
-    for warning in plan.warnings:
-        warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=4)
-    return plan
 
 
 def waits(cost: SampleCost | None) -> bool:
