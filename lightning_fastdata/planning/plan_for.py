@@ -281,10 +281,11 @@ def _start_method(spec: LoaderSpec, machine: Machine) -> str:
 def _starting_ms(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> float:
     """Return the milliseconds of each epoch that go into starting one worker.
 
-    One that is kept is started once in a training.
+    One that is kept is started once in a training. It computes, so that it takes as many times as
+    long as others let it wait for a CPU.
     """
     cost, forked = facts.cost, _start_method(spec, machine) == "fork"
-    once_ms = (_FORK_MS if forked else _FRESH_MS) * (cost.pace if cost else 1.0)
+    once_ms = (_FORK_MS if forked else _FRESH_MS) * (cost.pace * cost.crowded if cost else 1.0)
     kept = spec.keeps and spec.stage in ("train", "val")
     if spec.options.persistent_workers != "auto":
         kept = bool(spec.options.persistent_workers)

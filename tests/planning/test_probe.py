@@ -25,6 +25,7 @@ from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.planning.facts import probe
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, may_start_processes
 from lightning_fastdata.planning.facts.probe import measure_samples, probe_indices
 from lightning_fastdata.planning.options import LoaderOptions
@@ -90,6 +91,24 @@ class Times(clock.Clock):
 
 
 # What is measured
+
+
+def test_how_much_longer_others_made_it_take_is_told(monkeypatch):
+    monkeypatch.setattr(probe, "_MOST_CROWDED", 20.0)  # which other tests leave out
+    times, queued_s = Times(), [0.0]
+
+    def kept_from_a_cpu(seconds):
+        times.compute(0.01)
+        times.advance(seconds)
+        queued_s[0] += seconds
+
+    def crowded(seconds):
+        clocks = Clocks(times.now, lambda: times.cpu_s, lambda: queued_s[0])
+        return measure_samples(Planted(partial(kept_from_a_cpu, seconds)), clocks=clocks).crowded
+
+    assert crowded(0.0) == 1.0
+    assert crowded(0.03) == pytest.approx(4.0)
+    assert crowded(9.0) == 21.0, "no more than that"
 
 
 def test_a_sample_that_waits_does_and_ones_that_compute_do_not():

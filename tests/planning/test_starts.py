@@ -56,7 +56,9 @@ def test_a_dearer_start_or_a_shorter_epoch_takes_no_more_workers(
     assert soonest_workers(cost, 4, cpus=4, most=64, batches=None, start_ms=start_ms)[0] == 64
 
 
-def workers(samples: int, *, wait_ms: float = 10, keeps: bool = False, **options: Any) -> int:
+def workers(
+    samples: int, *, wait_ms: float = 10, keeps: bool = False, crowded: float = 1.0, **options: Any
+) -> int:
     spec = LoaderSpec(
         dataset=range(samples),
         name="rows",
@@ -64,7 +66,7 @@ def workers(samples: int, *, wait_ms: float = 10, keeps: bool = False, **options
         batch_size=4,
         keeps=keeps,
     )
-    cost = SampleCost(wall_ms=wait_ms + 0.02, cpu_ms=0.02, size_bytes=8, samples=9)
+    cost = SampleCost(wall_ms=wait_ms + 0.02, cpu_ms=0.02, size_bytes=8, samples=9, crowded=crowded)
     plan = plan_for(spec, DatasetFacts(cost=cost, split=True), accelerator="cuda")
     assert (plan.num_workers > 0) == (plan.executor == "workers")
     return plan.num_workers
@@ -78,3 +80,8 @@ def test_a_short_epoch_is_read_by_few_workers_or_none() -> None:
     assert workers(4) == 0
     assert workers(48, multiprocessing_context="spawn") == 0
     assert workers(48, num_workers=40) == 40
+
+
+def test_where_others_have_the_cpus_fewer_are_started_and_some_still() -> None:
+    alone, crowded = (workers(400, keeps=True, crowded=times) for times in (1.0, 15.0))
+    assert 1 <= crowded < alone / 2

@@ -48,6 +48,7 @@ _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
 # CPU time of known_work() where benchmarks/handing_over.py measured the rest.
 _KNOWN_MS: Final = 0.045
+_MOST_CROWDED: Final = 20.0
 _PLACES: Final = (
     "daemonic processes are not allowed to have children",
     "Cannot re-initialize CUDA in forked subprocess",
@@ -79,6 +80,8 @@ class SampleCost:
     pace: float = 1.0
     """How many times as long as elsewhere everything took here and then: what side processes cost
     was measured elsewhere, and CPUs are slower where others are at work on them."""
+    crowded: float = 1.0
+    """How many times as long as its CPU time the process took that read, as others had the CPUs."""
 
     @property
     def wait_ms(self) -> float:
@@ -224,6 +227,7 @@ def measure_samples(
     if ahead:
         budget_s *= _AHEAD_BUDGETS
     ends_s, size = clocks.clock_s() + budget_s, 1
+    queued_s, spent_s = clocks.queue_s(), clocks.cpu_s()
     samples: Any = None
     groups: list[_Group] = []
     paces_s: list[float] = []
@@ -250,6 +254,7 @@ def measure_samples(
         size = max(1, min(batch_size if ahead else 2 * size, batch_size, fitting))
     if not groups:
         return None
+    queued_s, spent_s = clocks.queue_s() - queued_s, clocks.cpu_s() - spent_s
     groups = groups[1:] or groups
     weighed = samples[:_WEIGHED_SAMPLES] if isinstance(samples, list) else samples
     in_weighed = len(weighed) if isinstance(samples, list) else groups[-1].size
@@ -268,6 +273,7 @@ def measure_samples(
         samples=int(reads[0]),
         collate_ms=float(collated[3] / collated[0]),
         pace=1000 * median(paces_s) / _KNOWN_MS or 1.0,
+        crowded=1.0 + min(_MOST_CROWDED, queued_s / max(spent_s, 1e-4)),
     )
 
 
