@@ -167,6 +167,8 @@ class ExecutorChoice(NamedTuple):
     """One worker does, where their number is open: reading costs next to nothing."""
     standby: bool = False
     """The training process may read, too, while the workers stand by."""
+    kept: bool = False
+    """The dataset keeps what the training process reads, as with torch's ``num_workers=0``."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
@@ -204,7 +206,7 @@ class LoaderPlan:
     """The training process reads, too, as long as what is read is as it was when the epoch began.
     Which is quicker is measured."""
     only_here: bool = False
-    """The training process reads, as with torch: no side process can."""
+    """The training process reads, as with torch: no side process can, or what is read is kept."""
 
     @property
     def num_workers(self) -> int:
@@ -354,6 +356,19 @@ def _by_cost(
         start_ms=start_ms,
         keyed=keyed,
     )
+    again = facts.cost_again
+    # Workers would begin each epoch anew, with nothing kept.
+    if again is not None and spec.options.persistent_workers is not True:
+        again_ms = alone_ms(again, batch_size, keyed=keyed)
+        if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
+            return ExecutorChoice(
+                "inline",
+                f"the dataset keeps what it has read: a batch takes {alone:.2g} ms here at first, "
+                f"and {again_ms:.2g} ms again; by workers, which begin each epoch with nothing "
+                f"kept, {shared:.2g} ms",
+                alone=True,
+                kept=True,
+            )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
     said += ", with their start" if start_ms else ""
     if waits(cost):
@@ -472,7 +487,7 @@ def decide(
         limits=(*limits, *unsuited(options.executor, iterable=spec.is_stream, workers=count)),
         draws=bool(spec.pipelines) or facts.draws or (None if facts.cost is None else False),
         standby=chosen.standby and options.num_workers == "auto" and count > 0,
-        only_here=facts.here is not None,
+        only_here=facts.here is not None or chosen.kept,
     )
 
 

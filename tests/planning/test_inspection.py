@@ -20,8 +20,9 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
+from virtual_time import virtual_time
 
-from lightning_fastdata import FastDataModule
+from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
 from lightning_fastdata.planning.facts.inspection import (
@@ -197,6 +198,38 @@ def test_a_dataset_that_ends_its_process_is_decided_without():
 
 def test_nothing_is_read_where_nothing_is_asked():
     assert inspect(Rows(fail), Questions()) == DatasetFacts()
+
+
+class Keeping(Dataset):
+    """Numbers that take time of a CPU when they are read first, and are kept if asked for."""
+
+    def __init__(self, time, *, keeps=True, takes_s=0.005):
+        self.time, self.keeps, self.takes_s = time, keeps, takes_s
+        self.kept, self.reads = {}, 0
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        if index not in self.kept:
+            self.time.work(self.takes_s)
+            self.reads += 1
+        if self.keeps:
+            self.kept[index] = index * 2
+        return index * 2
+
+
+def test_a_dataset_that_keeps_what_it_reads_is_read_where_it_stays_kept():
+    with virtual_time() as time:
+        counting, keeping = Keeping(time, keeps=False), Keeping(time)
+        cheap = Keeping(time, takes_s=5e-5)  # where what is saved may be by chance
+        facts = [inspect(each, Questions(cost=True)) for each in (counting, keeping, cheap)]
+        loader = FastDataLoader(keeping, 8, num_workers="auto")
+        epochs = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    assert [each.changes for each in facts] == [True, True, True]
+    assert [each.cost_again is not None for each in facts] == [False, True, False]
+    assert epochs == 2 * [list(range(0, 800, 2))]
+    assert keeping.reads == len(keeping)
 
 
 class Forked:

@@ -392,6 +392,27 @@ def test_the_executor_follows_from_the_look(changes, workers, name):
     assert choice.why
 
 
+KEPT = {"changes": True, "cost_again": cost(wall_ms=0.01, cpu_ms=0.01)}
+
+
+@each(
+    ("found", "name"),
+    [
+        (KEPT, "inline"),
+        ({**KEPT, "on": 4}, "inline"),
+        ({**KEPT, "on": 16}, "workers"),  # all epochs are over sooner, with nothing kept
+        ({**KEPT, "workers": 2}, "workers"),
+        ({**KEPT, "cost_again": cost(wall_ms=4, cpu_ms=4)}, "workers"),
+        ({"changes": True}, "workers"),
+    ],
+)
+def test_what_a_dataset_keeps_is_read_where_it_stays_kept(found, name):
+    choice = chosen(**found)
+    assert choice.executor == name
+    assert choice.kept == choice.alone == (name == "inline")
+    assert not choice.standby
+
+
 LARGE = cost(wall_ms=0.001, cpu_ms=0.001, size_bytes=2**30)
 
 

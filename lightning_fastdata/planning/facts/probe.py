@@ -205,6 +205,7 @@ def measure_samples(
     collate: Callable[[list[Any]], object] | None = None,
     budget_s: float = _BUDGET_S,
     clocks: Clocks | None = None,
+    read: int | None = None,
 ) -> SampleCost | None:
     """Read samples of a map-style dataset as one process alone would, and return what one costs.
 
@@ -212,7 +213,8 @@ def measure_samples(
     many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
     is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. It
     ends after fifteen samples that take long, and alike. The first one is left out if there are
-    others, because it opens files and imports.
+    others, because it opens files and imports. ``read``: So many were read before, and these are
+    read once more.
 
     Returns:
         None if it is empty or a sample could not be read, which raises when training reads it.
@@ -223,7 +225,7 @@ def measure_samples(
     clocks = clocks or Clocks()
     at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
     most = 3 * batch_size if ahead else max(_MOST_SAMPLES, 4 * batch_size)
-    remaining = drawn_indices(dataset_length(dataset) or 0, most)
+    remaining = drawn_indices(dataset_length(dataset) or 0, most)[:read]
     if ahead:
         budget_s *= _AHEAD_BUDGETS
     ends_s, size = clocks.clock_s() + budget_s, 1
