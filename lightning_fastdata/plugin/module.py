@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
 
-from lightning_fastdata.caches.cached import cache_of, with_cache
+from lightning_fastdata.caches.cached import cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.device.backend import DeviceStreams, device_streams
 from lightning_fastdata.device.prefetch import drawn_under
@@ -37,6 +37,7 @@ from lightning_fastdata.planning.options import (
     checked_seed,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
+from lightning_fastdata.plugin.caching import kept
 from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
     Constant,
@@ -182,7 +183,8 @@ class DataModule:
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
             a pipeline drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
-            make them again: ``"disk"``, ``"ram"`` or a folder. See :class:`CachedDataset`.
+            make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
+            samples show that it pays and a cache can be used. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
@@ -242,7 +244,7 @@ class DataModule:
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
         if cache is not None:
-            check_folder(cache)
+            check_folder(cache, ("auto", "disk", "ram"))
         self.cache = cache
         self.collate_fn = collate_fn
         self.drop_last = drop_last
@@ -255,8 +257,8 @@ class DataModule:
         self._tuners: dict[tuple[str, int | None], Tuner] = {}
         """By name of the dataset and size of its batches: a loader that is made anew is as its
         tuner has left the last."""
-        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any]]] = {}
-        """By name: a dataset, and the same with a cache."""
+        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any], str | None]] = {}
+        """By name: a dataset, the same with a cache, and what was decided about it."""
         self._saved: dict[str, LoaderState] = {}
         """Where the training loaders were when a run was saved that goes on now."""
         self._saved_place: Place | None = None
@@ -606,10 +608,12 @@ class DataModule:
         dataset, again = spec.dataset, spec.stage in ("train", "val") and not spec.is_stream
         if self.cache is None or not again or has_own_order(dataset) or gatherable(dataset):
             return spec  # of an own order each index has another sample in each epoch
-        known, cached = self._caches.get(spec.name, (None, dataset))
+        known, cached, _ = self._caches.get(spec.name, (None, dataset, None))
         if known is not dataset:
-            cached = with_cache(dataset, self.cache)
-            self._caches[spec.name] = dataset, cached
+            cached, decided = kept(dataset, self.cache, self._trainer)
+            self._caches[spec.name] = dataset, cached, decided
+            if decided is not None:
+                self._tell(spec.name, decided)
         return replace(spec, dataset=cached)
 
     def _spec(
@@ -722,8 +726,10 @@ class DataModule:
             for (name, _), tuner in self._tuners.items()
             if tuner.moves
         ]
-        caches = {name: cache_of(cached) for name, (_, cached) in self._caches.items()}
-        parts += [f"{name}\n{cache.explain()}" for name, cache in caches.items() if cache]
+        for name, (_, cached, decided) in self._caches.items():
+            cache = cache_of(cached)
+            said = [decided, None if cache is None else cache.explain()]
+            parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
         parts += self._transforms.explain(lambda stage: self.placing.where(stage, self._trainer))
         if self.placing.asked != "cpu":
             for name, dataset in datasets.items():
