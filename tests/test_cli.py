@@ -122,7 +122,7 @@ def test_an_unknown_command_is_answered_with_the_known_ones(name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name])
     assert ended.value.code == 2
-    known = "run, prove, top, report, compare, doctor"
+    known = "run, prove, top, report, compare, doctor, replay"
     assert f"choose from {known}" in capsys.readouterr().err.replace("'", "")
 
 

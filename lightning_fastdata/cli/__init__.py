@@ -19,6 +19,7 @@ from lightning_fastdata.cli.commands import (
     top,
 )
 from lightning_fastdata.cli.proofs import prove, takes_prove
+from lightning_fastdata.cli.replays import replay, takes_replay
 from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = 
     report: takes_report,
     compare: takes_compare,
     doctor: lambda _: None,
+    replay: takes_replay,
 }
 """Each command, and what tells its parser what it takes."""
 _UNUSABLE: Final = 2

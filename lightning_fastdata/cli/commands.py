@@ -1,4 +1,4 @@
-"""All commands but ``prove``: they run scripts, and show trainings and reports."""
+"""The commands that run scripts, and show trainings and reports."""
 
 from __future__ import annotations
 

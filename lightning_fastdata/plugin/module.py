@@ -91,6 +91,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment import BatchImages, StageTransform
     from lightning_fastdata.planning.facts.inspection import DatasetFacts
+    from lightning_fastdata.plugin.replay import ReplayedBatch
     from lightning_fastdata.tuning.tuner import Tuner
     from lightning_fastdata.types import Batch
 
@@ -735,6 +736,25 @@ class DataModule:
             for name, dataset in datasets.items():
                 parts += told_of_pipelines(dataset, name)
         return Explanation("\n\n".join([*parts, self._prefetching.explain()]))
+
+    def batch_at(self, step: int, *, rank: int = 0, ranks: int = 1) -> ReplayedBatch:
+        """Return the training batch that a step got, made again without training.
+
+        The datasets have to be there, as after ``setup("fit")``. It is computed on the CPU, and
+        hooks of the LightningModule are left out. ``fastdata replay`` does the same.
+
+        Args:
+            step: Number of the batch over all epochs, from 0, as ``fit_loop.total_batch_idx``.
+            rank: Whose batch.
+            ranks: That trained together.
+
+        Raises:
+            OptionsError: There is no such batch, or the order of the training does not follow from
+                seed and epoch alone.
+        """
+        from lightning_fastdata.plugin.replay import replayed  # which needs this class
+
+        return replayed(self, None, step, rank=rank, ranks=ranks)
 
     # -- how far the training has come -------------------------------------------------------------
 

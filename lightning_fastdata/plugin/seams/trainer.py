@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -267,6 +269,29 @@ def close_progress_bar(trainer: Trainer) -> None:
     for stage in STAGES:
         with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
             getattr(bar, f"{stage}_progress_bar").close()
+
+
+def trainer_of_class(cls: type[object]) -> Trainer:
+    """Return a trainer on the CPU, of the package that a data module belongs to."""
+    modules = (base.__module__ for base in cls.__mro__)
+    package = next(p for m in modules for p in PACKAGES if m.startswith(p)).rstrip(".")
+    said = logging.getLogger(f"{package}.utilities.rank_zero")
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer: Trainer = importlib.import_module(package).Trainer(
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+    finally:
+        said.setLevel(level)
+    return trainer
 
 
 def hide_loggers(trainer: Trainer) -> list[Path]:

@@ -1,0 +1,186 @@
+"""Any batch of a training, made again without training: its content follows from keys alone.
+
+What a sample is follows from (seed, epoch, index), and which samples a batch holds from (length,
+seed, epoch, batch size, ranks). The batch is read by a loader of its own, and goes through the
+transfer hooks of a copy of the data module.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastdata.batches.staged import move
+from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
+from lightning_fastdata.order.ranks import deciding, tell_samplers
+from lightning_fastdata.order.samplers import epoch_order
+from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin.placing.transfer import Prefetching
+from lightning_fastdata.plugin.placing.trial import Placing
+from lightning_fastdata.plugin.seams.loaders import flattened
+from lightning_fastdata.plugin.seams.trainer import trainer_of_class
+from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.sources.files import files_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_fastdata.plugin.module import DataModule
+    from lightning_fastdata.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedBatch:
+    """A batch of a training, made again."""
+
+    epoch: int
+    """Counted from 0."""
+    number: int
+    """Of the batch within its epoch, from 0."""
+    rank: int
+    """Who got it."""
+    indices: tuple[int, ...]
+    """Of its samples in the dataset, in the order of the batch."""
+    files: tuple[str, ...] | None
+    """The file of each sample; None where the dataset shows none."""
+    batch: Batch
+    """As the model gets it, on the CPU."""
+
+
+def replayed(
+    module: DataModule,
+    epoch: int | None,
+    number: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int | None = None,
+    saved: Mapping[str, Any] | None = None,
+) -> ReplayedBatch:
+    """Return a training batch of a data module, made again as for a training on the CPU.
+
+    Args:
+        module: The data module, whose datasets are there, as after ``setup("fit")``.
+        epoch: Counted from 0, as ``trainer.current_epoch``. None: the number is one of all epochs.
+        number: Of the batch in its epoch, from 0, as the ``batch_idx`` of ``training_step``.
+        rank: Whose batch.
+        ranks: That trained together.
+        seed: Of the training. Default: that of the data module.
+        saved: What a checkpoint of the training says of its loader, whose batch size it had.
+
+    Raises:
+        OptionsError: There is no such batch, the order of the training is none that follows from
+            seed and epoch, or the training had batches or a dataset of another size.
+    """
+    with kept_random_state(), torch.no_grad():
+        saved = saved or {}
+        twin: Any = _apart(module, seed, saved.get("batch_size"))
+        loader = _training_loader(twin)
+        order = _order_of(loader, epoch or 0, rank, ranks)
+        for name in ("batch_size", "length"):
+            now, then = getattr(order, name), saved.get(name)
+            if then not in (None, now):
+                raise OptionsError(
+                    f"The training of the checkpoint had {name} {then}, and the data module has "
+                    f"{now}: its batches would be others. Name one that is as it was."
+                )
+        if epoch is None and number >= 0:
+            epoch, number = divmod(number, max(1, len(order)))
+            order = _order_of(loader, epoch, rank, ranks)
+        if epoch is None or epoch < 0 or number not in range(len(order)):
+            raise OptionsError(
+                f"Rank {rank} of {ranks} got no batch {number} in epoch {epoch or 0}, which has "
+                f"{len(order)}."
+            )
+        indices: list[int] = order.batch(number).tolist()
+        cpu = torch.device("cpu")
+        # Draws are keyed by the batch in question, not by that of a training.
+        twin._drawing = lambda _: drawn_under(twin.run_seed(), epoch, (rank, number), cpu)
+        batch = twin.on_before_batch_transfer(_read(loader, indices, epoch), 0)
+        batch = twin.transfer_batch_to_device(batch, cpu, 0)
+        batch = move(twin.on_after_batch_transfer(batch, 0), cpu)
+    files = files_of(loader.dataset, indices)
+    where = {"epoch": epoch, "number": number, "rank": rank}
+    return ReplayedBatch(**where, indices=tuple(indices), files=files, batch=batch)
+
+
+def _apart(module: DataModule, seed: int | None, batch_size: int | None) -> DataModule:
+    """Return a copy of a data module that shares its datasets and transforms, and decides alone."""
+    if module.chooses_batch_size and batch_size is None:
+        raise OptionsError(
+            'Batches cannot be made again with batch_size="auto". Give the data module the number '
+            "that the training had, which its log tells."
+        )
+    twin = copy.copy(module)
+    twin.batch_size = module.batch_size if batch_size is None else batch_size
+    twin.seed = module.run_seed() if seed is None else seed
+    twin._prefetching = Prefetching("off")
+    twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
+    twin._plans, twin._tuners, twin._caches, twin.notes = {}, {}, {}, []
+    # A dataset may open files lazily, which processes must not share that are forked later.
+    if "fork" in multiprocessing.get_all_start_methods():
+        how = {"executor": "workers", "num_workers": 1, "multiprocessing_context": "fork"}
+    else:
+        how = {"executor": "inline", "num_workers": 0}
+    twin.options = LoaderOptions(**how)  # type: ignore[arg-type]
+    return twin
+
+
+def _training_loader(twin: DataModule) -> FastDataLoader:
+    """Return the training loader of a data module, made as for a training on the CPU."""
+    twin._trainer = trainer_of_class(type(twin))
+    try:
+        loaders = list(flattened(twin.train_dataloader()))
+    finally:
+        twin._trainer = None
+    one = loaders[0] if len(loaders) == 1 else None
+    if not isinstance(one, FastDataLoader) or not dataset_length(one.dataset):
+        over = "" if one is None else f", over {type(one.dataset).__name__}"
+        raise OptionsError(
+            "Batches are made again of one training loader of this package over a dataset with a "
+            f"length; {type(twin).__name__} has {len(loaders)} loaders{over}."
+        )
+    return one
+
+
+def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> EpochOrder:
+    """Return which samples the batches of an epoch held, on a rank of so many."""
+    tell_samplers(epoch, loader.batch_sampler)
+    order = epoch_order(loader.batch_sampler, epoch)
+    if not isinstance(order, EpochOrder):
+        on = f" on {ranks} ranks" if ranks > 1 else ""
+        raise OptionsError(
+            f"The order of this training is that of {type(deciding(loader.batch_sampler)).__name__}"
+            f"{on}, which does not follow from seed and epoch alone here, so that its batches "
+            "cannot be found again."
+        )
+    return replace(order, rank=rank, world_size=ranks)
+
+
+def _read(loader: FastDataLoader, indices: list[int], epoch: int) -> Batch:
+    """Return the batch of these samples, as a loader with one batch delivers it."""
+    reader = FastDataLoader(
+        loader.dataset,
+        batch_sampler=[indices],
+        num_workers=loader.num_workers,
+        executor=loader.executor,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+        seed=loader.seed,
+        epoch=lambda: epoch,
+        collate_fn=loader.collate_fn,
+        transform=loader.transform,
+        on_device=loader.on_device,
+        staged=loader.staged,
+    )
+    try:
+        return next(iter(reader))
+    finally:
+        reader.close()
