@@ -15,7 +15,7 @@ import lightning_fastdata
 import lightning_fastdata.augment
 import lightning_fastdata.data
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.plugin.data.datamodule import ModuleArguments
+from lightning_fastdata.plugin.module import ModuleArguments
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -133,54 +132,6 @@ def leaves(batch: Batch) -> Iterator[Any]:
                 yield from leaf.draws.tensors()
         elif _is_tensor(leaf) or _can_be_moved(leaf):
             yield leaf
-
-
-def row_words(batch: Batch, row: int, rows: int) -> Iterator[str]:
-    """Yield what is in one row of each tensor of a batch with so many rows, in words.
-
-    One number is shown as it is; of several, their range, mean and standard deviation, and how many
-    of them are no numbers.
-    """
-    found: dict[Path, Any] = {}
-    tree.replace_leaves(batch, found.setdefault, depth=-1, is_leaf=_is_tensor)
-    for path, tensor in found.items():
-        if not isinstance(tensor, torch.Tensor) or not tensor.ndim or len(tensor) != rows:
-            continue
-        one, name = tensor[row], tree.spelled(path)
-        if one.ndim == 0 or not one.numel() or one.is_complex():
-            yield f"{name} {one.tolist()}"
-            continue
-        values = one.double()
-        finite = values[values.isfinite()]
-        spread = ""
-        if finite.numel():
-            numbers = finite.min(), finite.max(), finite.mean(), finite.std(correction=0)
-            spread = "min {:.4g}, max {:.4g}, mean {:.4g}, std {:.4g}, ".format(
-                *map(float, numbers)
-            )
-        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
-        dtype = str(one.dtype).removeprefix("torch.")
-        yield f"{name} {dtype} {list(one.shape)}: {spread}{nan} NaN, {inf} inf"
-
-
-def as_plain(value: Batch) -> Batch:
-    """Return a batch as plain tensors, numbers, texts, dicts, lists and tuples, in own memory.
-
-    Named tuples and dataclasses become dicts, anything else its ``repr``.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().as_subclass(torch.Tensor).clone()
-    if isinstance(value, Mapping):
-        return {as_plain(key): as_plain(each) for key, each in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, list | tuple):
-        each = [as_plain(one) for one in value]
-        names = None if isinstance(value, list) else tree.names_of_parts(value)
-        if names is not None:
-            return dict(zip(names, each, strict=True))
-        return each if isinstance(value, list) else tuple(each)
-    return value if type(value) in (bool, int, float, str, bytes, type(None)) else repr(value)
 
 
 def batch_samples(batch: Batch) -> int:

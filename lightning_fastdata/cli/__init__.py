@@ -10,15 +10,14 @@ from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import (
     compare,
     doctor,
-    replay,
     report,
     run,
     takes_compare,
-    takes_replay,
     takes_report,
     takes_run,
 )
 from lightning_fastdata.cli.proofs import prove, takes_prove
+from lightning_fastdata.cli.replays import replay, takes_replay
 from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:

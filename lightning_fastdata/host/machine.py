@@ -9,18 +9,14 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lightning_fastdata.errors import TransformError, VersionError
+from lightning_fastdata.errors import VersionError
 from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
 from lightning_fastdata.host.memory import DeviceMemory, read_host_memory
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
 
     from lightning_fastdata.host.memory import HostMemory
@@ -198,48 +194,6 @@ class PressureReader:
             held = now.throttled_periods - last.throttled_periods
             throttled = held > _THROTTLED * (now.periods - last.periods)
         return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)
-
-
-def import_by_name(name: str, holds: str) -> ModuleType:
-    """Return a module by its name or the path of its file; ``holds`` says what it is asked for.
-
-    Raises:
-        TransformError: there is none, or it raised when it was imported.
-    """
-    path = Path(name)
-    try:
-        if path.suffix == ".py":
-            return _import_file(path, holds)
-        # As `python -m` does: a console script does not look in the folder it is called in.
-        if "" not in sys.path:
-            sys.path.insert(0, "")
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise TransformError(
-            f"{name!r} cannot be imported: there is no module {error.name!r}. Call this from the "
-            "folder that holds it, or give the path of the file: path/to/file.py:NAME."
-        ) from error
-    except (TransformError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        raise TransformError(
-            f"Importing {name!r} raised {type(error).__name__}: {error}. Move {holds} to a "
-            "module that can be imported on its own."
-        ) from error
-
-
-def _import_file(path: Path, holds: str) -> ModuleType:
-    if not path.is_file():
-        raise TransformError(f"There is no file {path}, which should hold {holds}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise TransformError(f"{path} cannot be imported as a Python file.")
-    folder = str(path.parent.resolve())
-    if folder not in sys.path[:1]:  # as for a script, whose neighbours it imports
-        sys.path.insert(0, folder)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def read_gpus(

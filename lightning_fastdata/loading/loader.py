@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -51,7 +53,6 @@ from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
     Source,
-    SourceSettings,
     ahead_by_index,
     epoch_of,
     indices_of,
@@ -76,12 +77,11 @@ from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
     LoaderOptions,
+    check_dataset,
     check_loader,
     checked_seed,
-    refuse_shuffle,
-    refuses_unknown_names,
 )
-from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
+from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -119,7 +119,6 @@ class _Both(deque[BatchStamps]):
             each.append(stamps)
 
 
-@refuses_unknown_names
 class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
@@ -193,8 +192,10 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             (``batch_size=None``).
     """
 
+    timeout: float | Literal["auto"]  # type: ignore[assignment]  # torch takes numbers alone
     _inner: Source | None
-    _inner_settings: tuple[SourceSettings, bool] | None
+    _inner_settings: tuple[Any, ...] | None
+    """What its source rests on, and whether that takes stamps."""
 
     def __init__(
         self,
@@ -233,17 +234,28 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         executor, num_workers = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
         """``num_workers`` was left open."""
-        check_loader(
+        check_dataset(
             dataset,
-            executor=executor,
-            transform=transform,
+            "FastDataLoader's dataset",
+            ordered=sampler is not None or batch_sampler is not None,
+            shuffle=shuffle,
+        )
+        asked = LoaderOptions.asked(
+            num_workers=num_workers,
+            pin_memory=bool(pin_memory),
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
             timeout=timeout,
+            in_order=in_order,
+            executor=executor,
+            on_bad_sample=on_bad_sample,
+            split=split,
+        )
+        check_loader(
+            batch_size,
+            transform=transform,
             needs_batches=staged is not None,
-            whole={
-                "batch_size": (batch_size, 1),
-                "num_workers": (0 if num_workers == "auto" else num_workers, 0),
-                "prefetch_factor": (prefetch_factor, 1),
-            },
             orders={"sampler": sampler, "batch_sampler": batch_sampler},
             functions={
                 "collate_fn": (collate_fn, "the samples of a batch and returns the batch"),
@@ -252,7 +264,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
-        refuse_shuffle(dataset, shuffle)
         sampler = as_given(sampler)
         if isinstance(sampler, SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
@@ -266,7 +277,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             spec = LoaderSpec(
                 dataset=dataset,
                 name=type(dataset).__name__,
-                options=LoaderOptions(),
+                options=asked,
                 batch_size=rows_in(batch_sampler) or batch_size,
                 pipelines=find_composes(dataset),
                 transformed=transform is not None,
@@ -274,26 +285,17 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 sampler=sampler,
                 batch_sampler=batch_sampler,
                 worker_init_fn=worker_init_fn,
-            )
-            self.plan = plan = plan_asked(
-                spec,
                 keeps=self.chosen,
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-                multiprocessing_context=multiprocessing_context,
-                on_bad_sample=on_bad_sample,
-                split=split,
-                executor=executor,
             )
+            self.plan = plan = plan_for(spec)
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
-            persistent_workers = plan.persistent_workers if num_workers else False
+            persistent_workers = plan.loader_arguments().get("persistent_workers", False)
             if not num_workers:
                 self.chosen &= not plan.only_here
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
-                multiprocessing_context = plan.multiprocessing_context
+                multiprocessing_context = plan.start_method
         self.faults = FaultLog.of(on_bad_sample, dataset)
         self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor
@@ -333,7 +335,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self.on_device = on_device
         self.staged = staged
         self.ahead = ahead
-        vars(self)["timeout"] = timeout  # torch takes numbers alone
+        self.timeout = timeout
         self.run = run
         self.tuner = tuner
         self._nothing_is_read_yet()
@@ -425,18 +427,27 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             batches = self.tuner.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
 
-    def _settings(self) -> SourceSettings:
-        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
-        return settings._replace(sampler=as_given(self.sampler))
+    def as_set_up(self, **changes: Any) -> Self:
+        """Return a copy, as the loader is now but for ``changes``: what its source rests on.
+
+        It has no workers, and refers to nobody who takes batches.
+        """
+        taken = copy.copy(self)
+        vars(taken).update(dict.fromkeys(_OF_WHO_TAKES), sampler=as_given(self.sampler), **changes)
+        return taken
+
+    def _rests_on(self) -> tuple[Any, ...]:
+        # A tuple is compared by identity first: a dataset may have any ``==``.
+        return tuple(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
-        settings = self._settings()
-        inner = self._inner
-        if inner is None or self._inner_settings != (settings, stamped):
+        settings = self.as_set_up()
+        inner, rests_on = self._inner, (*settings._rests_on(), stamped)
+        if inner is None or self._inner_settings != rests_on:
             stamps = self._ledger.wait if stamped else None
             vars(self)["_indices"] = indices = indices_of(settings)
             inner = open_source(
@@ -444,7 +455,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             )
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
-            self._keep(inner, (settings, stamped))
+            self._keep(inner, rests_on)
         again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
         if stamped:
@@ -493,7 +504,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""
-        settings = self._settings()._replace(num_workers=workers)
+        settings = self.as_set_up(num_workers=workers)
         return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
 
     def set_workers(self, workers: int) -> None:
@@ -515,14 +526,13 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             )
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
-            settings = self._settings()
+            settings = self.as_set_up()
             split = splits_batches(settings)
             inner.resize(workers, ahead_by_index(settings, workers, split=split))
-            vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
+            rests_on = (*settings._rests_on(), self._inner_settings[-1])
+            vars(self)["_inner_settings"] = rests_on
 
-    def _keep(
-        self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None
-    ) -> None:
+    def _keep(self, inner: Source | None, settings: tuple[Any, ...] | None = None) -> None:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
@@ -622,7 +632,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         return as_it_is(self, indices, workers=workers_of(self))
 
     def _indices_now(self) -> EpochIndices | None:
-        return indices_of(self._settings()) if self._indices is None else self._indices
+        return indices_of(self.as_set_up()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
         run = self._run_now()
@@ -693,6 +703,15 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             "tuner",
         )
         return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
+
+
+_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_position")
+_NOT_OF_SOURCE: Final = {"self", "shuffle", "split", "tuner", *_OF_WHO_TAKES}
+_RESTS_ON: Final = (
+    *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),
+    *("asked_prefetch_factor", "keeps", "faults"),
+)
+"""What decides which batches its source gives: what a loader is given, but for who takes them."""
 
 
 def _asked(

@@ -32,7 +32,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.augment import StageTransform, WorkerTransform
+from lightning_fastdata.augment import WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
@@ -42,7 +42,6 @@ from lightning_fastdata.batches.staged import FirstOfPairs, StagedBatch, Staging
 from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
-from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks, refuse_late_fork
 from lightning_fastdata.executors.gather.rows import rows_of
@@ -79,11 +78,10 @@ from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.loading.position import Run
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
-Loader: TypeAlias = "FastDataLoader[Any] | SourceSettings"
-"""A loader, or its settings, which have the same names."""
+Loader: TypeAlias = "FastDataLoader[Any]"
+"""A loader; its ``settings`` are a copy of it, as it was set up, without workers."""
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 _PASSED_ON: Final = (
@@ -128,41 +126,6 @@ class _State(NamedTuple):
         return self.read.own, self.pipeline.own
 
 
-class SourceSettings(NamedTuple):
-    """The attributes of a FastDataLoader that its source rests on, under the same names.
-
-    A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
-    """
-
-    dataset: torch.utils.data.Dataset[Any]
-    batch_size: int | None
-    sampler: Any
-    batch_sampler: Any
-    drop_last: bool
-    num_workers: int
-    collate_fn: Callable[[list[Any]], Any]
-    pin_memory: bool
-    timeout: float | Literal["auto"]
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: Any
-    generator: torch.Generator | None
-    prefetch_factor: int | None
-    asked_prefetch_factor: int | None
-    keeps: Keeps
-    pin_memory_device: str
-    in_order: bool
-    seed: int
-    transform: StageTransform | None
-    on_device: bool
-    staged: Stage | None
-    executor: AnyExecutor
-    faults: FaultLog
-    chosen: bool
-    standby: bool
-    run: Run | None
-    """Its own draws are keyed, and so are those of the sampler."""
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class KeptExecutor:
     """Iterable over epochs; starts its executor at the first one.
@@ -175,7 +138,7 @@ class KeptExecutor:
     name: AnyExecutor
     """Not torch's own."""
     plan: FetchPlan
-    settings: SourceSettings
+    settings: Loader
     indices: EpochIndices | None
     """Gives the batches of indices of each epoch; None of a stream."""
     epoch: Callable[[], int]
@@ -403,7 +366,7 @@ class KeptExecutor:
             refuse_late_fork(self.plan)
             self._refuse_other_state()
         self.workers = workers
-        self.settings = self.settings._replace(num_workers=workers)
+        self.settings = self.settings.as_set_up(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
         for executor in self._at_work():
             executor.resize(workers, look_ahead)
@@ -567,7 +530,7 @@ def workers_of(loader: Loader) -> int:
     return loader.num_workers if aside else 0
 
 
-def indices_of(settings: SourceSettings) -> EpochIndices | None:
+def indices_of(settings: Loader) -> EpochIndices | None:
     """Return what gives the indices of a loader's epochs; None of a stream."""
     if isinstance(settings.dataset, IterableDataset):
         return None
@@ -576,7 +539,7 @@ def indices_of(settings: SourceSettings) -> EpochIndices | None:
 
 
 def open_source(
-    settings: SourceSettings,
+    settings: Loader,
     indices: EpochIndices | None,
     epochs: EpochCell,
     *,
@@ -639,9 +602,7 @@ def epoch_of(source: Source, *, reported: bool) -> Iterator[Batch]:
     return iter(source)
 
 
-def _collation(
-    settings: SourceSettings, worker_part: WorkerTransform | None
-) -> Callable[[Any], Batch]:
+def _collation(settings: Loader, worker_part: WorkerTransform | None) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
     collate_fn = collate_samples if collate_fn is default_collate else collate_fn
     # A kept executor stages what has no draws itself, and may so collate in place.
@@ -653,7 +614,7 @@ def _collation(
 
 
 def _open_executor(
-    settings: SourceSettings,
+    settings: Loader,
     indices: EpochIndices | None,
     dataset: Dataset[Any],
     collate_fn: Callable[[Any], Batch],
@@ -714,7 +675,7 @@ def _open_executor(
     )
 
 
-def _stands_by(settings: SourceSettings) -> bool:
+def _stands_by(settings: Loader) -> bool:
     """Return whether the training process may read as well as workers, and as they would.
 
     What only workers do, or are watched for, needs them.
@@ -803,7 +764,7 @@ def tuner_for(
     """Return what tunes a loader of a plan, its ``own`` if it has one; None: nothing to tune."""
     if not plan.tuned or own is not None:
         return own if plan.tuned else None
-    forked = plan.multiprocessing_context in (None, "fork")
+    forked = plan.start_method in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
     most = room_elsewhere(plan.executor, local_ranks) or most
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from numbers import Integral
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,15 +17,7 @@ from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
-C = TypeVar("C", bound=type)
-
-_PACKAGE: Final = __name__.partition(".")[0] + "."
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
-_INSTEAD: Final = {
-    "tune": 'Workers are tuned with num_workers="auto", and not with a number of them.',
-    "actor_options": "Give executor=Ray(num_cpus=2, ...), of lightning_fastdata.executors.ray.",
-}
-"""What to do in place of an option that has gone."""
 
 
 @runtime_checkable
@@ -57,17 +45,6 @@ def check_callable(name: str, value: object, takes: str) -> None:
     check(name, value, fine, f"None and a function that takes {takes}")
 
 
-def _check_executor(executor: object) -> None:
-    if executor != "auto" and find_kind(executor) is None:
-        check_among("executor", executor, ("auto", *executor_names()))
-
-
-def check_whole(name: str, value: object, lowest: int) -> None:
-    """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
-    fine = value is None or (_is_whole(value) and int(value) >= lowest)  # type: ignore[call-overload]
-    check(name, value, fine, f"None and whole numbers from {lowest}")
-
-
 def checked_seed(seed: object) -> int:
     """Return a seed as an integer of Python; raises OptionsError if it is no whole number."""
     check("seed", seed, _is_whole(seed), "whole numbers")
@@ -78,70 +55,57 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_seconds(name: str, value: object) -> None:
-    seconds = isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
-    check(name, value, seconds or value == "auto", 'seconds from 0 (no timeout), or "auto"')
-
-
 def check_loader(
-    dataset: object,
+    batch_size: object,
     *,
-    executor: object,
     transform: object,
-    timeout: object,
     needs_batches: bool,
-    whole: Mapping[str, tuple[object, int]],
     orders: Mapping[str, object],
     functions: Mapping[str, tuple[object, str]],
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
-    ``whole`` are whole numbers or None and where they start, ``orders`` samplers, ``functions``
-    callables and what each takes. ``needs_batches``: something runs on the device, on batches.
+    ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``:
+    something runs on the device, on batches.
 
     Raises:
-        DatasetError: It is no dataset.
-        OptionsError: Another argument is impossible.
+        OptionsError: An argument is impossible.
         TransformError: ``transform`` was not made by this package, or there are no batches.
     """
-    ordered = any(order is not None for order in orders.values())
-    check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
-    _check_executor(executor)
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
-    for name, (value, lowest) in whole.items():
-        check_whole(name, value, lowest)
+    fine = batch_size is None or (_is_whole(batch_size) and int(batch_size) >= 1)  # type: ignore[call-overload]
+    check("batch_size", batch_size, fine, "None and whole numbers from 1")
     for name, order in orders.items():
         fine = order is None or isinstance(order, Iterable | _Indexed)
         check(name, order, fine, "None and what can be iterated")
-    _check_seconds("timeout", timeout)
     if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by as_batch_transform(...). Or give it "
             "to a FastDataModule as augment=."
         )
-    if needs_batches and whole["batch_size"][0] is None and orders["batch_sampler"] is None:
+    if needs_batches and batch_size is None and orders["batch_sampler"] is None:
         raise TransformError(
             "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
             "or pass the transform to the dataset."
         )
 
 
-def refuse_shuffle(dataset: object, shuffle: object) -> None:
-    """Raise an :class:`OptionsError` if a dataset is to be shuffled that has its own order."""
-    if shuffle and has_own_order(dataset):
-        name = type(dataset).__name__
-        raise OptionsError(
-            f"shuffle={shuffle!r}, but a {name} has an order of its own, another one in each "
-            f"epoch. Leave out shuffle; {name}(shuffle=...) is for what it is made of."
-        )
-
-
-def check_dataset(dataset: object, name: str, *, ordered: bool) -> None:
-    """Raise a :class:`DatasetError` that says what else was given, unless it is a dataset.
+def check_dataset(dataset: object, name: str, *, ordered: bool, shuffle: object = None) -> None:
+    """Raise an error that says what else was given, unless it is a dataset, and may be shuffled so.
 
     ``ordered``: a sampler is given too, which knows the order without the length.
+
+    Raises:
+        DatasetError: It is none.
+        OptionsError: It has an order of its own, and is to be shuffled.
     """
+    if shuffle and has_own_order(dataset):
+        kind = type(dataset).__name__
+        raise OptionsError(
+            f"shuffle={shuffle!r}, but a {kind} has an order of its own, another one in each "
+            f"epoch. Leave out shuffle; {kind}(shuffle=...) is for what it is made of."
+        )
     if isinstance(dataset, IterableDataset):
         return
     wrong = None if isinstance(dataset, Dataset) else _no_dataset(dataset)
@@ -166,17 +130,10 @@ def check_dataset(dataset: object, name: str, *, ordered: bool) -> None:
 def _no_dataset(given: object) -> str | None:
     """Return what was given instead of a dataset, and what to do; None: it is one."""
     kind = type(given).__name__
-    given_as = f"the {kind} {given!r:.200}, not a dataset"
     if given is None:
         return "None, not a dataset. Return a dataset, or leave it out of the list."
     if isinstance(given, type):
         return f"the class {given.__name__}, not a dataset. Make one of it: {given.__name__}(...)."
-    if isinstance(given, bytes | os.PathLike) or (isinstance(given, str) and _is_path(given)):
-        path = os.fsdecode(given)
-        return (
-            f"the path {path!r:.200}, not a dataset. Open what is there: a folder of images with "
-            f"FastImageFolder({path!r:.200}, ...), other files with a Dataset of your own."
-        )
     if isinstance(given, DataLoader):
         return f"a {kind}, not a dataset. Give its dataset: loader.dataset."
     if _holds_datasets(given, levels=2):
@@ -184,21 +141,13 @@ def _no_dataset(given: object) -> str | None:
             f"a {kind} of datasets, not a dataset. Join them with "
             "torch.utils.data.ConcatDataset, or return one flat list or dict of datasets."
         )
-    if isinstance(given, _Indexed):
+    text = isinstance(given, str | bytes)  # such as a path
+    if isinstance(given, _Indexed) and not text:
         return None
-    if isinstance(given, Iterator):
-        return (
-            f"{given_as} but an iterator, which can be read once only. Derive from "
-            "torch.utils.data.IterableDataset and make the iterator in its __iter__()."
-        )
-    if isinstance(given, Iterable):
-        return (
-            f"{given_as}: it has no __getitem__(). If it is a stream, derive it from "
-            "torch.utils.data.IterableDataset, otherwise give a list of the samples."
-        )
-    if callable(given):
-        return f"{given_as} but a function. Call it, and give what it returns."
-    return f"{given_as}. A dataset has __getitem__() and __len__(), or is an IterableDataset."
+    return (
+        f"the {kind} {given!r:.200}, not a dataset. A dataset has __getitem__() and __len__(), or "
+        "is a torch.utils.data.IterableDataset, if it is a stream."
+    )
 
 
 def _holds_datasets(given: object, levels: int) -> bool:
@@ -207,62 +156,6 @@ def _holds_datasets(given: object, levels: int) -> bool:
     )
 
 
-def _is_path(text: str) -> bool:
-    """Return whether a string is surely no row of letters, which torch would take for a dataset."""
-    return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
-
-
-class NotConstructedError(OptionsError, AttributeError):
-    """An object was used whose class does not call the constructor that it inherits."""
-
-
-class NeedsConstruction:
-    """Says so when a subclass's ``__init__`` has left out ``super().__init__()``."""
-
-    _constructed = False
-    """Set by the constructor, before all else."""
-
-    def __getattr__(self, name: str) -> Any:
-        cls = type(self)
-        if not self._constructed and not name.startswith("__"):
-            raise NotConstructedError(
-                f"{cls.__name__} has no {name!r} yet, as {cls.__name__}.__init__() has not called "
-                "super().__init__(). Call it first, with the arguments of the constructor."
-            )
-        # Python's own error; or that of a property, which ended here for raising an AttributeError.
-        return object.__getattribute__(self, name)
-
-
-def refuses_unknown_names(cls: C) -> C:
-    """Make the constructor of a class raise OptionsError for a keyword that it does not have.
-
-    The signature stays visible to LightningCLI and to ``help()``.
-    """
-    construct: Callable[..., None] = vars(cls)["__init__"]
-    known = list(inspect.signature(construct).parameters)[1:]
-
-    @functools.wraps(construct)
-    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
-        for name in kwargs:
-            if name not in known:
-                close = get_close_matches(name, known, 1)
-                meant = f" Did you mean {close[0]}?" if close else ""
-                if "options" in known and name in {each.name for each in fields(LoaderOptions)}:
-                    meant = f" Give it as options=LoaderOptions({name}=...)."
-                if name in _INSTEAD:
-                    meant = f" {_INSTEAD[name]}"
-                ours = (each for each in type(self).__mro__ if each.__module__.startswith(_PACKAGE))
-                raise OptionsError(
-                    f"{next(ours).__name__} has no option {name!r}.{meant} "
-                    f"Options are: {', '.join(known)}."
-                )
-        construct(self, *args, **kwargs)
-
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
-
-
-@refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
     """What you may set about a loader; ``"auto"`` chooses for this machine and says why.
@@ -273,7 +166,9 @@ class LoaderOptions:
             the steps show that another one pays; order and content of the batches stay. A number
             of your own stays as it is.
         pin_memory: Copy batches to page-locked memory, from where a GPU copies without waiting.
-        persistent_workers: Keep the workers between epochs instead of starting new ones.
+        persistent_workers: Keep the workers between epochs instead of starting new ones;
+            ``"unchanged"``, which ``"auto"`` is in training and validation: while what they read is
+            as it was when they started.
         prefetch_factor: Batches each worker is ahead, at least 1.
         multiprocessing_context: How workers are started.
         timeout: Seconds after which a worker that gets nowhere with a sample is replaced,
@@ -306,7 +201,7 @@ class LoaderOptions:
     # Described above and not below each field, because that is where LightningCLI takes its help.
     num_workers: int | Auto = "auto"
     pin_memory: bool | Auto = "auto"
-    persistent_workers: bool | Auto = "auto"
+    persistent_workers: bool | Literal["unchanged"] | Auto = "auto"
     prefetch_factor: int | Auto = "auto"
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     timeout: float | Auto = "auto"
@@ -319,14 +214,37 @@ class LoaderOptions:
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
-            fine = value == "auto" or (type(value) is int and value >= lowest)
+            fine = value == "auto" or (_is_whole(value) and int(value) >= lowest)
             check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
-        for name in ("pin_memory", "persistent_workers", "split"):
+        for name in ("pin_memory", "split"):
             value = getattr(self, name)
             check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
+        stay = self.persistent_workers
+        fine = stay in ("auto", "unchanged") or type(stay) is bool
+        check("persistent_workers", stay, fine, 'True, False, "unchanged" or "auto"')
         for name in ("in_order", "probe"):
             check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        _check_executor(self.executor)
+        if self.executor != "auto" and find_kind(self.executor) is None:
+            check_among("executor", self.executor, ("auto", *executor_names()))
         BadSamples.of(self.on_bad_sample)
-        _check_seconds("timeout", self.timeout)
+        wait = self.timeout
+        fine = isinstance(wait, int | float) and type(wait) is not bool and 0 <= wait < math.inf
+        check("timeout", wait, fine or wait == "auto", 'seconds from 0 (no timeout), or "auto"')
+
+    @classmethod
+    def asked(cls, *, multiprocessing_context: Any, **given: Any) -> Self:
+        """Return the options that a loader was given by its arguments; None: not given.
+
+        Raises:
+            OptionsError: A value is impossible.
+        """
+        method = multiprocessing_context
+        if method is not None and not isinstance(method, str):
+            method = method.get_start_method()
+        given["multiprocessing_context"] = method
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def set_by_user(self) -> frozenset[str]:
+        """Return the names of the options that are set, to other than the default."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)

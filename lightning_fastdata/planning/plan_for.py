@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import sys
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -30,14 +29,11 @@ from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
-from lightning_fastdata.planning.options import LoaderOptions, check_among
+from lightning_fastdata.planning.options import LoaderOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.batches.bad_samples import BadSamplePolicy
     from lightning_fastdata.executors.kinds import ExecutorKind
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
@@ -48,21 +44,17 @@ if TYPE_CHECKING:
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
 # they also wait for each other and for CPUs.
 _WORTH_IT: Final = 0.8
-# Shorter waits may come from other programs, which is no reason to warn of what the user set.
-_SURELY_MS: Final = 2
 _PIN: Final = "page-locked memory speeds up copies to GPUs with memory of their own"
 _KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
-_ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _NO_SHARED: Final = "; this system has no memory files for side processes"
-_AS_IT_IS: Final = (None, "left as Python has it")
 _UNSURE_MS: Final = 3  # that reading a batch here takes at most, where that may be quicker
 _SURE: Final = 0.35
 _BOTH: Final = "; the training process reads, too, as long as nothing changes what it reads"
 _AT_START_S: Final = 0.25  # that an epoch may take which is read at once when it begins
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
-_NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
 SET: Final = "set by you"
+_NO_WORKERS: Final = "not used: no workers"
 MOST_WAITING: Final = 64
 _FIRST_ACTORS: Final = 8  # each takes seconds to start, and a CPU that others may want
 _SHORTEST_WAIT_MS: Final = 0.2  # a sample that is handed out and taken back waits for about as long
@@ -89,7 +81,8 @@ _ONE_STREAM: Final = (
     "(torch.utils.data.get_worker_info), set num_workers={count}, or split=True; otherwise set "
     "split=False, and this message goes away."
 )
-Value: TypeAlias = int | float | str | None
+_OF_WORKERS: Final = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+"""Options that torch refuses where there are no workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +106,6 @@ class LoaderSpec:
     """The user's, which give the keys of samples; None: these are numbers from 0."""
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number; it may give a stream's copy there its part."""
-    start_method: str | None = None
-    """Of workers, if the options leave it open; None: Python's default, or one that works."""
     keeps: bool = True
     """Workers are kept between epochs, if the options leave it open."""
 
@@ -194,47 +185,21 @@ class Machine:
     start_method: str = "fork"  # Python's default for processes
     shared_memory: bool = True  # there are the memory files that side processes need (Linux)
     actors: int | None = None  # that a cluster has room for, where they are to read
-    platform: str = sys.platform
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One setting of a loader and where it comes from."""
-
-    option: str  # name of the field of ``LoaderOptions``
-    value: Value  # what the loader uses; None leaves it to torch
-    why: str  # the reason, with the numbers it rests on
-    by: Literal["you", "auto"]
-    """``"you"``: set by the user to other than the default, and never changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPlan:
-    """The settings one loader runs with: those of ``LoaderOptions``, decided.
+    """The options one loader runs with, each with its reason."""
 
-    None: ``split`` has no meaning for a dataset with an index; ``prefetch_factor`` and
-    ``timeout`` follow the tasks; the start method stays as Python has it.
-    """
-
-    num_workers: int
-    pin_memory: bool
-    persistent_workers: bool | Literal["unchanged"]
-    prefetch_factor: int | None
-    multiprocessing_context: str | None
-    timeout: float | None
-    in_order: bool
-    executor: AnyExecutor
-    on_bad_sample: BadSamplePolicy | BadSamples
-    probe: bool
-    split: bool | None
-    choices: tuple[Setting, ...]
-    """One for each setting, in the order of ``LoaderOptions``."""
+    asked: LoaderOptions
+    options: LoaderOptions
+    """What was decided. ``"auto"`` is left to who reads: ``timeout`` follows the tasks."""
+    reasons: Mapping[str, str]
+    """Of what was open, by option."""
     tuned: bool
     """The number of workers is changed while they read."""
     limits: tuple[str, ...]
     """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
-    warnings: tuple[str, ...] = ()
-    """What the user should know of the samples themselves; worth one each, too."""
     draws: bool | None = None
     """Whether reading a sample draws at random; None: not known."""
     standby: bool = False
@@ -243,26 +208,38 @@ class LoaderPlan:
     only_here: bool = False
     """The training process reads, as with torch: no side process can, or what is read is kept."""
 
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return cast("int", self.options.num_workers)
+
+    @property
+    def executor(self) -> AnyExecutor:
+        """Who fetches."""
+        return self.options.executor
+
+    @property
+    def start_method(self) -> str | None:
+        """How workers are started; None: as Python has it."""
+        method = self.options.multiprocessing_context
+        return None if method == "auto" else method
+
     def explain(self) -> str:
         """A table of option, value, who chose it and why, followed by the limits."""
         rows = [("option", "value", "by", "why")]
-        for choice in self.choices:
-            value = "default" if choice.value is None else str(choice.value)
-            rows.append((choice.option, value, choice.by, choice.why))
+        theirs = self.asked.set_by_user()
+        for name in (field.name for field in fields(LoaderOptions)):
+            by = ("you", SET) if name in theirs else ("auto", self.reasons.get(name, "the default"))
+            rows.append((name, str(getattr(self.options, name)), *by))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
         return "\n".join([*lines, *(f"limit: {limit}" for limit in self.limits)])
 
-    def dataloader_kwargs(self) -> dict[str, object]:
-        """Keyword arguments for ``torch.utils.data.DataLoader``.
-
-        Torch refuses settings of workers when there are none; those are left out.
-        """
-        names = ["num_workers", "pin_memory", "in_order"]
-        if self.num_workers > 0:
-            names += ["persistent_workers", "prefetch_factor", "multiprocessing_context"]
-        kwargs: dict[str, object] = {name: getattr(self, name) for name in names}
-        return kwargs | ({"timeout": self.timeout or 0} if self.num_workers > 0 else {})
+    def loader_arguments(self) -> dict[str, Any]:
+        """Return what was decided as keyword arguments of a FastDataLoader."""
+        unused = {"probe", *(() if self.num_workers else _OF_WORKERS)}
+        values = {f.name: getattr(self.options, f.name) for f in fields(LoaderOptions)}
+        return {n: value for n, value in values.items() if value != "auto" and n not in unused}
 
 
 def plan_for(
@@ -274,12 +251,15 @@ def plan_for(
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
 
-    What the plan rests on is found out now, unless there are ``facts``. ``accelerator`` is
+    What the plan rests on is found out now, and warned of, unless there are ``facts``.
+    ``accelerator`` is
     ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine), ``local_ranks`` the
     training processes on this host.
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+        for warning in facts.warnings:
+            warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=3)
     asked, actors = spec.options.executor, None
     if asked != "auto" and spec.options.num_workers == "auto" and not spec.is_stream:
         actors = room_elsewhere(asked, local_ranks)
@@ -291,14 +271,13 @@ def plan_for(
         shared_memory=shared_slots_supported(),
         actors=actors,
     )
-    return plan_loader(spec, facts, machine)
+    return decide(spec, facts, machine)
 
 
-def _start_method(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> str:
+def _start_method(spec: LoaderSpec, machine: Machine) -> str:
     """Return how workers are started."""
-    if spec.options.multiprocessing_context != "auto":
-        return spec.options.multiprocessing_context
-    return spec.start_method or facts.start_method or machine.start_method
+    asked = spec.options.multiprocessing_context
+    return machine.start_method if asked == "auto" else asked
 
 
 def _starting_ms(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> float:
@@ -307,11 +286,11 @@ def _starting_ms(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> flo
     One that is kept is started once in a training. It computes, so that it takes as many times as
     long as others let it wait for a CPU.
     """
-    cost, forked = facts.cost, _start_method(spec, facts, machine) == "fork"
+    cost, forked = facts.cost, _start_method(spec, machine) == "fork"
     once_ms = (_FORK_MS if forked else _FRESH_MS) * (cost.pace * cost.crowded if cost else 1.0)
     kept = spec.keeps and spec.stage in ("train", "val")
     if spec.options.persistent_workers != "auto":
-        kept = spec.options.persistent_workers
+        kept = bool(spec.options.persistent_workers)
     return once_ms / _EPOCHS if kept else once_ms
 
 
@@ -331,7 +310,7 @@ def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> 
     if not spec.needs_cost:
         return TORCH
     keyed = facts.draws or bool(spec.pipelines)
-    forked = _start_method(spec, facts, machine) == "fork" and machine.shared_memory
+    forked = _start_method(spec, machine) == "fork" and machine.shared_memory
     aside: ExecutorName = "workers" if machine.shared_memory else "torch"
     if spec.is_stream and workers != 0:
         return ExecutorChoice(aside, "each process reads its own stream")
@@ -462,17 +441,16 @@ def _drawn_at_start(spec: LoaderSpec) -> bool:
     return source is None or is_drawn_at_start(source)
 
 
-def plan_loader(
+def decide(
     spec: LoaderSpec, facts: DatasetFacts, machine: Machine, chosen: ExecutorChoice | None = None
 ) -> LoaderPlan:
-    """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
+    """Decide every option of a loader. Reads nothing: the same arguments give the same plan.
 
     What the user set always wins, and gets a limit message where it cannot work. ``chosen`` is the
     executor that suits the dataset; None: that of :func:`choose_executor`.
 
     Raises:
-        OptionsError: The system has no such start method, or workers were set for a stream that
-            they could not read.
+        OptionsError: Workers were set for a stream that they could not read.
     """
     options, stream = spec.options, facts.stream
     if stream is not None and stream.here and options.num_workers not in ("auto", 0):
@@ -480,57 +458,34 @@ def plan_loader(
             f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
             "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
         )
-    if machine.platform == "win32":
-        check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
     if chosen is None:
         chosen = choose_executor(spec, facts, machine)
     executor = chosen.executor if options.executor == "auto" else options.executor
     kind = kind_of(executor)
     ours = not (kind.is_torch or spec.is_stream)
     count, why, limits = count_workers(spec, facts, machine, chosen, kind)
-    if not kind.elsewhere:
-        limits = [*_overstepped(options, facts.cost, machine), *limits]
-    prefetch: int | None
-    if ours:
-        prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
-        ahead = look_ahead_batches(
-            count,
-            prefetch=prefetch,
-            batch_size=spec.batch_size or 1,
-            split=facts.split and not kind.elsewhere,
-        )
-        prefetch_why = f"{ahead} batches ahead in all, as memory allows"
-    else:
-        prefetch, prefetch_why = torch_prefetch(count, options)
-    kept = count > 0 and spec.stage in ("train", "val") and ours
     untuned = _why_untuned(spec, machine, chosen, executor, count)
     tuning = f"not tuned: {untuned}" if untuned else "tuned as the steps show what pays"
-    no_split = None, "only a stream has to divide itself among workers"
-    start = (facts.start_method, _NO_FORK) if facts.start_method else _AS_IT_IS
-    auto: dict[str, tuple[Value, str]] = {
+    kept = count > 0 and spec.keeps and spec.stage in ("train", "val") and ours
+    found: dict[str, tuple[object, str]] = {
         "num_workers": (count, f"{why}; {tuning}"),
         "pin_memory": (reads_page_locked(machine.accelerator), _PIN),
         "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
-        "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": start,
-        "timeout": (None, "60 s without progress, or 20 times as long as tasks take"),
-        "in_order": (True, "as the sampler gives them"),
+        "prefetch_factor": _prefetch(spec, facts, kind, count) if count else ("auto", _NO_WORKERS),
+        "multiprocessing_context": ("auto", "left as Python has it"),
+        "timeout": ("auto", "60 s without progress, or 20 times as long as tasks take"),
         "executor": (chosen.executor, chosen.why),
-        "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
-        "probe": (True, "a few samples tell what suits them"),
-        "split": no_split if stream is None else (stream.splits, stream.why),
     }
-    limits += unsuited(options.executor, iterable=spec.is_stream, workers=count)
-    choices = tuple(_setting(options, name, *auto[name]) for name in auto)
-    decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
-    no_draws = None if facts.cost is None else False
+    if stream is not None:
+        found["split"] = stream.splits, stream.why
+    open_ = {name: found[name] for name in found.keys() - options.set_by_user()}
     return LoaderPlan(
-        **decided,
-        choices=choices,
+        asked=options,
+        options=replace(options, **{name: value for name, (value, _) in open_.items()}),  # type: ignore[arg-type]
+        reasons={name: why for name, (_, why) in open_.items()},
         tuned=not untuned,
-        limits=tuple(limits),
-        warnings=facts.warnings,
-        draws=bool(spec.pipelines) or facts.draws or no_draws,
+        limits=(*limits, *unsuited(options.executor, iterable=spec.is_stream, workers=count)),
+        draws=bool(spec.pipelines) or facts.draws or (None if facts.cost is None else False),
         standby=chosen.standby and options.num_workers == "auto" and count > 0,
         only_here=facts.here is not None or chosen.kept,
     )
@@ -559,59 +514,6 @@ def _why_untuned(
     if not machine.shared_memory:
         return "this system has no memory files for side processes"
     return None
-
-
-def _overstepped(
-    options: LoaderOptions, cost: SampleCost | None, machine: Machine
-) -> Iterator[str]:
-    workers, cpu = options.num_workers, machine.cpu
-    if workers != "auto" and workers > cpu.usable_cpus and not waits(cost):
-        yield (
-            f"num_workers={workers} is more than the CPUs there are ({cpu.reason}). It "
-            "helps only while workers wait for a disk or a network. Set num_workers="
-            f'{cpu.usable_cpus} or "auto", or ask for more CPUs (docker --cpus, Slurm -c).'
-        )
-    few = workers != "auto" and 0 < workers <= cpu.usable_cpus
-    if few and cost is not None and waits(cost) and cost.wait_ms >= _SURELY_MS:
-        yield (
-            f"num_workers={workers}, but a sample waits {cost.wait_ms:.3g} of its "
-            f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
-            "workers than CPUs."
-        )
-    if options.pin_memory is True and not reads_page_locked(machine.accelerator):
-        yield f'pin_memory=True has no use on {machine.accelerator!r}. Set it to "auto".'
-
-
-def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Setting:
-    asked = getattr(options, option)
-    if asked in ("auto", getattr(LoaderOptions(), option)):
-        return Setting(option=option, value=auto, why=why, by="auto")
-    return Setting(option=option, value=asked, why=SET, by="you")
-
-
-def plan_asked(
-    spec: LoaderSpec, *, keeps: bool, multiprocessing_context: Any, **asked: Any
-) -> LoaderPlan:
-    """Return the plan of a loader of which only some settings were ``asked`` for; None: not given.
-
-    What it warns of is warned of here. ``keeps``: workers may be kept between epochs.
-    """
-    method = multiprocessing_context
-    if method is not None and not isinstance(method, str):
-        method = method.get_start_method()
-    if asked.get("persistent_workers") == "unchanged":
-        keeps, asked["persistent_workers"] = True, None
-    given = {**asked, "multiprocessing_context": method}
-    options = LoaderOptions(**{name: value for name, value in given.items() if value is not None})
-    plan = plan_for(replace(spec, options=options, keeps=keeps))
-    if not keeps and options.persistent_workers == "auto":
-        name = "persistent_workers"
-        anew = Setting(option=name, value=False, why=_ANEW, by="auto")
-        choices = tuple(anew if each.option == name else each for each in plan.choices)
-        plan = replace(plan, persistent_workers=False, choices=choices)
-    for warning in plan.warnings:
-        warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=4)
-    return plan
 
 
 def waits(cost: SampleCost | None) -> bool:
@@ -807,7 +709,7 @@ def count_workers(
             tasks=spec.length if facts.split else batches,
             memory=machine.memory,
             ranks=cpu.ranks_on_host,
-            forked=_start_method(spec, facts, machine) == "fork",
+            forked=_start_method(spec, machine) == "fork",
         )
     elif cost is not None and enough_workers(cost, spec.batch_size or 1) < count:
         why = "the training process could not take the batches of more"
@@ -863,9 +765,14 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
     return max(_LOOK_AHEAD_BATCHES, workers * 2)
 
 
-def torch_prefetch(workers: int, options: LoaderOptions) -> tuple[int, str]:
-    """Return how many batches each worker of torch's loader is ahead, and why."""
-    if options.prefetch_factor != "auto":
-        return options.prefetch_factor, SET
-    prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
-    return prefetch, f"{workers * prefetch} batches ahead in all, to cover a slow one"
+def _prefetch(
+    spec: LoaderSpec, facts: DatasetFacts, kind: ExecutorKind, workers: int
+) -> tuple[int | str, str]:
+    """Return how many batches each worker is ahead, ``"auto"`` where all are ahead together."""
+    if kind.is_torch or spec.is_stream:
+        each = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / workers)))
+        return each, f"{workers * each} batches ahead in all, to cover a slow one"
+    split = facts.split and not kind.elsewhere
+    size = spec.batch_size or 1
+    ahead = look_ahead_batches(workers, prefetch=None, batch_size=size, split=split)
+    return "auto", f"{ahead} batches ahead in all, as memory allows"

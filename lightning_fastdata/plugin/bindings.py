@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningDataModule
 
-from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
 from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.proving import ProvingHooks
 from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
 
@@ -15,8 +15,8 @@ class BatchSizeGuard(GuardHooks, Callback):  # noqa: D101 - its docstring is the
 
 
 # Lightning's from_datasets() takes any keyword.
-class FastDataModule(DataModuleHooks, LightningDataModule):  # type: ignore[misc]  # noqa: D101
-    __doc__ = DataModuleHooks.__doc__
+class FastDataModule(DataModule, LightningDataModule):  # type: ignore[misc]  # noqa: D101
+    __doc__ = DataModule.__doc__
 
     _guard_callback = BatchSizeGuard
 

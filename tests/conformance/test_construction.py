@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -25,7 +23,6 @@ from torch.utils.data import DataLoader
 import lightning_fastdata.pytorch_lightning
 from lightning_fastdata import LoaderOptions
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.host.machine import import_by_name
 from lightning_fastdata.plugin.seams.hooks import HOOKS
 
 torch.set_num_threads(1)
@@ -203,20 +200,3 @@ def test_a_data_module_of_the_other_package_names_the_import_to_write(tmp_path):
         data = ours.FastDataModule.from_datasets(torch.ones(8, 32))
         with pytest.raises(OptionsError, match=rf"`from {place} import FastDataModule, .*"):
             trainer.fit(model, datamodule=data)
-
-
-def test_a_script_finds_its_neighbours_as_python_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
-    project = tmp_path / "project"
-    project.mkdir()
-    (tmp_path / "neighbour_of_a_script.py").write_text("where = 'the folder it is called in'")
-    (project / "neighbour_of_a_script.py").write_text("where = 'beside it'")
-    script = project / "script_with_neighbours.py"
-    script.write_text("from neighbour_of_a_script import where\nprint(where)")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    for path in (script, script.relative_to(tmp_path)):
-        for name in ("neighbour_of_a_script", script.stem):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        module = import_by_name(str(path), "the data module")
-        assert module.where == done.stdout.strip() == "beside it"

@@ -7,13 +7,11 @@ import os
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
-from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
+from lightning_fastdata import FastDataLoader, FastDataModule
 
 BATCH = 16
 
@@ -167,28 +165,3 @@ def test_batches_that_take_long_to_make_are_made_by_workers(data, settings):
         assert loader.executor == "workers"
         assert loader.num_workers >= 1
         loader.close()
-
-
-@pytest.fixture
-def pictures(tmp_path):
-    noise = np.random.default_rng(0)
-    (tmp_path / "one").mkdir()
-    for number in range(24):
-        pixels = noise.integers(0, 256, (256, 256, 3), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "one" / f"{number}.jpg", quality=95)
-    for number in range(24, 240):  # for fewer, no workers are started
-        os.link(tmp_path / "one" / f"{number % 24}.jpg", tmp_path / "one" / f"{number}.jpg")
-    return tmp_path
-
-
-@needs_cpus
-def test_floats_of_images_are_made_by_the_workers_that_decode_them(pictures):
-    data = FastImageFolder(pictures, size=224, normalize=True)
-    module = FastDataModule.from_datasets(data, batch_size=8)
-    model = Learner(lambda batch: (batch[0].dtype, tuple(batch[0].shape)))
-    trainer = quiet_trainer()
-    trainer.fit(model, datamodule=module)
-    loader = trainer.train_dataloader
-    assert loader.executor == "workers"
-    assert loader.num_workers >= 1
-    assert model.seen == [(torch.float32, (8, 3, 224, 224))] * 30

@@ -420,7 +420,8 @@ def ours(door: str, workers: int | str, given: dict[str, Any], *, kept: bool) ->
             loader = DataLoader(**given, batch_size=BATCH)
             return FastDataModule.from_loaders(loader, validation, num_workers="auto", **options)
         loader = DataLoader(**given, batch_size=BATCH, **how)
-        return FastDataModule.from_loaders(loader, validation, keep_workers=kept)
+        kept_too = {**how, "pin_memory": False} if kept else {}
+        return FastDataModule.from_loaders(loader, validation, **kept_too)
 
     class Own(FastDataModule):
         def train_dataloader(self) -> Any:

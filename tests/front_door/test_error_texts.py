@@ -78,19 +78,6 @@ Graph = type("Data", (), {"__module__": "torch_geometric.data.data"})
 Scan = type("ScalarImage", (), {"__module__": "torchio.data.image"})
 
 
-class LeavesOut(FastDataModule):
-    def __init__(self):
-        self.mine = 1
-
-    def train_dataset(self):
-        return Samples()
-
-
-class LeavesOutToo(DataThroughputCallback):
-    def __init__(self):
-        self.mine = 1
-
-
 class MadeInSetup(FastDataModule):
     def setup(self, stage):
         self.data = Samples()
@@ -109,20 +96,13 @@ def train(module, tmp_path, callbacks=()):
 NO_WORKERS = LoaderOptions(num_workers=0)
 
 DATASETS = {
-    "a path": ("/data/train", "the path '/data/train', not a dataset. .*FastImageFolder"),
-    "a Path": (pathlib.Path("/data"), "the path '/data', not a dataset"),
-    "bytes": (b"/data", "the path '/data', not a dataset"),
+    "a path": ("/data/train", "the str '/data/train', not a dataset. A dataset has __getitem__"),
     "a class": (Samples, r"the class Samples, not a dataset. Make one of it: Samples\(...\)"),
-    "a function": (Samples().__len__, "but a function. Call it"),
-    "a generator": ((i for i in range(3)), "an iterator, which can be read once.*IterableDataset"),
-    "a number": (3, "the int 3, not a dataset. A dataset has __getitem__"),
-    "a set": ({1, 2}, "the set .*no __getitem__"),
-    "an iterable": (OnlyIterates(), "no __getitem__.*derive it from torch.*IterableDataset"),
+    "a generator": ((i for i in range(3)), "the generator .*not a dataset.*IterableDataset"),
     "no length": (NoLength(), "NoLength, of which no order.*no __len__.*sampler.*IterableDataset"),
     "half a sample": (OddLength(), "__len__.. raised TypeError: 'float'"),
     "less than none": (NegativeLength(), "__len__.. raised ValueError"),
     "None in a list": ([Samples(), None], r"\(\)\[1\] is None, not a dataset"),
-    "a path in a list": ([Samples(), "/data"], r"\(\)\[1\] is the path '/data'"),
     "None in a dict": ({"a": Samples(), "b": None}, r"\(\)\['b'\] is None"),
     "lists in a list": ([[Samples()], [Samples()]], "list of datasets.*ConcatDataset.*flat"),
     "a list in a dict": ({"a": [Samples(), Samples()]}, r"\['a'\] is a list of datasets"),
@@ -248,7 +228,6 @@ def test_what_is_no_name_of_a_field_or_a_choice_is_told_by_the_constructor(argum
 
 
 LOADERS = {
-    "a path": (("/data",), {}, "the path '/data', not a dataset"),
     "a class": ((Samples,), {}, "the class Samples"),
     "None": ((None,), {}, "is None, not a dataset"),
     "a loader": ((DataLoader(Samples()),), {}, "a DataLoader, not a dataset.*loader.dataset"),
@@ -286,24 +265,6 @@ def test_impossible_arguments_of_a_loader_are_told_by_its_constructor(given, arg
 def test_impossible_arguments_of_the_callback_are_told_by_its_constructor(arguments, told):
     with pytest.raises(FastDataError, match=told):
         DataThroughputCallback(**arguments)
-
-
-def test_a_constructor_that_was_left_out_is_told(tmp_path):
-    with pytest.raises(FastDataError, match=r"LeavesOut.__init__\(\) has not called super\(\)"):
-        train(LeavesOut(), tmp_path)
-    with pytest.raises(FastDataError, match=r"LeavesOutToo.__init__\(\) has not called super\(\)"):
-        train(MadeInSetup(4), tmp_path, [LeavesOutToo()])
-    assert not hasattr(LeavesOut(), "train_loader")
-    with pytest.raises(AttributeError, match="'MadeInSetup' object has no attribute 'lenght'"):
-        _ = MadeInSetup(4).lenght
-
-    class Asks(MadeInSetup):
-        @property
-        def classes(self):
-            return self.data.classes
-
-    with pytest.raises(AttributeError, match="no attribute 'data'"):
-        _ = Asks(4).classes
 
 
 def test_datasets_that_are_made_in_setup_are_asked_for_after_it(tmp_path):

@@ -60,7 +60,7 @@ def stream() -> object:
 
 def from_loaders() -> object:
     given = DataLoader(Rows(), 2), DataLoader(Rows(), 2)
-    return fit(datamodule=FastDataModule.from_loaders(*given, keep_workers=True))
+    return fit(datamodule=FastDataModule.from_loaders(*given))
 
 
 def callback() -> object:

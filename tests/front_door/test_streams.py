@@ -22,7 +22,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning
 from lightning_fastdata.errors import OptionsError
 
 COUNT = 23
@@ -214,12 +214,6 @@ def test_a_pipe_that_is_wrapped_is_not_read_whole_by_each_worker() -> None:
     keyed.pipeline = A.Compose([A.NoOp()])
     with pytest.raises(OptionsError, match="Set num_workers=1"):
         next(iter(FastDataLoader(keyed, 4, num_workers=2)))
-
-
-def test_options_by_stage_decide_for_streams_too() -> None:
-    options = {"train": LoaderOptions(num_workers=2)}
-    data = FastDataModule.from_datasets(Split(), batch_size=4, options=options)
-    assert sorted(flat(fitted(data))) == list(range(COUNT))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lightning_fastdata.planning.plan_for import (
     LoaderPlan,
     LoaderSpec,
     Machine,
-    plan_loader,
+    decide,
 )
 
 GIB = 2**30
@@ -81,7 +81,7 @@ def memory(
 def machine(**changes: Any) -> Machine:
     """A roomy machine with a GPU, apart from the changes."""
     roomy: dict[str, Any] = {"cpu": cpus(8), "memory": memory(), "accelerator": "cuda"}
-    return Machine(**{**roomy, "platform": "linux", **changes})
+    return Machine(**{**roomy, **changes})
 
 
 def plan(
@@ -110,4 +110,4 @@ def plan(
         batch_size=batch_size,
         stage=stage,
     )
-    return plan_loader(spec, facts or DatasetFacts(), machine(**about_machine), choice)
+    return decide(spec, facts or DatasetFacts(), machine(**about_machine), choice)

@@ -25,12 +25,10 @@ from virtual_time import virtual_time
 from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
-from lightning_fastdata.planning.facts import inspection, probe_process
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
     inspect_dataset,
-    refuse_empty,
 )
 from lightning_fastdata.planning.facts.probe_process import try_apart
 from lightning_fastdata.planning.options import LoaderOptions
@@ -59,11 +57,11 @@ class Rows(Dataset):
         return torch.full((2,), float(i)), i
 
 
-def inspect(dataset, questions=EVERYTHING, *, num_workers="auto", **about):
+def inspect(dataset, questions=EVERYTHING, *, num_workers="auto", started="auto", **about):
     spec = LoaderSpec(
         dataset=dataset,
         name="Photos.train_dataset()",
-        options=LoaderOptions(num_workers=num_workers),
+        options=LoaderOptions(num_workers=num_workers, multiprocessing_context=started),
         batch_size=1,
         **about,
     )
@@ -82,12 +80,6 @@ def send_then(act, tell):
 
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stuck():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
 
 
 def leave():
@@ -117,13 +109,6 @@ class StandsUntilItWaits(clock.Clock):
         return 10**12 * (self.looks > 3)
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """A process that waits for locks is given up soon, and its stacks are waited for."""
-    monkeypatch.setattr(probe_process, "_STUCK_S", 0.3)
-    monkeypatch.setattr(probe_process, "_STACK_S", 60)
-
-
 # The process
 
 
@@ -140,13 +125,11 @@ def test_findings_come_from_another_process_however_it_is_started(method):
     ("act", "kind", "words"),
     [
         (killed, "died", "SIGKILL"),
-        (stuck, "stuck", "locks"),
         (fail, "raised", "OSError: disk on fire"),
         (leave, "raised", "SystemExit"),
         (wait_for_ever, "late", "took more than 20 s"),
     ],
 )
-@pytest.mark.usefixtures("impatient")
 def test_what_was_found_before_a_failure_is_kept(act, kind, words):
     WAITS.value = 0
     with clock.installed(StandsUntilItWaits() if kind == "late" else clock.Clock()):
@@ -155,8 +138,6 @@ def test_what_was_found_before_a_failure_is_kept(act, kind, words):
     assert found.failure is not None
     assert found.failure.kind == kind
     assert words in found.failure.what
-    if kind in ("late", "stuck"):
-        assert "send_then" in found.failure.stack
     if kind == "raised":
         assert "send_then" in found.failure.error.__notes__[0]
 
@@ -166,16 +147,6 @@ def test_what_cannot_be_pickled_is_no_finding():
     failure = try_apart(send, threading.Lock(), start_method="spawn").failure
     assert failure is not None
     assert failure.kind == "not started"
-
-
-@pytest.mark.usefixtures("impatient")
-def test_waiting_for_something_that_comes_is_not_being_stuck():
-    def wait():
-        done = threading.Event()
-        threading.Timer(0.9, done.set).start()  # it waits for a clock, and we for it
-        assert done.wait(200)
-
-    assert try_apart(send_then, wait, start_method="fork").failure is None
 
 
 def test_nothing_of_it_is_left():
@@ -206,7 +177,9 @@ def test_an_empty_or_a_raising_dataset_is_an_error_that_names_it():
         inspect(Rows(fail))
     assert "in fail" in e.value.__cause__.__notes__[0]
     with pytest.raises(DatasetError, match=r"Photos.train_dataset\(\) .*empty"):
-        refuse_empty(TensorDataset(torch.zeros(0, 2)), "Photos.train_dataset()")
+        FastDataModule(1).make_loader(
+            TensorDataset(torch.zeros(0, 2)), stage="train", name="Photos.train_dataset()"
+        )
 
 
 @pytest.mark.parametrize("dataset", [lambda: Rows(killed), lambda: WithClient(Forked())])
@@ -217,7 +190,7 @@ def test_a_failure_elsewhere_means_nothing_where_the_training_process_reads(data
 
 
 def test_a_dataset_that_ends_its_process_is_decided_without():
-    facts = inspect(Rows(killed), start_method="fork")
+    facts = inspect(Rows(killed), started="fork")
     assert facts.cost is None
     assert facts.split
     assert "SIGKILL" in facts.warnings[0]
@@ -273,15 +246,6 @@ class Forked:
             raise RuntimeError("this client is not fork-safe")
 
 
-class HangingClient(Forked):
-    def __reduce__(self):
-        return HangingClient, ()
-
-    def read(self):
-        if os.getpid() != self.pid:
-            stuck()
-
-
 class WithClient(Rows):
     def __init__(self, client):
         super().__init__()
@@ -292,20 +256,10 @@ class WithClient(Rows):
         return super().__getitem__(i)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("client", [Forked, HangingClient])
-@pytest.mark.usefixtures("impatient")
-def test_workers_are_started_otherwise_where_a_client_does_not_survive_a_fork(client):
-    facts = inspect(WithClient(client()))
-    assert facts.start_method == "forkserver"
-    assert facts.sample is not None
-    assert "does not survive a fork" in facts.warnings[0]
-    assert client.__name__ == "Forked" or "in stuck" in facts.warnings[0]
-
-
-def test_what_the_user_set_is_not_replaced():
-    with pytest.raises(DatasetError, match=r"not fork-safe.*on first use in __getitem__"):
-        inspect(WithClient(Forked()), start_method="fork")
+def test_what_a_client_does_not_survive_is_an_error_that_says_what_to_do():
+    with pytest.raises(DatasetError, match=r"not fork-safe.*first use.*forkserver"):
+        inspect(WithClient(Forked()))
+    assert inspect(WithClient(Forked()), started="forkserver").sample is not None
 
 
 def starts_a_pool():
@@ -338,20 +292,9 @@ def mistaken():
     raise ValueError("wrong label")
 
 
-def is_not_fork_safe():
-    if os.getpid() != TRAINING:
-        raise RuntimeError("this client is not fork-safe")
-
-
 class Unpicklable(Rows):
     def __init__(self):
         super().__init__(lambda: None)
-
-
-@pytest.fixture
-def no_second_try(monkeypatch):
-    """A script without ``if __name__ == "__main__"``, which no process may import again."""
-    monkeypatch.setattr(inspection, "can_be_started_anew", lambda: False)
 
 
 @each("questions", [EVERYTHING, Questions(cost=True)])
@@ -363,7 +306,6 @@ def no_second_try(monkeypatch):
         lambda: Rows(uses_cuda),
     ],
 )
-@pytest.mark.usefixtures("no_second_try")
 def test_what_a_side_process_may_not_do_is_done_by_the_training_process(dataset, questions):
     facts = inspect(dataset(), questions)
     assert facts.here
@@ -378,15 +320,13 @@ def test_what_a_side_process_may_not_do_is_done_by_the_training_process(dataset,
             inspect(dataset(), questions, num_workers=2)
 
 
-@pytest.mark.usefixtures("no_second_try")
-def test_a_failure_of_which_nobody_knows_whether_a_fork_is_its_cause_is_no_verdict():
-    assert "not fork-safe" in inspect(Rows(is_not_fork_safe)).here
+def test_a_mistake_of_the_dataset_is_an_error():
     with pytest.raises(DatasetError, match="wrong label"):
         inspect(Rows(mistaken))
 
 
 def test_a_dataset_that_cannot_be_sent_to_workers_is_read_here():
-    assert "could not be started" in inspect(Unpicklable(), start_method="spawn").here
+    assert "could not be started" in inspect(Unpicklable(), started="spawn").here
 
 
 @each("make", [FastDataModule.from_datasets, from_loaders])

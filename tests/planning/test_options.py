@@ -12,29 +12,25 @@ from jsonargparse import ArgumentParser
 from misses import each
 from planning.planned import GIB, cpus, memory, plan
 from thoroughness import max_examples
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.ray import Ray, options_of_actors
 from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderPlan
+from lightning_fastdata.planning.plan_for import ExecutorChoice
 from lightning_fastdata.types import STAGES
 
 NAMES = [field.name for field in fields(LoaderOptions)]
 WITH_DEFAULTS = [field.name for field in fields(LoaderOptions) if field.default != "auto"]
 
 
-def why(made: LoaderPlan, option: str) -> str:
-    return next(choice.why for choice in made.choices if choice.option == option)
-
-
 any_options = st.builds(
     LoaderOptions,
     num_workers=st.just("auto") | st.integers(0, 64),
     pin_memory=st.sampled_from(["auto", True, False]),
-    persistent_workers=st.sampled_from(["auto", True, False]),
+    persistent_workers=st.sampled_from(["auto", "unchanged", True, False]),
     prefetch_factor=st.just("auto") | st.integers(1, 16),
     multiprocessing_context=st.sampled_from(["auto", "fork", "spawn", "forkserver"]),
     timeout=st.just("auto") | st.floats(0, 100),
@@ -67,17 +63,16 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
     options: LoaderOptions, situation: dict[str, Any]
 ) -> None:
     made = plan(options, **situation)
-    assert [choice.option for choice in made.choices] == NAMES
-    for choice in made.choices:
-        asked = getattr(options, choice.option)
-        assert getattr(made, choice.option) == choice.value
-        if choice.by == "you" or (asked != "auto" and choice.option not in WITH_DEFAULTS):
-            assert (choice.by, choice.value) == ("you", asked)
-        assert choice.why
-        assert choice.option in made.explain()
-    assert made.in_order == options.in_order
-    assert made.timeout == (None if options.timeout == "auto" else options.timeout)
+    set_ = options.set_by_user()
+    for name in NAMES:
+        if name in set_:
+            assert getattr(made.options, name) == getattr(options, name)
+        row = next(line for line in made.explain().splitlines() if line.startswith(f"{name} "))
+        assert row.split()[2] == ("you" if name in set_ else "auto")
+    assert set(made.reasons).isdisjoint(set_)
     assert all(limit in made.explain() for limit in made.limits)
+    given = made.loader_arguments()
+    assert given["num_workers"] or not {"prefetch_factor", "persistent_workers"} & set(given)
 
 
 @max_examples(300)
@@ -90,10 +85,9 @@ def test_what_is_chosen_stays_within_the_machine(situation: dict[str, Any]) -> N
             1, situation["dataset_length"]
         )
     if made.num_workers == 0:
-        assert made.prefetch_factor is None
+        assert made.options.prefetch_factor == "auto"
         return
-    assert made.prefetch_factor is not None
-    assert 2 <= made.prefetch_factor <= 4
+    assert made.options.prefetch_factor in (2, 3, 4)
 
 
 @max_examples(100)
@@ -158,35 +152,26 @@ def test_a_stream_gets_one_worker_and_says_how_to_get_more() -> None:
 
 
 def test_workers_start_as_python_starts_them_unless_the_user_says_otherwise() -> None:
-    assert plan().multiprocessing_context is None
+    assert plan().start_method is None
     forked = plan(LoaderOptions(multiprocessing_context="fork"))
-    assert forked.multiprocessing_context == "fork"
+    assert forked.start_method == "fork"
     assert forked.limits == ()
 
 
 def test_memory_is_pinned_for_cuda_only() -> None:
-    assert plan().pin_memory
-    assert not plan(accelerator="mps").pin_memory
-    assert "pin_memory" in plan(LoaderOptions(pin_memory=True), accelerator="cpu").limits[0]
+    assert plan().options.pin_memory
+    assert not plan(accelerator="mps").options.pin_memory
 
 
 def test_only_training_and_validation_keep_their_workers() -> None:
     aside = LoaderOptions(executor="workers")
-    assert {s: plan(aside, stage=s).persistent_workers for s in STAGES} == {
+    assert {s: plan(aside, stage=s).options.persistent_workers for s in STAGES} == {
         "train": "unchanged",
         "val": "unchanged",
         "test": False,
         "predict": False,
     }
-    assert plan(LoaderOptions(executor="torch")).persistent_workers is False
-
-
-def test_more_workers_than_cpus_are_kept_with_a_message() -> None:
-    made = plan(LoaderOptions(num_workers=9))
-    assert made.num_workers == 9
-    assert "num_workers=9" in made.limits[0]
-    assert cpus(8).reason in made.limits[0]
-    assert plan(LoaderOptions(num_workers=8)).limits == ()
+    assert plan(LoaderOptions(executor="torch")).options.persistent_workers is False
 
 
 @each(
@@ -255,11 +240,6 @@ def test_an_impossible_value_of_an_executor_is_named_and_quoted(name: str, value
     assert str(error.value).startswith(f"{name} of Ray is {value!r}; allowed are ")
 
 
-def test_what_the_system_lacks_is_refused() -> None:
-    with pytest.raises(OptionsError, match="multiprocessing_context is 'fork'"):
-        plan(LoaderOptions(multiprocessing_context="fork"), platform="win32")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_options_come_from_a_command_line_and_from_yaml() -> None:
     parser = ArgumentParser(exit_on_error=False)
@@ -279,17 +259,6 @@ def test_options_come_from_a_command_line_and_from_yaml() -> None:
         assert options == LoaderOptions(num_workers=4, pin_memory=False, timeout=2.5)
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@max_examples(60)
-@given(options=any_options, situation=any_situation)
-def test_torch_takes_the_arguments_of_every_plan(
-    options: LoaderOptions, situation: dict[str, Any]
-) -> None:
-    kwargs = plan(options, **situation).dataloader_kwargs()
-    loader = DataLoader(TensorDataset(torch.arange(10)), **kwargs)  # type: ignore[arg-type]
-    assert loader.num_workers == kwargs["num_workers"]
-
-
 def test_there_are_no_more_workers_than_memory_has_room_for_and_it_is_said():
     roomy = plan(
         accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), memory=memory(ram=100 * GIB)
@@ -299,7 +268,7 @@ def test_there_are_no_more_workers_than_memory_has_room_for_and_it_is_said():
         accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), memory=memory(cgroup=10 * GIB)
     )
     assert tight.num_workers == 4
-    assert "a worker comes to take 2.00 GiB, and 10.00 GiB are left" in why(tight, "num_workers")
+    assert "a worker comes to take 2.00 GiB, and 10.00 GiB are left" in tight.reasons["num_workers"]
     assert "num_workers is 4 instead of 8" in tight.limits[0]
     ranks = plan(accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), cpu=cpus(8, ranks=2))
     assert ranks.num_workers == min(8, int(0.8 * memory().available_bytes) // 2 // (2 * GIB))

@@ -119,14 +119,6 @@ def test_a_sample_that_waits_does_and_ones_that_compute_do_not():
     assert not waits(measure_samples(Planted(nothing), clocks=Times().clocks))
 
 
-def test_time_spent_queueing_for_a_cpu_is_no_waiting():
-    times = Times()
-    data = Planted(lambda: times.advance(0.01))
-    measured = measure_samples(data, clocks=Clocks(times.now, zero, times.now))
-    assert measured is not None
-    assert (measured.wall_ms, measured.wait_ms) == pytest.approx((0, 0), abs=1e-6)
-
-
 def test_no_sample_is_begun_after_the_budget():
     data = Planted(lambda: times.advance(0.1), length=1000)
     times = Times()
@@ -212,15 +204,6 @@ def test_a_dataset_that_reads_whole_batches_is_asked_for_them():
     assert measured is not None
     assert measured.cpu_ms == pytest.approx(2)
     assert measured.size_bytes == 4 * 4 + 8
-
-
-def test_a_collation_that_fails_costs_nothing_and_is_told_later():
-    def collate(samples):
-        raise ValueError("ragged")
-
-    measured = measure_samples(Planted(nothing), batch_size=4, collate=collate)
-    assert measured is not None
-    assert measured.collate_ms == 0
 
 
 NAMES = ["a", "b", "c", "d"]
@@ -343,7 +326,7 @@ def planned(options=None, **changes):
 
 def test_the_plan_says_that_a_sample_waits():
     made = planned()
-    assert (made.executor, made.num_workers, made.prefetch_factor) == ("workers", 23, None)
+    assert (made.executor, made.num_workers) == ("workers", 23)
     assert "waits 5.1 of its 5.5 ms" in made.explain()
     assert made.limits == ()
 
@@ -364,19 +347,6 @@ def test_the_plan_says_that_a_sample_waits():
 )
 def test_only_waiting_samples_of_the_engine_get_more_workers_than_cpus(changes, workers):
     assert planned(**changes).num_workers == workers
-
-
-def test_the_users_workers_win_and_hear_of_samples_that_wait():
-    few = planned(LoaderOptions(executor="auto", num_workers=2))
-    assert few.num_workers == 2
-    assert 'Set num_workers="auto"' in few.limits[0]
-    many = planned(LoaderOptions(executor="auto", num_workers=30))
-    assert many.num_workers == 30
-    assert many.limits == ()
-    computing = planned(
-        LoaderOptions(executor="auto", num_workers=30), cost=cost(wall_ms=5, cpu_ms=5)
-    )
-    assert "more than the CPUs" in computing.limits[0]
 
 
 def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
@@ -504,14 +474,6 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
             assert torch.cat([index for _, index in loader]).tolist() == list(range(6))
     finally:
         loader.close()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_workers_given_to_a_loader_always_win(workers):
-    loader = FastDataLoader(Planted(nothing), batch_size=4, executor="auto", num_workers=workers)
-    assert loader.num_workers == workers
-    assert loader.executor == ("workers" if workers else "torch")
-    assert not loader.persistent_workers
 
 
 @pytest.mark.cases(4)

@@ -26,7 +26,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.data.module_loaders import bad_samples_of
+from lightning_fastdata.plugin.datasets import bad_samples_of
 
 
 class Numbers(Dataset):
@@ -63,11 +63,18 @@ class Seen(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
+class Skips(FastDataModule):
+    """Skips bad samples where it validates."""
+
+    def val_dataloader(self) -> Any:
+        return self.make_loader(self.val_dataset(), stage="val", on_bad_sample="skip")
+
+
 def data(**options: Any) -> FastDataModule:
     train, val = options.pop("train"), options.pop("val", None)
-    given = {"train": LoaderOptions(on_bad_sample="replace", **options)}
-    given["val"] = LoaderOptions(on_bad_sample="skip", **options)
-    return FastDataModule.from_datasets(train, val, batch_size=8, options=given, seed=5)
+    given = LoaderOptions(on_bad_sample="replace", **options)
+    kind = FastDataModule if val is None else Skips
+    return kind.from_datasets(train, val, batch_size=8, options=given, seed=5)
 
 
 def fit(module: Seen, datamodule: Any, folder: Path, epochs: int = 2) -> lightning.Trainer:
@@ -205,12 +212,11 @@ def test_ranks_list_bad_samples_apart_and_none_may_skip(tmp_path) -> None:
     trainer: Any = SimpleNamespace(
         world_size=2, global_rank=1, default_root_dir=str(tmp_path), state=state
     )
-    plan: Any = SimpleNamespace(on_bad_sample=BadSamples("replace", 0.1))
-    rule = bad_samples_of(plan, trainer)
+    asked = BadSamples("replace", 0.1)
+    rule = bad_samples_of(asked, trainer)
     assert (rule.policy, rule.budget_share) == ("replace", 0.1)
     assert rule.quarantine_file == str(tmp_path / "bad_samples-rank1.jsonl")
-    plan.on_bad_sample = "skip"
     with pytest.raises(OptionsError, match="wait for it for ever"):
-        bad_samples_of(plan, trainer)
+        bad_samples_of("skip", trainer)
     trainer.world_size = 1
-    assert bad_samples_of(plan, trainer).quarantine_file == str(tmp_path / "bad_samples.jsonl")
+    assert bad_samples_of("skip", trainer).quarantine_file == str(tmp_path / "bad_samples.jsonl")

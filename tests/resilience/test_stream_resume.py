@@ -28,7 +28,7 @@ from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.stream_state import StreamState
 from lightning_fastdata.host import clock
-from lightning_fastdata.plugin.data.training_run import TrainingProgress
+from lightning_fastdata.plugin.module import KEY, TrainingRun
 
 LENGTH, BATCH, EPOCHS = 14, 2, 3
 AGAIN = pytest.mark.filterwarnings("ignore:To go on where:lightning_fastdata.FastDataWarning")
@@ -659,10 +659,11 @@ def test_another_rank_reads_its_own_part_and_is_told_that_the_state_is_of_none(e
     found = [state for (of, _), state in run(loader_of(CountsPasses, 0), range(2)) if of == epoch]
     loader = loader_of(CountsPasses, 0)
     trainer = SimpleNamespace(global_rank=1, train_dataloader=loader)
-    progress = TrainingProgress()
-    progress.load_state_dict({"loaders": {"": found[1]}}, trainer)
+    data = FastDataModule.from_datasets(CountsPasses())
+    data.load_state_dict({KEY: {"loaders": {"": found[1]}}})
+    data._trainer = trainer
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        state = progress.of(loader, trainer)
+        state = TrainingRun(data).resumed(loader)
     assert (state.batches, state.lanes, state.digest) == (2, [], None)
     assert [str(one.message).count("was saved on rank 0") for one in caught] == [1] * told

@@ -95,8 +95,7 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     plan = None if ours is None else ours.plan
     found = {}
     if plan is not None:
-        chosen = {each.option for each in plan.choices if each.by == "auto"}
-        found = dict.fromkeys(sorted(chosen & _DECIDED), _CHOSEN)
+        found = dict.fromkeys(sorted(_DECIDED - plan.asked.set_by_user()), _CHOSEN)
     if ours is not None and ours.tuner is not None:
         back = [move for move in ours.tuner.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED

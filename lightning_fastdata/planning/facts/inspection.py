@@ -9,18 +9,17 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
-from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
+from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host.usage import read_pages
-from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import (
     fails_for_its_place,
     further_samples,
@@ -80,7 +79,6 @@ class DatasetFacts:
     worker_bytes: int | None = None
     """Memory that a worker comes to have of its own: what a process had that tried the dataset, and
     what it would copy of the dataset's objects by reading all of them."""
-    start_method: str | None = None  # of workers, where the usual way was seen to fail
     here: str | None = None  # why the training process alone can read it; None: nothing says so
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
     warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
@@ -89,21 +87,19 @@ class DatasetFacts:
 def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
-    Where the start method is left open it is Python's default, or ``"forkserver"`` where a forked
-    process cannot read the dataset. Datasets of rows (see
-    :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no code of the user and
-    nothing that is opened, are read here. Of a stream the questions are not answered; whether it
-    shares itself out is, which may take its first samples. Nothing is read with ``probe=False``.
-    Where the training process will read the dataset itself, what another process makes of open
-    files and clients means nothing.
+    Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
+    code of the user and nothing that is opened, are read here. Of a stream the questions are not
+    answered; whether it shares itself out is, which may take its first samples. Nothing is read
+    with ``probe=False``. What no side process may do, the training process does, where that is left
+    open. Where it reads in any case, what another one makes of open files and clients means
+    nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
     """
-    asked_method: str | None = spec.options.multiprocessing_context
-    if asked_method == "auto":
-        asked_method = spec.start_method
-    method = asked_method or multiprocessing.get_start_method()
+    method: str = spec.options.multiprocessing_context
+    if method == "auto":
+        method = multiprocessing.get_start_method()
     # Another process takes seconds to start if it is not forked, and the first batch tells as much.
     pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
     reads = spec.options.probe and pays and questions != Questions()
@@ -122,24 +118,15 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         with kept_random_state():
             _answer(as_it_is, questions, values.__setitem__)
         return facts_of(Findings(values=values))
-    work = partial(try_apart, _answer, spec, questions)
-    findings = work(start_method=method)
-    raised = findings.failure is not None and findings.failure.error is not None
-    if raised and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
-        work = partial(try_apart, _answer, reading_on(spec), questions)
-        findings = work(start_method=method)
+    findings = try_apart(_answer, spec, questions, start_method=method)
     facts, failure = facts_of(findings), findings.failure
-    if failure is None or (spec.reads_here and (_suspects_fork(failure) or _of_place(failure))):
+    reads_on = BadSamples.of(spec.options.on_bad_sample).policy != "raise"
+    if failure is None or (reads_on and failure.error is not None):
         return facts
-    of_place = _of_place(failure)
-    if asked_method is None and method == "fork" and _suspects_fork(failure):
-        again = work(start_method="forkserver") if can_be_started_anew() else None
-        if again is not None and again.failure is None:
-            warning = _forkserver_message(failure)
-            return replace(facts_of(again), start_method="forkserver", warnings=(warning,))
-        # What ends its process would end the training, too, and workers can be replaced.
-        of_place |= failure.kind != "died" and (again is None or _of_place(again.failure))
-    if of_place and spec.leaves_workers_open:
+    place = _of_place(failure)
+    if spec.reads_here and (place or _suspects_fork(failure)):
+        return facts
+    if spec.leaves_workers_open and place:
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
         return replace(facts, here=here)
     if failure.error is not None and questions.sample:
@@ -147,45 +134,16 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     decided_without = (
         f"a process that tried the dataset {failure.what}, so settings are chosen without having "
         "measured it. If the training hangs or fails at its first batch, look for what the "
-        f"dataset opens or starts in __init__, and open it on first use in __getitem__."
-        f"{_with_stack(failure)}"
+        "dataset opens or starts in __init__, and open it on first use in __getitem__."
     )
-    return replace(facts, warnings=(*facts.warnings, decided_without))
+    return replace(facts, warnings=(decided_without,))
 
 
-def reading_on(spec: LoaderSpec) -> LoaderSpec:
-    """Return the same loader over a dataset that reads others in the place of bad samples."""
-    length = dataset_length(spec.dataset)
-    if not length or spec.is_stream:
-        return spec
-    guard = SampleGuard("replace", 0, range(length))
-    return replace(spec, dataset=_ReadingOn(spec.dataset, guard))
-
-
-class _ReadingOn(Dataset[Any]):
-    """A dataset that is tried out: in the place of a bad sample another one is read."""
-
-    def __init__(self, dataset: Dataset[Any], guard: SampleGuard) -> None:
-        self.dataset = dataset
-        self.guard = guard
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: object) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            failed = error
-        how: dict[str, Any] = {"dataset": self.dataset, "position": 0, "faults": []}
-        return self.guard.rescue(failed, self.dataset.__getitem__, index, 0, **how)
-
-
-def refuse_empty(dataset: Dataset[Any], name: str) -> None:
-    """Raise DatasetError if a dataset has no samples; ``name`` is how the user knows it."""
-    if dataset_length(dataset) == 0:
+def refuse_empty(spec: LoaderSpec) -> None:
+    """Raise DatasetError if the dataset of a loader has no samples."""
+    if spec.length == 0:
         raise DatasetError(
-            f"{name} returned an empty {type(dataset).__name__} (length 0). "
+            f"{spec.name} returned an empty {type(spec.dataset).__name__} (length 0). "
             "Check the path or the filter that made it."
         )
 
@@ -264,20 +222,20 @@ def _facts(
 
 
 def _suspects_fork(failure: Failure) -> bool:
-    """Whether a process of another kind may do better."""
-    if failure.kind in ("stuck", "died"):
-        return True
+    """Whether it may have failed for what a process does not inherit that is forked."""
     error = failure.error
+    if error is None:
+        return True
     if isinstance(error, OSError) and type(error).__module__ == "builtins":
         return error.errno in _HANDLE_ERRORS
     # A mistake of the dataset raises an ordinary error; what a library says of a fork is its own.
     return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
 
 
-def _of_place(failure: Failure | None) -> bool:
+def _of_place(failure: Failure) -> bool:
     """Whether it fails for the process in which it was tried, and says nothing of this one."""
-    if failure is None or failure.error is None:
-        return failure is not None and failure.kind == "not started"
+    if failure.error is None:
+        return failure.kind == "not started"
     return fails_for_its_place(failure.error)
 
 
@@ -297,20 +255,6 @@ def can_be_started_anew() -> bool:
         return False
 
 
-def _forkserver_message(failure: Failure) -> str:
-    return (
-        "workers are started by forkserver instead of fork: the dataset is read well by a process "
-        f"that was started so, whereas a forked one {failure.what}{_with_stack(failure)}. "
-        "Something that the training process opened or started (a client with threads, CUDA) does "
-        "not survive a fork. Open it on first use in __getitem__ and not in __init__, or set "
-        'multiprocessing_context="forkserver", and this message goes away.'
-    )
-
-
-def _with_stack(failure: Failure) -> str:
-    return f". What it was doing:\n{failure.stack}" if failure.stack else ""
-
-
 def _unreadable(spec: LoaderSpec, key: object, failure: Failure) -> DatasetError:
     keys = inherited = ""
     if isinstance(failure.error, KeyError | TypeError) and not spec.has_order:
@@ -321,8 +265,9 @@ def _unreadable(spec: LoaderSpec, key: object, failure: Failure) -> DatasetError
     if _suspects_fork(failure):
         inherited = (
             " It was read in a side process, as workers read it. If the dataset works in the "
-            "training process alone, it holds something there that other processes cannot use: "
-            "open that on first use in __getitem__, or set num_workers=0."
+            "training process alone, it holds something there (a client with threads, a handle, "
+            "CUDA) that a forked process cannot use: open that on first use in __getitem__, or set "
+            'multiprocessing_context="forkserver", or num_workers=0.'
         )
     error = DatasetError(
         f"Reading sample {key!r} of {spec.name} ({type(spec.dataset).__name__}) {failure.what}. "

@@ -9,7 +9,6 @@ sends what it finds out piece by piece, so that a piece that takes too long cost
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -37,24 +35,19 @@ from lightning_fastdata.host.system_calls import (
 
 Tell: TypeAlias = Callable[[str, object], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""
-FailureKind: TypeAlias = Literal["raised", "stuck", "late", "died", "not started"]
+FailureKind: TypeAlias = Literal["raised", "late", "died", "not started"]
 
 _DEADLINE_S: Final = 30.0
 _START_S: Final = 60.0  # a spawned process imports torch and unpickles a dataset of unknown size
-_STUCK_S: Final = 3.0
 _LOOK_S: Final = 0.25
-_STACK_S: Final = 1.0
-_STACK_BYTES: Final = 2**15
-_CAN_ASK_FOR_STACKS: Final = sys.platform != "win32"  # which has no faulthandler.register()
-_BUSY: Final = 0.02  # CPU seconds a second, below which a process is not at work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a trial came to no end.
 
-    The work raised an error, all its threads waited for locks ("stuck"), it took longer than the
-    deadline ("late"), a signal or an exit ended it ("died"), or the process could not be started.
+    The work raised an error, it took longer than the deadline ("late"), a signal or an exit ended
+    it ("died"), or the process could not be started.
     """
 
     kind: FailureKind
@@ -62,8 +55,6 @@ class Failure:
     """What happened, as the end of a sentence that begins with the process."""
     error: Exception | None = None
     """What was raised, with the traceback of the process as a note."""
-    stack: str = ""
-    """The Python stacks of a process that was stuck or late; empty if they could not be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,39 +78,31 @@ def try_apart(
     """
     context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
-    stacks, stack_end = context.Pipe(duplex=False)
     forked = start_method == "fork"
     parent, files = os.getpid() if forked else 0, files_being_read() if forked else ()
     process = context.Process(  # type: ignore[attr-defined]  # a context has it
         target=_main,
-        args=(theirs, stack_end, parent, files, work, arguments),
+        args=(theirs, parent, files, work, arguments),
         daemon=True,
         name="fastdata-probe",
     )
-    with ours, theirs, stacks, stack_end, contextlib.ExitStack() as running:
+    with ours, theirs, contextlib.ExitStack() as running:
         try:
             running.enter_context(started(process))
         except Exception as error:  # what cannot be pickled, and processes that may have no others
             what = f"could not be started: {type(error).__name__}: {error}"
             return Findings(failure=Failure(kind="not started", what=what))
         theirs.close()
-        stack_end.close()
         values: dict[str, object] = {}
-        failure = _listen(process, ours, stacks, deadline_s, values)
+        failure = _listen(process, ours, deadline_s, values)
         return Findings(values=values, failure=failure)
 
 
 def _listen(
-    process: BaseProcess,
-    ours: Connection,
-    stacks: Connection,
-    deadline_s: float,
-    values: dict[str, object],
+    process: BaseProcess, ours: Connection, deadline_s: float, values: dict[str, object]
 ) -> Failure | None:
     """Receive findings into ``values`` until the work ends; return why it did not."""
-    pid = process.pid or 0
-    idle, begun = _IdleWatch(pid), False
-    until = clock.monotonic() + _START_S
+    begun, until = False, clock.monotonic() + _START_S
     while True:
         ready = multiprocessing.connection.wait([ours, process.sentinel], _LOOK_S)
         if ours in ready:
@@ -145,18 +128,13 @@ def _listen(
             code = process.exitcode or 0
             died = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
             return Failure(kind="died", what=died or f"left with exit code {code}")
-        if begun and idle.stuck():
-            what = f"waited for locks for {_STUCK_S:g} s"
-            return Failure(kind="stuck", what=what, stack=_stack(pid, stacks))
         if clock.monotonic() > until:
             slow, never = f"took more than {deadline_s:g} s", f"did not start within {_START_S:g} s"
-            stack = _stack(pid, stacks) if begun else ""
-            return Failure(kind="late", what=slow if begun else never, stack=stack)
+            return Failure(kind="late", what=slow if begun else never)
 
 
 def _main(
     end: Connection,
-    stacks: Connection,
     parent: int,
     files: tuple[OpenFile, ...],
     work: Callable[..., None],
@@ -166,8 +144,6 @@ def _main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(parent)
     open_anew(files)
-    if _CAN_ASK_FOR_STACKS:
-        faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True, chain=False)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
@@ -201,54 +177,3 @@ def _as_error(kind: str, pickled: bytes, message: str, text: str) -> Exception:
     error = sent if isinstance(sent, Exception) else RuntimeError(f"{kind}: {message}")
     error.add_note(f"In the process that tried the dataset:\n{text}")
     return error
-
-
-def _stack(pid: int, stacks: Connection) -> str:
-    with contextlib.suppress(OSError):
-        if _CAN_ASK_FOR_STACKS:
-            os.kill(pid, signal.SIGUSR1)
-        if stacks.poll(_STACK_S):
-            clock.sleep(0.05)  # it is written line by line
-            return os.read(stacks.fileno(), _STACK_BYTES).decode(errors="replace")
-    return ""
-
-
-class _IdleWatch:
-    """Sees that all threads of a process wait for locks that perhaps no thread will release.
-
-    A thread that waits for a file or a network waits elsewhere in the kernel, and one that waits
-    for a clock as well gives a time. Where the kernel does not say so, nothing is seen: see
-    ``wchan`` and ``syscall`` in https://man7.org/linux/man-pages/man5/proc.5.html and
-    https://man7.org/linux/man-pages/man2/futex.2.html.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._threads = Path(f"/proc/{pid}/task")
-        self._since: float | None = None
-        self._cpu_s = 0.0
-
-    def stuck(self) -> bool:
-        """Return whether it has been so for some seconds."""
-        cpu_s, waiting = self._read()
-        now = clock.monotonic()
-        if not waiting:
-            self._since = None
-        elif self._since is None or cpu_s - self._cpu_s > _BUSY * (1 + now - self._since):
-            self._since, self._cpu_s = now, cpu_s
-        return self._since is not None and now - self._since >= _STUCK_S
-
-    def _read(self) -> tuple[float, bool]:
-        ticks, waiting = 0, False
-        try:
-            for thread in self._threads.iterdir():
-                if "futex" not in (thread / "wchan").read_text():
-                    return 0.0, False
-                timeout = (thread / "syscall").read_text().split()[4]
-                if int(timeout, 16) != 0:
-                    return 0.0, False
-                fields = (thread / "stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-                waiting = True
-        except (OSError, ValueError, IndexError):
-            return 0.0, False
-        return ticks / os.sysconf("SC_CLK_TCK"), waiting

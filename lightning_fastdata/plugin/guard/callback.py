@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
+    from lightning_fastdata.plugin.module import DataModule
 
 _LOG = logging.getLogger(__name__)
 

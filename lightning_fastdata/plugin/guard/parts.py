@@ -29,7 +29,7 @@ from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, repl
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
+    from lightning_fastdata.plugin.module import DataModule
     from lightning_fastdata.types import Batch
 
 

@@ -24,7 +24,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.datasets import (
+from lightning_fastdata.plugin.datasets import (
     GivenLoader,
     datasets_of,
     in_form_of,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
+    from lightning_fastdata.plugin.module import DataModule
     from lightning_fastdata.types import Batch
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
-from lightning_fastdata.plugin.data.arguments import check_choice
+from lightning_fastdata.planning.options import check_among
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import Precision
 
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
+    from lightning_fastdata.plugin.module import DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 
@@ -32,7 +32,7 @@ class Prefetching:
     """
 
     def __init__(self, asked: PrefetchName) -> None:
-        check_choice("prefetch", asked, get_args(PrefetchName))
+        check_among("prefetch", asked, get_args(PrefetchName))
         self.asked: PrefetchName = asked
         self.why_not: str | None = (
             "not asked for" if asked == "off" else "decided when the training starts"

@@ -285,7 +285,7 @@ class Placing:
             device=trainer.strategy.root_device,
             workers=plan.num_workers,
             cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
-            start_method=plan.multiprocessing_context,
+            start_method=plan.start_method,
         )
         stage = of.spec.stage
         held = self._held.get(stage)

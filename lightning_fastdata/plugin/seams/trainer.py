@@ -31,7 +31,7 @@ from lightning_fastdata.types import STAGES, Stage
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
+    from lightning_fastdata.plugin.module import DataModule
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -43,10 +43,10 @@ _STAGE_OF_FN: dict[str, Stage] = {
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
     """Return the trainer's data module if it is a FastDataModule, else None."""
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks  # which imports this
+    from lightning_fastdata.plugin.module import DataModule  # which imports this
 
     datamodule = attributes_of(trainer).datamodule
-    return datamodule if isinstance(datamodule, DataModuleHooks) else None
+    return datamodule if isinstance(datamodule, DataModule) else None
 
 
 def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
-from lightning_fastdata.planning.options import NeedsConstruction, check, refuses_unknown_names
+from lightning_fastdata.planning.options import check
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import wall_scalars
 from lightning_fastdata.plugin.loggers.report_files import (
@@ -52,8 +52,7 @@ _MOST_FIGURES: Final = 20
 _NOT_MEASURED: Final = "A step was not measured"
 
 
-@refuses_unknown_names
-class ThroughputHooks(NeedsConstruction):
+class ThroughputHooks:
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
     Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
@@ -102,7 +101,6 @@ class ThroughputHooks(NeedsConstruction):
         summary: bool = True,
         report: str | Path | bool = True,
     ) -> None:
-        self._constructed = True
         super().__init__()
         if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
             raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.batches.staged import as_plain, move, row_words
+from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.ranks import deciding, tell_samplers
 from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.plugin.data.arguments import take_over_hyperparameters
-from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
 from lightning_fastdata.plugin.placing.transfer import Prefetching
 from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -35,7 +32,8 @@ from lightning_fastdata.sources.files import files_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.plugin.module import DataModule
+    from lightning_fastdata.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +53,9 @@ class ReplayedBatch:
     batch: Batch
     """As the model gets it, on the CPU."""
 
-    def text(self) -> str:
-        """Return which batch it is, and for each row its sample and its numbers."""
-        place = f"epoch {self.epoch}, batch {self.number}, rank {self.rank}"
-        lines = [f"{place}: {len(self.indices)} samples"]
-        for row, index in enumerate(self.indices):
-            file = "" if self.files is None else f"  {printable(self.files[row], keep='')}"
-            lines.append(f"row {row}: sample {index}{file}")
-            lines += [f"    {words}" for words in row_words(self.batch, row, len(self.indices))]
-        return "\n".join(lines)
-
-    def saved(self) -> dict[str, Any]:
-        """Return it as what ``torch.load(weights_only=True)`` loads: plain values and tensors."""
-        return {field.name: as_plain(getattr(self, field.name)) for field in fields(self)}
-
 
 def replayed(
-    module: Any,
+    module: DataModule,
     epoch: int | None,
     number: int,
     *,
@@ -89,17 +73,24 @@ def replayed(
         rank: Whose batch.
         ranks: That trained together.
         seed: Of the training. Default: that of the data module.
-        saved: What a checkpoint of the training says of its loader.
+        saved: What a checkpoint of the training says of its loader, whose batch size it had.
 
     Raises:
         OptionsError: There is no such batch, the order of the training is none that follows from
             seed and epoch, or the training had batches or a dataset of another size.
     """
     with kept_random_state(), torch.no_grad():
-        twin = _apart(module, seed)
+        saved = saved or {}
+        twin: Any = _apart(module, seed, saved.get("batch_size"))
         loader = _training_loader(twin)
         order = _order_of(loader, epoch or 0, rank, ranks)
-        _refuse_others(order, saved or {})
+        for name in ("batch_size", "length"):
+            now, then = getattr(order, name), saved.get(name)
+            if then not in (None, now):
+                raise OptionsError(
+                    f"The training of the checkpoint had {name} {then}, and the data module has "
+                    f"{now}: its batches would be others. Name one that is as it was."
+                )
         if epoch is None and number >= 0:
             epoch, number = divmod(number, max(1, len(order)))
             order = _order_of(loader, epoch, rank, ranks)
@@ -109,50 +100,41 @@ def replayed(
                 f"{len(order)}."
             )
         indices: list[int] = order.batch(number).tolist()
-        batch = _through_hooks(twin, _read(loader, indices, epoch), epoch, (rank, number))
-    return ReplayedBatch(
-        epoch=epoch,
-        number=number,
-        rank=rank,
-        indices=tuple(indices),
-        files=files_of(loader.dataset, indices),
-        batch=batch,
-    )
+        cpu = torch.device("cpu")
+        # Draws are keyed by the batch in question, not by that of a training.
+        twin._drawing = lambda _: drawn_under(twin.run_seed(), epoch, (rank, number), cpu)
+        batch = twin.on_before_batch_transfer(_read(loader, indices, epoch), 0)
+        batch = twin.transfer_batch_to_device(batch, cpu, 0)
+        batch = move(twin.on_after_batch_transfer(batch, 0), cpu)
+    files = files_of(loader.dataset, indices)
+    where = {"epoch": epoch, "number": number, "rank": rank}
+    return ReplayedBatch(**where, indices=tuple(indices), files=files, batch=batch)
 
 
-def _refuse_others(order: EpochOrder, saved: Mapping[str, Any]) -> None:
-    for name, now in (("batch_size", order.batch_size), ("length", order.length)):
-        then = saved.get(name, now)
-        if then != now:
-            raise OptionsError(
-                f"The training of the checkpoint had {name} {then}, and the data module has {now}: "
-                "its batches would be others. Name a function that returns it as it was."
-            )
-
-
-def _apart(module: Any, seed: int | None) -> Any:
+def _apart(module: DataModule, seed: int | None, batch_size: int | None) -> DataModule:
     """Return a copy of a data module that shares its datasets and transforms, and decides alone."""
-    twin = copy.copy(module)
-    take_over_hyperparameters(twin)
-    if twin.chooses_batch_size:
+    if module.chooses_batch_size and batch_size is None:
         raise OptionsError(
             'Batches cannot be made again with batch_size="auto". Give the data module the number '
             "that the training had, which its log tells."
         )
+    twin = copy.copy(module)
+    twin.batch_size = module.batch_size if batch_size is None else batch_size
     twin.seed = module.run_seed() if seed is None else seed
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
-    twin._loaders = ModuleLoaders(module._transforms, twin._prefetching)
-    twin.notes = []
+    twin._plans, twin._tuners, twin._caches, twin.notes = {}, {}, {}, []
+    # A dataset may open files lazily, which processes must not share that are forked later.
+    if "fork" in multiprocessing.get_all_start_methods():
+        how = {"executor": "workers", "num_workers": 1, "multiprocessing_context": "fork"}
+    else:
+        how = {"executor": "inline", "num_workers": 0}
+    twin.options = LoaderOptions(**how)  # type: ignore[arg-type]
     return twin
 
 
-def _training_loader(twin: Any) -> FastDataLoader:
+def _training_loader(twin: DataModule) -> FastDataLoader:
     """Return the training loader of a data module, made as for a training on the CPU."""
-    # A dataset may open files lazily, which processes must not share that are forked later.
-    forks = "fork" in multiprocessing.get_all_start_methods()
-    given = {"num_workers": 1, "multiprocessing_context": "fork"} if forks else {"num_workers": 0}
-    twin.options = LoaderOptions(executor="workers" if forks else "inline", **given)
     twin._trainer = trainer_of_class(type(twin))
     try:
         loaders = list(flattened(twin.train_dataloader()))
@@ -160,11 +142,10 @@ def _training_loader(twin: Any) -> FastDataLoader:
         twin._trainer = None
     one = loaders[0] if len(loaders) == 1 else None
     if not isinstance(one, FastDataLoader) or not dataset_length(one.dataset):
+        over = "" if one is None else f", over {type(one.dataset).__name__}"
         raise OptionsError(
             "Batches are made again of one training loader of this package over a dataset with a "
-            f"length; {type(twin).__name__} has {len(loaders)} loaders"
-            + ("" if one is None else f", over {type(one.dataset).__name__}")
-            + "."
+            f"length; {type(twin).__name__} has {len(loaders)} loaders{over}."
         )
     return one
 
@@ -203,16 +184,3 @@ def _read(loader: FastDataLoader, indices: list[int], epoch: int) -> Batch:
         return next(iter(reader))
     finally:
         reader.close()
-
-
-def _through_hooks(twin: Any, batch: Batch, epoch: int, number: tuple[int, int]) -> Batch:
-    """Return a batch as it comes out of the transfer hooks, on the CPU."""
-    cpu = torch.device("cpu")
-
-    def drawing(_: Stage) -> AbstractContextManager[None]:
-        return drawn_under(twin.seed, epoch, number, cpu)
-
-    twin._drawing = drawing  # by the batch in question, not by that of a training
-    batch = twin.on_before_batch_transfer(batch, 0)
-    batch = twin.transfer_batch_to_device(batch, cpu, 0)
-    return move(twin.on_after_batch_transfer(batch, 0), cpu)

@@ -1,0 +1,475 @@
+"""What a data module is made of: datasets, loaders that are taken apart, and orders of samples."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+
+from lightning_fastdata.batches.bad_samples import BadSamples
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.source import order_of
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.ranks import SharedSampler, as_given, deciding, split_of
+from lightning_fastdata.order.samplers import (
+    RankBatchSampler,
+    ShuffleSampler,
+    epoch_order,
+    is_drawn_at_start,
+    rows_in,
+)
+from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
+from lightning_fastdata.plugin.seams.loaders import average_exactly
+from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
+from lightning_fastdata.randomness.search import find_instances, loaded_classes
+from lightning_fastdata.torch_internals import MAKES_BATCHES
+from lightning_fastdata.tree import is_a
+from lightning_fastdata.types import STAGES, has_own_order
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_fastdata.batches.bad_samples import BadSamplePolicy
+    from lightning_fastdata.planning.options import LoaderOptions
+    from lightning_fastdata.planning.plan_for import LoaderSpec
+    from lightning_fastdata.plugin.module import DataModule
+    from lightning_fastdata.types import Shuffle, Stage
+
+DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
+"""What a subclass writes for each stage."""
+_LOOKED_AT: Final = 64
+_WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
+_BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
+
+
+# -- what a dataset method returns -----------------------------------------------------------------
+
+
+def datasets_of(module: DataModule, stage: Stage) -> Any:
+    """Return what the dataset method of a stage returns, or the dataset that took its place.
+
+    ``self.train_dataset = ...`` in ``setup()``, as many data modules have it, hides the method.
+    """
+    found = getattr(module, DATASET_METHOD[stage])
+    return found() if callable(found) and not isinstance(found, Dataset) else found
+
+
+def named(datasets: object, name: str) -> list[tuple[str, Any]]:
+    """Return each dataset with the name that messages call it by.
+
+    Raises:
+        DatasetError: These are the splits of a Hugging Face dataset, for all stages.
+    """
+    if is_missing(datasets):
+        return []
+    kind = type(datasets).__name__
+    if isinstance(datasets, Mapping) and kind.endswith("DatasetDict"):
+        raise DatasetError(
+            f"{name} is the {kind} of all splits ({', '.join(datasets)}). "
+            f"Return one of them: [{next(iter(datasets))!r}]."
+        )
+    if isinstance(datasets, Mapping):
+        return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
+    if isinstance(datasets, list | tuple) and _is_several(datasets):
+        return [(f"{name}[{i}]", dataset) for i, dataset in enumerate(datasets)]
+    return [(name, datasets)]
+
+
+def in_form_of(datasets: object, values: Sequence[Any]) -> Any:
+    """Return one value for each dataset, in the order of :func:`named`, as the datasets came.
+
+    They are one dataset, or several by name or position; not none at all.
+    """
+    if isinstance(datasets, Mapping):
+        return dict(zip(datasets, values, strict=True))
+    return list(values) if _is_several(datasets) else values[0]
+
+
+def is_missing(datasets: object) -> bool:
+    """Whether there is no dataset at all."""
+    return datasets is None or (isinstance(datasets, list | tuple | dict) and len(datasets) == 0)
+
+
+def _is_several(datasets: object) -> bool:
+    """Whether these are datasets rather than one dataset that happens to be a sequence."""
+    if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
+        return False
+    # One is enough: what else is among them is refused by its position.
+    # Datasets of Hugging Face have __getitems__ in common with torch's.
+    return any(
+        isinstance(each, Dataset | GivenLoader) or hasattr(each, "__getitems__")
+        for each in datasets
+    )
+
+
+def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
+    """Raise DatasetError if what a dataset method returned is a DataLoader, or holds one."""
+    items: Sequence[object] = [datasets]
+    if isinstance(datasets, Mapping | list | tuple):
+        several = datasets.values() if isinstance(datasets, Mapping) else datasets
+        items = list(islice(several, _LOOKED_AT))
+    first = next((item for item in items if isinstance(item, DataLoader)), None)
+    if first is not None:
+        raise DatasetError(
+            f"{name} returned a {type(first).__name__}. Return its dataset, or make the data "
+            f"module by FastDataModule.from_loaders({stage}=...). To use the loader as it is, "
+            f"return it from {stage}_dataloader()."
+        )
+
+
+def told_of_pipelines(dataset: object, name: str) -> list[str]:
+    """Return, for each pipeline that a dataset holds itself, how to have a device compute it.
+
+    They are of Albumentations, or of torchvision's v2. ``name`` is how the user knows the dataset.
+    """
+    kinds = (
+        *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
+        *loaded_classes("torchvision.transforms.v2", "Transform"),
+    )
+    return [
+        f"{name} holds a {type(held).__name__} of {type(held).__module__.partition('.')[0]}, which "
+        "runs in the workers. To have it computed on the device, give it to the data module as "
+        "augment=, and None to the dataset in its place."
+        for held in find_instances(dataset, kinds)
+    ]
+
+
+class Constant:
+    """A dataset method that returns a given dataset; unlike a lambda, it can be pickled."""
+
+    def __init__(self, dataset: object) -> None:
+        self.dataset = dataset
+
+    def __call__(self) -> object:
+        """Return the dataset."""
+        return self.dataset
+
+
+# -- loaders that a user has -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenLoader:
+    """What a DataLoader says of its batches."""
+
+    dataset: Dataset[Any]
+    arguments: Mapping[str, object]
+    """Of ``make_loader``, except for the batch size."""
+    batch_size: int | None
+    """Samples in a batch; None where that is the batch sampler's, or samples come as they are."""
+    base: int | None = None
+    """The data module's ``batch_size`` for which this one holds; with another it is scaled."""
+
+
+def taken_apart(
+    item: Any, batch_size: int, options: LoaderOptions | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset of an item that a dataset method returned, and arguments of its loader.
+
+    What the user set in the options wins over a :class:`GivenLoader`.
+    """
+    if not isinstance(item, GivenLoader):
+        return item, {}
+    known = dict(item.arguments)
+    if "batch_sampler" not in known:
+        rows = item.batch_size
+        if rows is not None and item.base is not None:
+            rows = max(1, round(rows * batch_size / item.base))
+        known["batch_size"] = rows
+    chosen = () if options is None else options.set_by_user()
+    return item.dataset, {name: value for name, value in known.items() if name not in chosen}
+
+
+def given_loaders(loaders: Any, name: str, *, chosen: bool) -> Any:
+    """Take a DataLoader, or a list or dict of them, apart: a :class:`GivenLoader` for each.
+
+    ``chosen``: The number of their workers is left open.
+
+    Raises:
+        OptionsError: One is no DataLoader, or makes its batches in its own way.
+    """
+    if isinstance(loaders, Mapping):
+        return {key: _given(loaders[key], f"{name}[{key!r}]", chosen=chosen) for key in loaders}
+    if isinstance(loaders, list | tuple):
+        return [_given(one, f"{name}[{at}]", chosen=chosen) for at, one in enumerate(loaders)]
+    return _given(loaders, name, chosen=chosen)
+
+
+def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        raise OptionsError(
+            f"{name} is of type {kind}; from_loaders() takes torch DataLoaders, a list or a dict "
+            "of them. Give datasets to from_datasets(). A loader of another kind stays as it is if "
+            "a subclass returns it from train_dataloader(), val_dataloader(), ..."
+        )
+    own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
+    if own and not isinstance(loader, FastDataLoader):
+        raise OptionsError(
+            f"{name} is a {kind}, which makes its batches in its own way ({own[0]}). Give its "
+            "dataset to from_datasets(), or have a subclass return it from train_dataloader(), "
+            "val_dataloader(), ..., which leaves it as it is."
+        )
+    if isinstance(loader, FastDataLoader) and loader.transform:
+        raise OptionsError(
+            f"{name} is a FastDataLoader with a transform. Give the transform to the data module "
+            "as augment=."
+        )
+    arguments = _order(loader) | _workers(loader, chosen=chosen)
+    batches = loader.batch_size is not None or loader.batch_sampler is not None
+    if loader.collate_fn is not (default_collate if batches else default_convert):
+        arguments["collate_fn"] = loader.collate_fn
+    if loader.worker_init_fn is not None:
+        arguments["worker_init_fn"] = loader.worker_init_fn
+    if loader.generator is not None:
+        # Torch draws a seed from it in each epoch, unless the workers stay, and often the order.
+        arguments["generator"] = loader.generator
+        arguments["persistent_workers"] = loader.persistent_workers
+    if loader.drop_last:
+        arguments["drop_last"] = True
+    if isinstance(loader, FastDataLoader):
+        arguments["seed"] = loader.seed
+    return GivenLoader(loader.dataset, arguments, loader.batch_size)
+
+
+def _order(loader: DataLoader[Any]) -> dict[str, object]:
+    """Return which samples come in which order; a plain shuffle is that of the data module."""
+    if isinstance(loader.dataset, IterableDataset):
+        return {}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return {"batch_sampler": loader.batch_sampler}
+    sampler: object = loader.sampler
+    data: object = loader.dataset
+    if type(sampler) is SequentialSampler and sampler.data_source is data:
+        return {"shuffle": False}
+    if (
+        type(sampler) is RandomSampler
+        and sampler.data_source is data
+        and sampler.generator is None
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
+        return {"shuffle": True}
+    return {"sampler": sampler}
+
+
+def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
+    """Return what is kept of a loader's workers; ``chosen``: their number is left open."""
+    taken: dict[str, object] = {}
+    if loader.multiprocessing_context is not None:
+        taken["multiprocessing_context"] = loader.multiprocessing_context.get_start_method()
+    if loader.timeout:
+        taken["timeout"] = loader.timeout
+    if not loader.in_order:
+        taken["in_order"] = False
+    left_open = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
+    # What reads in the training process sees what steps change; which batches a stream gives
+    # depends on how many workers share it out; a sampler of the user's may look at what steps
+    # write, and is asked ahead for each worker.
+    source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    stream = isinstance(loader.dataset, IterableDataset)
+    stays = not loader.num_workers or stream or not is_drawn_at_start(source)
+    if stays and not left_open:
+        names = _WORKERS if loader.num_workers else _WORKERS[:1]
+        taken |= {name: getattr(loader, name) for name in names}
+    return taken
+
+
+# -- what becomes of a loader's order and of its bad samples ---------------------------------------
+
+
+def has_order(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of a loader say which samples come in which order."""
+    return any(arguments.get(name) is not None for name in ("sampler", "batch_sampler"))
+
+
+def ordered(
+    spec: LoaderSpec, arguments: Mapping[str, Any], shuffle: Shuffle | None, seed: int
+) -> dict[str, Any]:
+    """Return the arguments of a loader with the sampler that shuffles it, if it is shuffled.
+
+    Training is, by the seed, unless ``shuffle`` says otherwise, or an argument of this name.
+
+    Raises:
+        OptionsError: A stream is to be shuffled.
+    """
+    own = dict(arguments)
+    if has_order(own):
+        return own
+    shuffle = own.pop("shuffle", shuffle)
+    if spec.is_stream:
+        if shuffle:
+            raise OptionsError(
+                f"shuffle={shuffle!r}, but {type(spec.dataset).__name__} is a stream, which has no "
+                "index to shuffle. Shuffle in the stream, and leave out shuffle."
+            )
+        return own
+    if has_own_order(spec.dataset):
+        return {**own, "shuffle": shuffle}  # which the loader refuses
+    sized = cast("Any", spec.dataset)
+    if is_in_blocks(shuffle):
+        own["sampler"] = BlockShuffleSampler(sized, seed=seed)
+    elif spec.stage == "train" if shuffle is None else shuffle:
+        own["sampler"] = ShuffleSampler(sized, seed)
+    return own
+
+
+def shared_out(
+    spec: LoaderSpec,
+    settings: Mapping[str, Any],
+    given: Mapping[str, Any],
+    trainer: Trainer | None,
+) -> dict[str, Any]:
+    """Return the arguments of a loader: the ``settings``, over which those ``given`` win.
+
+    Several ranks share out the order, whoever gives it. What a batch sampler excludes is left out,
+    unless it was given, too: then torch refuses it.
+    """
+    arguments = {**settings, **given}
+    share = None if spec.is_stream else _share_of_rank(spec, arguments, trainer)
+    if isinstance(share, SharedSampler):
+        arguments["sampler"] = share
+    elif share is not None:
+        arguments = {**_without(arguments, _BY_BATCH_SAMPLER), "batch_sampler": share}
+    elif given.get("batch_sampler") is not None:
+        arguments = _without(arguments, [name for name in _BY_BATCH_SAMPLER if name not in given])
+    return arguments
+
+
+def _share_of_rank(
+    spec: LoaderSpec, arguments: Mapping[str, Any], trainer: Trainer | None
+) -> RankBatchSampler | SharedSampler | None:
+    """Return this rank's share of an order; None where nothing is shared out, or splits itself."""
+    if trainer is None or trainer.world_size == 1 or not spreads_samples(trainer):
+        return None
+    if spec.stage != "train" and attributes_of(trainer).overfit_batches:
+        return None  # Lightning puts samplers of its own there
+    kwargs = trainer.distributed_sampler_kwargs
+    batches, order = arguments.get("batch_sampler"), arguments.get("sampler")
+    given = order if batches is None else batches
+    if kwargs is None or split_of(given) is not None:
+        return None
+    if given is None and spec.length is None:
+        return None
+    given = SequentialSampler(cast("Any", spec.dataset)) if given is None else given
+    size = arguments["batch_size"] if batches is None else None
+    drop_last = arguments["drop_last"] if batches is None else None
+    share = SharedSampler(
+        given,
+        batch_size=size,
+        num_replicas=int(kwargs["num_replicas"]),
+        rank=int(kwargs["rank"]),
+        drop_last=False if spec.stage == "predict" else drop_last,  # as Lightning has it
+        seed=arguments["seed"],
+    )
+    if size is None and batches is None:
+        return share
+    return RankBatchSampler(share, rows_in(given) or size or 1, share.drop_last)
+
+
+def bad_samples_of(asked: BadSamplePolicy | BadSamples, trainer: Trainer | None) -> BadSamples:
+    """Return what is done about bad samples; where they do not end the training it lists them.
+
+    Raises:
+        OptionsError: Several ranks are to skip samples.
+    """
+    rule = BadSamples.of(asked)
+    if rule.policy == "skip" and trainer is not None and trainer.world_size > 1:
+        raise OptionsError(
+            f"on_bad_sample='skip' with {trainer.world_size} ranks: one that leaves out a whole "
+            "batch comes to fewer of them, and the others would wait for it for ever. Use "
+            "'replace', or evaluate on one device."
+        )
+    if rule.quarantine_file is None and rule.policy != "raise" and trainer is not None:
+        # All ranks are asked for a trainer's log folder together, as they are in its methods.
+        runs = running_stage(trainer) is not None
+        folder = (trainer.log_dir if runs else None) or trainer.default_root_dir
+        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        file = os.path.join(folder, f"bad_samples{rank}.jsonl")  # noqa: PTH118 - may be a URL
+        return replace(rule, quarantine_file=file)
+    return rule
+
+
+def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in names}
+
+
+def _tell_of_uneven_parts(parts: object, trainer: Trainer) -> None:
+    even = any(is_a(parts, package) for package in ("litdata", "lhotse"))
+    if not (even or isinstance(trainer.limit_train_batches, int)):
+        warnings.warn(
+            f"{trainer.world_size} ranks train on {type(parts).__name__}, each on its part. If one "
+            "gives fewer batches, the others wait for it for ever, as Lightning does not compare "
+            "them. Give Trainer(limit_train_batches=N) a number of batches that each rank has.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
+def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
+    """Compare what the ranks, which all call this, have of a sampler of the user's."""
+    share, sampler = loader.sampler, deciding(as_given(order_of(loader)))
+    if not (isinstance(share, DistributedSampler) and torch.distributed.is_initialized()):
+        return
+    limit, length = trainer.limit_train_batches, dataset_length(loader)
+    if length is None and not isinstance(share, SharedSampler):
+        _tell_of_uneven_parts(sampler, trainer)
+    batches = min(length or 0, limit) if isinstance(limit, int) else length or 0
+    fewest, most = -of_ranks(trainer, -batches), of_ranks(trainer, batches)
+    about = f"{name}: {type(sampler).__name__}"
+    if fewest < most:
+        raise OptionsError(
+            f"{about} gives ranks {fewest} to {most} batches, and those with more would wait for "
+            f"ever. Have it give all as many, or set Trainer(limit_train_batches={fewest})."
+        )
+    drawn = getattr(sampler, "generator", None)
+    held = drawn.get_state().numpy().tobytes() if isinstance(drawn, torch.Generator) else b""
+    state = zlib.crc32(held)
+    if -of_ranks(trainer, -state) < of_ranks(trainer, state):
+        warnings.warn(
+            f"{about} has a generator that is not seeded alike on all ranks. They share out other "
+            "orders, or have that of rank 0 behind a checkpoint. Seed it by one number.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
+def settle_sharing(
+    loader: FastDataLoader, name: str, stage: Stage, trainer: Trainer | None
+) -> None:
+    """Say what becomes of samples that do not divide, and average evaluation as on one device.
+
+    Of a stream that several ranks train on it is said what happens if their parts are not as long.
+    """
+    if trainer is not None and stage == "train" and trainer.world_size > 1:
+        if isinstance(loader.dataset, IterableDataset):
+            _tell_of_uneven_parts(loader.dataset, trainer)
+        else:
+            _compare_ranks(loader, name, trainer)
+    share = loader.sampler
+    if trainer is None or not isinstance(share, SharedSampler):
+        return
+    # Of an order of this package each sample comes once, which is not worth a line.
+    left = None if epoch_order(loader.batch_sampler) is not None else share.left_over()
+    if left is not None and trainer.is_global_zero:
+        print_line(trainer, f"fastdata: {name}: {left}")
+    if stage != "train":
+        average_exactly(trainer)

@@ -1,0 +1,992 @@
+"""FastDataModule, for either of Lightning's two package names.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees; this module imports
+neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
+
+from lightning_fastdata.caches.cached import cache_of
+from lightning_fastdata.caches.folders import CacheFolder, check_folder
+from lightning_fastdata.device.backend import DeviceStreams, device_streams
+from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.position import VERSION, Place, Position, tell_new_stream
+from lightning_fastdata.loading.source import tuner_for
+from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
+from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset, refuse_empty
+from lightning_fastdata.planning.options import (
+    Auto,
+    LoaderOptions,
+    check,
+    check_among,
+    check_callable,
+    check_dataset,
+    checked_seed,
+)
+from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
+from lightning_fastdata.plugin.caching import kept
+from lightning_fastdata.plugin.datasets import (
+    DATASET_METHOD,
+    Constant,
+    GivenLoader,
+    bad_samples_of,
+    datasets_of,
+    given_loaders,
+    has_order,
+    in_form_of,
+    is_missing,
+    named,
+    ordered,
+    refuse_loaders,
+    settle_sharing,
+    shared_out,
+    taken_apart,
+    told_of_pipelines,
+)
+from lightning_fastdata.plugin.guard.callback import attach_guard
+from lightning_fastdata.plugin.guard.sizes import GuardPolicy
+from lightning_fastdata.plugin.placing.stage_transforms import (
+    StagePlan,
+    StageTransforms,
+    carry_out_draws,
+    finish,
+    inside,
+    transfer,
+)
+from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
+from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing, device_type
+from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
+from lightning_fastdata.plugin.seams.loaders import with_paths
+from lightning_fastdata.plugin.seams.trainer import (
+    first_epoch,
+    has_ended,
+    is_to_be_restored,
+    mend_counts,
+    move_place,
+    print_line,
+    refuse_other_tree,
+    running_stage,
+    training_place,
+)
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import global_seed
+from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.augment import StageTransform
+    from lightning_fastdata.planning.facts.inspection import DatasetFacts
+    from lightning_fastdata.plugin.replay import ReplayedBatch
+    from lightning_fastdata.tuning.tuner import Tuner
+    from lightning_fastdata.types import Batch
+
+KEY: Final = "lightning_fastdata"
+"""Under which the state stands in that of the data module."""
+LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+"""Arguments of torch's DataLoader that are options of the same name."""
+_CAME_WITHOUT: Final = (
+    "read in the training process, as the loader came with num_workers=0; "
+    'from_loaders(..., num_workers="auto") has the number chosen'
+)
+_OPTIONS: Final = frozenset(field.name for field in fields(LoaderOptions))
+_SET: Final = (
+    "batch_size",
+    "drop_last",
+    "seed",
+    "options",
+    "shuffle",
+    "cache",
+    "collate_fn",
+    "guard",
+)
+"""Attributes that the constructor sets by what it is given under these names."""
+_FURTHER_SAMPLES: Final = 7  # read beside the first one to see whether all images have one size
+
+
+class ModuleArguments(TypedDict, total=False):
+    """What the constructor takes besides ``batch_size``, ``num_workers`` and ``shuffle``."""
+
+    options: LoaderOptions | None
+    pin_memory: bool | Auto | None
+    persistent_workers: bool | Auto | None
+    prefetch_factor: int | Auto | None
+    augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+    augment_on: AugmentOn
+    image: str | int | None
+    mask: str | int | None
+    guard: GuardPolicy
+    prefetch: PrefetchName
+    cache: CacheFolder | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    drop_last: bool
+    seed: int | None
+
+
+_OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor's default holds
+
+
+class DataModule:
+    """Builds tuned loaders for every stage from the datasets that a subclass returns.
+
+    A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
+    ``predict_dataset()``. Each returns a dataset; a dict or list of datasets becomes one loader per
+    dataset, combined by Lightning. A dataset in the place of its method, as ``setup()`` puts it by
+    ``self.train_dataset = ...``, does as well.
+
+    A subclass with a constructor of its own passes on what it takes of these arguments.
+
+    Args:
+        batch_size: Samples per batch and rank, for all stages. ``"auto"``: on a CUDA GPU the
+            smallest that trains 95 % of the most samples a second of those that fit, by training
+            steps that are tried and undone before the fit; elsewhere 32.
+        options: How to load, in all stages; every ``"auto"`` is chosen for this machine. See
+            :class:`LoaderOptions`.
+        num_workers: Processes that read samples, for all stages; short for the option of this name.
+        pin_memory: Copy batches to page-locked memory; short for the option of this name.
+        persistent_workers: Keep the workers between epochs; short for the option of this name.
+        prefetch_factor: Batches each worker is ahead; short for the option of this name.
+        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
+            ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
+        augment: What runs on the batches: an ``albumentations.Compose`` or a torchvision
+            ``v2.Compose``, which draw for each sample, or any callable or ``nn.Module`` that takes
+            a batch and returns it. For training only, or a dict with stages (``train``, ``val``,
+            ``test``, ``predict``) as keys.
+        augment_on: Where the pixels of a pipeline in ``augment`` are computed. ``"gpu"``: on the
+            trainer's device, in ``on_after_batch_transfer``; ``"cpu"``: in the workers, by the
+            pipeline's own library; ``"auto"``: where it is measured to be faster before the
+            training. The random draws are the same. A pipeline that the dataset calls itself
+            runs in the workers.
+        image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
+            ``"image"`` in a dict, else the first element that is an image.
+        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
+            else of the image's size is an error beside operations that move pixels;
+            :func:`as_batch_transform` says how to name it, or to leave it.
+        guard: What to do about a training batch that does not fit the GPU. ``"warn"``: train on it
+            in parts, and tell; ``"accumulate"``: before the fit try which of the asked size, half
+            of it and so on fits, and accumulate such batches to the same effective size;
+            ``"raise"`` an error; ``"off"``: nothing.
+        prefetch: ``"auto"``: on a device with streams, as CUDA has, move each batch one ahead,
+            beside the computing; ``"off"``: with its step. What a pipeline drew runs there, too.
+            The batches are the same either way.
+        cache: Keep the samples of training and validation, so that later epochs and runs need not
+            make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
+            samples show that it pays and a cache can be used. See :class:`CachedDataset`.
+        collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
+        drop_last: Leave out the last training batch if it is not full.
+        seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
+
+    Raises:
+        OptionsError: An argument has an impossible value, or a subclass has set one before it
+            called this.
+        TransformError: ``augment`` is not a transform, or names a stage that does not exist.
+    """
+
+    batch_size: int
+    chooses_batch_size: bool
+    """No batch size was asked for; that of now is one to begin with."""
+    part_begin = 0
+    """Sample of a training batch that is transferred in parts, with which the next part begins."""
+
+    def __init__(
+        self,
+        batch_size: int | Auto = 32,
+        *,
+        options: LoaderOptions | None = None,
+        num_workers: int | Auto | None = None,
+        pin_memory: bool | Auto | None = None,
+        persistent_workers: bool | Auto | None = None,
+        prefetch_factor: int | Auto | None = None,
+        shuffle: Shuffle | Mapping[str, Shuffle] | None = None,
+        augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+        augment_on: AugmentOn = "auto",
+        image: str | int | None = None,
+        mask: str | int | None = None,
+        guard: GuardPolicy = "warn",
+        prefetch: PrefetchName = "off",
+        cache: CacheFolder | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self._received = {n: value for n, value in locals().items() if n in _PARAMETERS}
+        early = [name for name in _SET if name in vars(self)]
+        if early:
+            raise OptionsError(
+                f"{type(self).__name__} has set {early[0]} before super().__init__(), which sets "
+                f"it, too. Call super().__init__({early[0]}={early[0]})."
+            )
+        self._trainer: Trainer | None = None
+        super().__init__()
+        check_among("guard", guard, get_args(GuardPolicy))
+        check_among("augment_on", augment_on, get_args(AugmentOn))
+        check_callable("collate_fn", collate_fn, "the samples of a batch and returns the batch")
+        check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
+        for name, place in (("image", image), ("mask", mask)):
+            fine = isinstance(place, str | int | None)
+            check(name, place, fine, "None, a key of the samples and a position in them")
+        self.guard: GuardPolicy = guard
+        self._take_batch_size(batch_size)
+        given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
+        self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
+        self.shuffle = checked_shuffle(shuffle)
+        if cache is not None:
+            check_folder(cache, ("auto", "disk", "ram"))
+        self.cache = cache
+        self.collate_fn = collate_fn
+        self.drop_last = drop_last
+        self.seed = None if seed is None else checked_seed(seed)
+        self._transforms = StageTransforms(augment, image=image, mask=mask)
+        self._prefetching = Prefetching(prefetch)
+        self.placing = Placing(augment_on)
+        self.notes: list[str] = []
+        self._plans: dict[str, LoaderPlan] = {}
+        self._tuners: dict[tuple[str, int | None], Tuner] = {}
+        """By name of the dataset and size of its batches: a loader that is made anew is as its
+        tuner has left the last."""
+        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any], str | None]] = {}
+        """By name: a dataset, the same with a cache, and what was decided about it."""
+        self._saved: dict[str, Position] = {}
+        """Where the training loaders were when a run was saved that goes on now."""
+        self._saved_place: Place | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # What was learned is of loaders and a trainer of this process.
+        return {**vars(self), "_tuners": {}, "_caches": {}}
+
+    def _take_batch_size(self, batch_size: object) -> None:
+        """Load batches of this size; ``"auto"``: of 32, until one is chosen.
+
+        Raises:
+            OptionsError: It is something else, or nothing will choose one.
+        """
+        self.chooses_batch_size = batch_size == "auto"
+        if self.chooses_batch_size and self.guard == "off":
+            raise OptionsError(
+                'batch_size="auto" and guard="off" contradict each other, as the guard '
+                'chooses the size by trying training steps. Set guard="warn", or a batch size.'
+            )
+        self.batch_size = 32 if self.chooses_batch_size else checked_batch_size(batch_size)
+
+    _guard_callback: type | None = None
+
+    @property
+    def augment(self) -> Any:
+        """What was given as ``augment``. To set it holds for loaders that are made afterwards.
+
+        Raises:
+            OptionsError: A trainer has made the loaders already. A pipeline may be changed in
+                place; its next epoch is as the pipeline is then.
+        """
+        return self._transforms.given
+
+    @augment.setter
+    def augment(
+        self, augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+    ) -> None:
+        if self._trainer is not None and self._trainer.training:
+            raise OptionsError(
+                "augment= was set while the training runs, whose loaders were made with what it "
+                "was before. Change the pipeline itself in place (its transforms, or their p), "
+                "which the next epoch sees, or set augment before trainer.fit()."
+            )
+        self._transforms.assign(augment)
+
+    @property
+    def augment_on(self) -> AugmentOn:
+        """Where the pixels of a pipeline are computed, as it was asked for."""
+        return self.placing.asked
+
+    @augment_on.setter
+    def augment_on(self, asked: AugmentOn) -> None:
+        self.placing.asked = asked
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer that uses this data module; None before the first fit."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        if trainer is None:
+            return
+        refuse_other_tree(self, trainer)
+        self._warn_of_lost_arguments()
+        self.placing.attached()
+        # Attaching is the one moment that no subclass overrides.
+        if self.guard != "off" and self._guard_callback is not None:
+            attach_guard(trainer, self._guard_callback, always=self.chooses_batch_size)
+        # A subclass's own hook may leave out super(), and then Lightning's warning is right.
+        choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
+
+    def train_dataset(self) -> Any:
+        """Return the dataset to train on."""
+        return None
+
+    def val_dataset(self) -> Any:
+        """Return the dataset to validate on; None to train without validation."""
+        return None
+
+    def test_dataset(self) -> Any:
+        """Return the dataset to test on."""
+        return None
+
+    def predict_dataset(self) -> Any:
+        """Return the dataset to predict."""
+        return None
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        test_dataset: object = None,
+        predict_dataset: object = None,
+        batch_size: int | Auto = _OF_THE_CLASS,
+        num_workers: int | Auto | None = None,
+        *,
+        shuffle: Shuffle | Mapping[str, Shuffle] | None = None,
+        **arguments: Unpack[ModuleArguments],
+    ) -> Self:
+        """Return a data module of datasets that exist already.
+
+        Args:
+            train_dataset: Dataset to train on.
+            val_dataset: Dataset to validate on.
+            test_dataset: Dataset to test on.
+            predict_dataset: Dataset to predict.
+            batch_size: Samples per batch and rank. Default: the constructor's.
+            num_workers: Processes that read samples. Default: chosen for this machine.
+            shuffle: As the constructor has it.
+            **arguments: The other arguments of the constructor.
+        """
+        datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        given = {"num_workers": num_workers, "shuffle": shuffle, **arguments}
+        given = {name: value for name, value in given.items() if value is not None}
+        if batch_size is not _OF_THE_CLASS:
+            given["batch_size"] = batch_size
+        module = cls(**given)  # type: ignore[arg-type]
+        for stage, dataset in zip(STAGES, datasets, strict=True):
+            if dataset is not None:
+                setattr(module, DATASET_METHOD[stage], Constant(dataset))
+        return module
+
+    @classmethod
+    def from_loaders(
+        cls,
+        train: object = None,
+        val: object = None,
+        test: object = None,
+        predict: object = None,
+        *,
+        num_workers: int | Auto | None = None,
+        **arguments: Unpack[ModuleArguments],
+    ) -> Self:
+        """Return a data module of the datasets of DataLoaders, in the same batches.
+
+        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or none. Of a loader are
+        kept: dataset, sampler or batch sampler, batch size, ``drop_last``, ``collate_fn``,
+        ``worker_init_fn``, ``generator``, ``timeout``, ``multiprocessing_context`` and
+        ``in_order``. A plain ``shuffle=True`` becomes this package's shuffle by seed and epoch.
+        ``batch_size`` of the data module is that of the first training loader; setting it, as
+        ``Tuner.scale_batch_size`` and the guard do, scales those of all loaders in proportion.
+
+        Workers, how far they are ahead, whether they stay, and pinning are chosen for this machine,
+        unless they are given here. Except for a loader without workers, which is read in the
+        training process, and for the workers of a stream, whose number decides its batches:
+        ``num_workers="auto"`` has these chosen, too.
+
+        Args:
+            train: To train on.
+            val: To validate on.
+            test: To test on.
+            predict: To predict.
+            num_workers: Processes that read samples.
+            **arguments: The other arguments of the constructor, except ``batch_size`` and
+                ``shuffle``.
+
+        Raises:
+            OptionsError: Something is no DataLoader, or one that makes its batches in its own way.
+        """
+        for name in ("batch_size", "shuffle"):
+            if name in arguments:
+                raise OptionsError(
+                    f"from_loaders() takes {name} from the loaders. Leave out {name}=, or use "
+                    "from_datasets()."
+                )
+        loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
+        chosen = num_workers == "auto"
+        given = {
+            stage: given_loaders(own, stage, chosen=chosen)
+            for stage, own in loaders.items()
+            if not is_missing(own)
+        }
+        sizes = [one.batch_size for form in given.values() for _, one in named(form, "")]
+        base = next((size for size in sizes if size is not None), None)
+        known = {"num_workers": num_workers, "batch_size": base, **arguments}
+        module = cls(**{n: v for n, v in known.items() if v is not None})  # type: ignore[arg-type]
+        for stage, form in given.items():
+            based = [replace(one, base=base) for _, one in named(form, stage)]
+            setattr(module, DATASET_METHOD[stage], Constant(in_form_of(form, based)))
+        return module
+
+    def register_transform(
+        self, transform: object, *, stage: Stage = "train"
+    ) -> Callable[[], None]:
+        """Add a transform that runs on every batch of a stage, on the device.
+
+        Transforms run in the order of their registration. A pipeline starts in the
+        workers, so there can be one per stage, and it comes first.
+
+        Args:
+            transform: An ``albumentations.Compose``, or a callable or ``nn.Module`` on batches.
+            stage: The stage to run in; Lightning's sanity check counts as ``val``.
+
+        Returns:
+            A function that removes the transform again.
+
+        Raises:
+            TransformError: The stage does not exist, the transform is of no known kind, or it
+                would be a second pipeline or one that comes too late.
+        """
+        return self._transforms.register(transform, stage)
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of ``train_dataset()``; Lightning calls it."""
+        return self._loaders_of("train")
+
+    def val_dataloader(self) -> Any:
+        """Return the loader of ``val_dataset()``; Lightning calls it."""
+        return self._loaders_of("val")
+
+    def test_dataloader(self) -> Any:
+        """Return the loader of ``test_dataset()``; Lightning calls it."""
+        return self._loaders_of("test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader of ``predict_dataset()``; Lightning calls it."""
+        return self._loaders_of("predict")
+
+    def make_loader(
+        self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
+    ) -> FastDataLoader:
+        """Return the loader for a dataset, as the ``*_dataloader`` methods build it.
+
+        Args:
+            dataset: Any map-style or iterable dataset.
+            stage: Decides shuffling, transforms and the number of workers.
+            name: How messages and :meth:`explain` call it. Default: the stage's dataset method.
+            **overrides: Arguments of :class:`FastDataLoader` that win over the chosen ones, such as
+                ``sampler`` or ``batch_size``.
+
+        Raises:
+            DatasetError: The dataset is empty, or its first sample cannot be read.
+            BatchError: A transform for images was registered and the samples hold none.
+        """
+        self._warn_of_lost_arguments()
+        name = self._name_of(stage) if name is None else name
+        spec, arguments = self._spec(dataset, stage, name, overrides)
+        refuse_empty(spec)
+        spec = self._cached(spec)
+        arguments = ordered(spec, arguments, self._shuffle_of(stage), self.run_seed())
+        if not isinstance(arguments.get("sampler"), ShuffleSampler):
+            spec = replace(spec, sampler=arguments.get("sampler"))
+        of = StagePlan(spec=spec, seed=self.run_seed(), trainer=self._trainer)
+        facts, transform = self._looked_at(of)
+        plan = self._plans[name] = self._plan(spec, facts)
+        for limit in (*facts.warnings, *plan.limits):
+            warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
+        if self.placing.asked == "gpu" and transform is None:
+            for line in told_of_pipelines(spec.dataset, name):
+                warnings.warn(f'augment_on="gpu": {line}', FastDataWarning, stacklevel=2)
+        self._prefetching.decide(self)
+        run = TrainingRun(self) if stage == "train" else None
+        settings: dict[str, Any] = {
+            "batch_size": spec.batch_size or 1,
+            "collate_fn": spec.collate_fn,
+            "drop_last": self.drop_last and stage == "train",
+            "seed": of.seed,
+            "epoch": first_epoch if run is None else run.epoch,
+            "run": run,
+            "tuner": self._tuner(spec, plan),
+            "chosen": spec.options.num_workers == "auto" and not plan.only_here,
+            "standby": plan.standby,
+            "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
+            **self.placing.settings(of, transform, self._transforms, plan),
+            **plan.loader_arguments(),
+            "on_bad_sample": bad_samples_of(plan.options.on_bad_sample, self._trainer),
+        }
+        settings = shared_out(spec, settings, arguments, self._trainer)
+        loader = FastDataLoader(spec.dataset, **settings)
+        loader.plan = plan
+        settle_sharing(loader, name, stage, self._trainer)
+        return loader
+
+    def _loaders_of(self, stage: Stage) -> object:
+        """Return the loaders of a stage, in the form of its datasets.
+
+        Raises:
+            DatasetError: The stage has no dataset, and Lightning runs it.
+        """
+        datasets, by_name = self._named_datasets(stage)
+        if is_missing(datasets):
+            if stage == "val" and running_stage(self._trainer) in (None, "train"):
+                return []
+            raise DatasetError(
+                f"{type(self).__name__} has no {stage} dataset: {DATASET_METHOD[stage]}() "
+                f"returned {datasets!r}. Override it to return a dataset."
+            )
+        loaders = []
+        for name, item in by_name:
+            dataset, known = taken_apart(item, self.batch_size, self.options)
+            if stage == "train" and isinstance(item, GivenLoader) and known.get("num_workers") == 0:
+                self._tell(name, _CAME_WITHOUT)
+            loaders.append(self.make_loader(dataset, stage=stage, name=name, **known))
+        return in_form_of(datasets, loaders)
+
+    def _named_datasets(self, stage: Stage) -> tuple[object, list[tuple[str, Any]]]:
+        """Return what the dataset method of a stage returns, and each dataset with its name."""
+        name = self._name_of(stage)
+        try:
+            datasets = datasets_of(self, stage)
+        except Exception as error:
+            if self._trainer is not None:
+                raise  # setup() has run; it is the user's own error
+            raise DatasetError(
+                f"{name} raised {type(error).__name__}: {error}. No trainer has called "
+                "prepare_data() and setup() yet: call setup('fit') yourself if the datasets are "
+                "made there, or ask after fit()."
+            ) from error
+        refuse_loaders(datasets, name, stage)
+        return datasets, named(datasets, name)
+
+    def _name_of(self, stage: Stage) -> str:
+        return f"{type(self).__name__}.{DATASET_METHOD[stage]}()"
+
+    def _tell(self, name: str, move: str) -> None:
+        if self._trainer is not None and self._trainer.is_global_zero:
+            print_line(self._trainer, f"fastdata: {name}: {move}")
+
+    def _warn_of_lost_arguments(self) -> None:
+        """Warn, once, of what a subclass was given, has saved, and has passed no further.
+
+        Lightning's usual data module calls ``super().__init__()`` and ``save_hyperparameters()``.
+        """
+        saved: Mapping[str, Any] = self.hparams_initial  # type: ignore[attr-defined]
+        received, self._received = self._received, {}
+        lost = []
+        for name, got in received.items():
+            value, default = saved.get(name, got), _PARAMETERS[name].default
+            now = getattr(self, name, getattr(self.options, name, got))
+            if got == default and value not in (got, now) and now in (got, "auto", LoaderOptions()):
+                lost.append(name)
+        if lost:
+            passed = ", ".join(f"{name}={name}" for name in lost)
+            warnings.warn(
+                f"{type(self).__name__} takes {' and '.join(lost)} and does not pass it on, so "
+                f"that the default of FastDataModule is used. Call super().__init__({passed}).",
+                FastDataWarning,
+                stacklevel=3,
+            )
+
+    def _cached(self, spec: LoaderSpec) -> LoaderSpec:
+        """Return a loader whose dataset keeps its samples, if that is asked for and of any use."""
+        dataset, again = spec.dataset, spec.stage in ("train", "val") and not spec.is_stream
+        if self.cache is None or not again or has_own_order(dataset) or gatherable(dataset):
+            return spec  # of an own order each index has another sample in each epoch
+        known, cached, _ = self._caches.get(spec.name, (None, dataset, None))
+        if known is not dataset:
+            cached, decided = kept(dataset, self.cache, self._trainer)
+            self._caches[spec.name] = dataset, cached, decided
+            if decided is not None:
+                self._tell(spec.name, decided)
+        return replace(spec, dataset=cached)
+
+    def _spec(
+        self, dataset: Dataset[Any], stage: Stage, name: str, overrides: Mapping[str, Any]
+    ) -> tuple[LoaderSpec, dict[str, Any]]:
+        """Return what the plan of a loader rests on, and its arguments that are no options.
+
+        The arguments of one loader win over the options of the data module; ``None`` and a context
+        for ``multiprocessing_context`` are none.
+        """
+        options = {n: v for n, v in overrides.items() if n in _OPTIONS and v is not None}
+        context = options.get("multiprocessing_context")
+        if context is not None and not isinstance(context, str):
+            options["multiprocessing_context"] = context.get_start_method()
+        others = {n: v for n, v in overrides.items() if n not in _OPTIONS}
+        check_dataset(dataset, name, ordered=has_order(others))
+        batch_sampler = others.get("batch_sampler")
+        batch_size = others.get("batch_size", self.batch_size)
+        if batch_sampler is not None:
+            batch_size = rows_in(batch_sampler) or self.batch_size
+        spec = LoaderSpec(
+            dataset=dataset,
+            name=name,
+            stage=stage,
+            options=replace(self.options, **options),
+            pipelines=find_composes(dataset),
+            transformed=self._transforms.worker_part(stage) is not None,
+            batch_size=batch_size,
+            collate_fn=others.get("collate_fn", self.collate_fn),
+            worker_init_fn=others.get("worker_init_fn"),
+            sampler=others.get("sampler"),
+            batch_sampler=batch_sampler,
+        )
+        return spec, others
+
+    def _shuffle_of(self, stage: Stage) -> Shuffle | None:
+        """Return how a stage is to be shuffled; None: the user did not say."""
+        if isinstance(self.shuffle, Mapping):
+            return self.shuffle.get(stage)
+        return self.shuffle if stage == "train" else None
+
+    def _looked_at(self, of: StagePlan) -> tuple[DatasetFacts, StageTransform | None]:
+        """Find out what a loader rests on, and check the first sample of its dataset.
+
+        Returns that, and the transform that starts in its workers, as it suits the dataset.
+        """
+        spec, stage = of.spec, of.spec.stage
+        transforms, part = self._transforms[stage], self._transforms.worker_part(stage)
+        on_device = self.placing.may_use_device(stage, of.trainer)
+        questions = Questions(
+            sample=of.trainer is not None,
+            collated=spec.collate_fn is None and not transforms,
+            further=_FURTHER_SAMPLES if on_device and part is not None else 0,
+            cost=spec.needs_cost,
+        )
+        facts = inspect_dataset(spec, questions)
+        if facts.uncollatable is not None:
+            raise BatchError(
+                f"Sample 0 of {spec.name} cannot be part of a batch. {facts.uncollatable}"
+            )
+        if facts.sampled:
+            for transform in transforms:
+                transform.check_sample(facts.sample)
+            self._transforms.warn_if_unlike_training(stage, spec.name, facts.sample)
+        if not on_device:
+            return facts, part
+        samples = () if facts.sample is None else (facts.sample, *facts.further)
+        return facts, self._transforms.worker_part_for(stage, samples)
+
+    def _plan(self, spec: LoaderSpec, facts: DatasetFacts) -> LoaderPlan:
+        ranks = 1 if self._trainer is None else self._trainer.num_devices
+        return plan_for(spec, facts, accelerator=device_type(self._trainer), local_ranks=ranks)
+
+    def _tuner(self, spec: LoaderSpec, plan: LoaderPlan) -> Tuner | None:
+        """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
+        key = spec.name, spec.batch_size
+        tell = partial(self._tell, spec.name)
+        ranks = 1 if self._trainer is None else self._trainer.num_devices
+        tuner = tuner_for(plan, self._tuners.get(key), local_ranks=ranks, tell=tell)
+        if tuner is not None:
+            tuner.tell = tell
+            self._tuners[key] = tuner
+        return tuner
+
+    def run_seed(self) -> int:
+        """Return the seed of order and draws; a run that goes on keeps its own if none is set."""
+        saved = next((state.seed for state in self._saved.values()), None)
+        seed = saved if self.seed is None else self.seed
+        return global_seed() if seed is None else seed
+
+    def explain(self) -> str:
+        """Return every choice that was made, its value and its reason, as text.
+
+        Loaders that were not built yet are planned for, which calls the dataset methods.
+        """
+        self._warn_of_lost_arguments()
+        datasets = {}
+        for stage in STAGES:
+            for name, item in self._named_datasets(stage)[1]:
+                dataset, known = taken_apart(item, self.batch_size, self.options)
+                datasets[name] = dataset
+                if name not in self._plans:
+                    spec, _ = self._spec(dataset, stage, name, known)
+                    facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+                    self._plans[name] = self._plan(spec, facts)
+        parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
+        parts += [
+            "\n".join([f"{name}, tuned as it was read", *map(str, tuner.moves)])
+            for (name, _), tuner in self._tuners.items()
+            if tuner.moves
+        ]
+        for name, (_, cached, decided) in self._caches.items():
+            cache = cache_of(cached)
+            said = [decided, None if cache is None else cache.explain()]
+            parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
+        parts += self._transforms.explain(lambda stage: self.placing.where(stage, self._trainer))
+        if self.placing.asked != "cpu":
+            for name, dataset in datasets.items():
+                parts += told_of_pipelines(dataset, name)
+        return "\n\n".join([*parts, self._prefetching.explain()])
+
+    def batch_at(self, step: int, *, rank: int = 0, ranks: int = 1) -> ReplayedBatch:
+        """Return the training batch that a step got, made again without training.
+
+        The datasets have to be there, as after ``setup("fit")``. It is computed on the CPU, and
+        hooks of the LightningModule are left out. ``fastdata replay`` does the same.
+
+        Args:
+            step: Number of the batch over all epochs, from 0, as ``fit_loop.total_batch_idx``.
+            rank: Whose batch.
+            ranks: That trained together.
+
+        Raises:
+            OptionsError: There is no such batch, or the order of the training does not follow from
+                seed and epoch alone.
+        """
+        from lightning_fastdata.plugin.replay import replayed  # which needs this class
+
+        return replayed(self, None, step, rank=rank, ranks=ranks)
+
+    # -- how far the training has come -------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come; Lightning puts it into its checkpoints.
+
+        Tuners save and restore a run around their trials: as long as no batch has followed what was
+        loaded, that is returned.
+        """
+        loaders = dict(_training_loaders(self._trainer))
+        place = training_place(self._trainer)
+        if place.last:
+            place = Place(place.epoch + 1, 0, last=False)
+        if self._saved and not any(loader.begun for loader in loaders.values()):
+            states = {path: state.as_dict() for path, state in self._saved.items()}
+            place = self._saved_place or place
+        else:
+            states = {path: loader.state_dict() for path, loader in loaders.items()}
+        state = {"version": VERSION, "epoch": place.epoch, "batches": place.taken}
+        return {KEY: {**state, "loaders": states}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the batch after which a checkpoint was written; Lightning calls it.
+
+        Raises:
+            OptionsError: The state is none of this class, or of a later version.
+        """
+        if KEY not in state_dict:
+            return
+        state = state_dict[KEY]
+        saved = state.get("loaders") if isinstance(state, Mapping) else None
+        if not isinstance(saved, Mapping):
+            raise OptionsError(
+                f"The checkpoint holds {state!r:.200} for the data module, where the positions of "
+                "its training loaders were expected. It was not written by FastDataModule."
+            )
+        self._saved = {str(path): Position.from_dict(one) for path, one in saved.items()}
+        self._saved_place = None
+        if "epoch" in state:
+            self._saved_place = Place(int(state["epoch"]), int(state["batches"]), last=False)
+            if self._trainer is not None:
+                mend_counts(self._trainer, self._saved_place.epoch)
+        for path, loader in _training_loaders(self._trainer):
+            if path in self._saved:
+                loader.load_state_dict(self._saved[path].as_dict())
+
+    # -- what others of this package ask -----------------------------------------------------------
+
+    def augments_on_device(self, stage: Stage) -> bool:
+        """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
+        pipeline = self.placing.may_use_device(stage, self._trainer)
+        return self._transforms.run_on_device(stage, pipeline=pipeline)
+
+    def augmentation_settled(self, stage: Stage) -> bool:
+        """Return whether it was found out in this run where pixels of a stage are best computed."""
+        return self.placing.choice(stage) is not None
+
+    # -- the transfer of a batch; each hook calls that of the LightningModule ----------------------
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Run the LightningModule's hook of this name, if it has one."""
+        hook = self._hook_of_module("on_before_batch_transfer")
+        return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        """Move the batch and what was drawn for its transform to the device."""
+        hook = self._hook_of_module("transfer_batch_to_device")
+        move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
+        return transfer(batch, lambda b: move(b, device, dataloader_idx), device)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Run the stage's transforms, then the LightningModule's hook of this name."""
+        batch, transformed = finish(batch, self._transforms, self._drawing)
+        hook = self._hook_of_module("on_after_batch_transfer")
+        if hook is not None:
+            batch = hook(batch, dataloader_idx)
+        if transformed and self._trainer is not None:
+            # Lightning converts to the precision's dtype before the transfer; uint8 images became
+            # floating point only now.
+            batch = self._trainer.precision_plugin.convert_input(batch)
+        return batch
+
+    def _drawing(self, stage: Stage) -> AbstractContextManager[None]:
+        """Return a block whose draws are keyed by the batch of the training, if it is one."""
+        trainer = self._trainer
+        if stage != "train" or trainer is None:
+            return nullcontext()
+        # What one batch draws rests on no other, so that a run may go on from any of them.
+        place = training_place(trainer)
+        device = trainer.strategy.root_device
+        number: tuple[int, ...] = trainer.global_rank, place.taken
+        if self.part_begin:
+            number += (self.part_begin,)
+        return drawn_under(self.run_seed(), place.epoch, number, device)
+
+    def batches_ahead(self) -> int:
+        """Return how many batches are on the device beside the one that is trained on, at most."""
+        self._prefetching.decide(self)
+        return self._prefetching.batches_ahead
+
+    def drop_ahead(self) -> bool:
+        """Let go of what was sent ahead, and send no more; return whether there was a batch."""
+        return self._prefetching.drop_ahead()
+
+    def carried_out(self, batch: Batch) -> Batch:
+        """Return a batch with what the workers drew for it carried out, where it is."""
+        return carry_out_draws(batch, self._transforms)
+
+    def device_streams(self, device: torch.device) -> DeviceStreams | None:
+        """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
+        return device_streams(device)
+
+    def written_hooks(self) -> frozenset[str]:
+        """Return the transfer hooks that the class itself overrides."""
+        cls = type(self)
+        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModule, n))
+
+    def _hook_of_module(self, name: str) -> Callable[..., Batch] | None:
+        trainer = self._trainer
+        return None if trainer is None else overridden_hook(trainer.lightning_module, name)
+
+
+_PARAMETERS: Final = dict(list(inspect.signature(DataModule.__init__).parameters.items())[1:])
+
+
+class TrainingRun:
+    """The training that takes the batches of a data module's loaders."""
+
+    def __init__(self, module: DataModule) -> None:
+        self._module = module
+
+    @property
+    def began(self) -> bool:
+        """Whether the data module has a trainer."""
+        return self._module.trainer is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether the trainer has come to its end, or was interrupted."""
+        return has_ended(self._module.trainer)
+
+    def place(self) -> Place:
+        """Return where the run is.
+
+        A run that goes on from a checkpoint is where that was saved, also while Lightning has not
+        restored its own counts yet: of a stream it takes the first batch then, if the
+        LightningModule asks for ``estimated_stepping_batches``.
+        """
+        trainer, saved = self._module.trainer, self._module._saved_place
+        if saved is not None and trainer is not None and is_to_be_restored(trainer):
+            return saved
+        return training_place(trainer)
+
+    def epoch(self) -> int:
+        """Return the epoch, counted from 0, of the batches that come next."""
+        return self.place().epoch
+
+    def resumed(self, loader: object) -> Position | None:
+        """Return where a loader was when the run was saved that goes on now; None: not known."""
+        trainer, saved = self._module.trainer, self._module._saved
+        loaders = dict(_training_loaders(trainer))
+        path = next((path for path, one in loaders.items() if one is loader), None)
+        if trainer is None or path is None or path not in saved:
+            return None
+        state = saved[path]
+        if state.lanes is not None and trainer.global_rank:
+            if state.epoch and state.lanes:
+                why = "its state was saved on rank 0, for the part that it reads"
+                tell_new_stream(loaders[path].dataset, state, why)
+            state = replace(state, lanes=[], digest=None)
+        anew = loaders[path].cut_anew(state)
+        if anew.batches != state.batches and len(loaders) == 1:
+            move_place(trainer, state.epoch, state.batches, anew.batches)
+        saved[path] = anew if anew.batches != state.batches else state
+        return saved[path]
+
+
+def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLoader]]:
+    """Yield the training loaders of this package that a trainer has, each with its path."""
+    loaders = None if trainer is None else trainer.train_dataloader
+    for path, loader in with_paths(loaders):
+        if isinstance(loader, FastDataLoader):
+            yield "/".join(map(str, path)), loader
+
+
+def checked_batch_size(batch_size: object) -> int:
+    """Return the batch size; raises OptionsError unless it is a whole number of at least 1."""
+    if batch_size is None:
+        raise OptionsError(
+            "batch_size=None has to be a whole number of at least 1, as a data module makes "
+            "batches. For a dataset that gives batches already, override train_dataloader() to "
+            'return self.make_loader(dataset, stage="train", batch_size=None).'
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise OptionsError(f"batch_size={batch_size!r} has to be a whole number of at least 1.")
+    return batch_size
+
+
+def checked_shuffle(shuffle: object) -> Shuffle | Mapping[str, Shuffle] | None:
+    """Return how to shuffle: training, or the stages of a dict; None: training is shuffled.
+
+    Raises:
+        OptionsError: It is something else, or names a stage that does not exist.
+    """
+    by_stage = shuffle if isinstance(shuffle, Mapping) else {"train": shuffle}
+    known = all(isinstance(value, bool | None) or value == "blocks" for value in by_stage.values())
+    if not known or not set(by_stage) <= set(STAGES):
+        raise OptionsError(
+            f'shuffle={shuffle!r} has to be True, False or "blocks", for training, or a dict '
+            f"of them by stage ({', '.join(STAGES)})."
+        )
+    return shuffle  # type: ignore[return-value]  # each value was looked at
+
+
+def joined_options(options: object, given: Mapping[str, Any]) -> LoaderOptions:
+    """Return the options of a data module, with the arguments that are short for some.
+
+    Raises:
+        OptionsError: They are no options, or contradict an argument.
+    """
+    options = LoaderOptions() if options is None else options
+    if not isinstance(options, LoaderOptions):
+        raise OptionsError(
+            f"options={options!r} is a {type(options).__name__}; pass LoaderOptions(...). For one "
+            "stage, override its val_dataloader() to return self.make_loader(..., num_workers=1)."
+        )
+    asked = {key: value for key, value in given.items() if value is not None and value != "auto"}
+    for key, value in asked.items():
+        other = getattr(options, key)
+        if other not in ("auto", value):
+            raise OptionsError(
+                f"{key}={value!r} and options=LoaderOptions({key}={other!r}) contradict each "
+                "other. Set it in one place."
+            )
+    return replace(options, **asked)
