@@ -30,7 +30,7 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOpt
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
-from lightning_fastdata.plugin.guard import steps
+from lightning_fastdata.plugin.guard import snapshots, steps
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
 INLINE = LoaderOptions(num_workers=0, executor="inline", probe=False)
@@ -605,7 +605,11 @@ def test_where_not_even_one_row_fits_the_training_ends_before_its_first_step(gua
 @each("guard", ["warn", "raise", "off"])
 def test_others_try_nothing(guard):
     run = fit(Steps(total=1000 * GIB), guard)
-    assert run.decision is None
+    if guard == "off":
+        assert run.decision is None
+    else:
+        assert (run.decision.action, run.decision.batch_size) == ("skipped", 32)
+        assert f'guard="{guard}" tries nothing' in run.decision.reason
     assert run.tried == run.data.notes == []
     assert run.module.sizes == [32, 32]
 
@@ -743,6 +747,25 @@ def test_where_steps_cannot_be_tried_the_guard_says_why_and_changes_nothing(
     assert why in run.decision.reason
     assert data.notes == [run.decision.reason]
     assert data.batch_size == before
+
+
+def test_the_model_is_copied_to_host_memory_once_and_put_back_once(monkeypatch):
+    copied, put_back, real = [], [], snapshots._snapshot_tensor
+
+    def counted(tensor):
+        copied.append(tensor.nbytes)
+        undo = real(tensor)
+
+        def back():
+            put_back.append(tensor.nbytes)
+            undo()
+
+        return back
+
+    monkeypatch.setattr(snapshots, "_snapshot_tensor", counted)
+    run = fit(Steps(fixed=0, per_row=MIB), "warn", batch_size="auto", rows=640)
+    assert len(run.decision.probes) > 2
+    assert sum(copied) == sum(put_back) == sum(p.nbytes for p in run.module.parameters())
 
 
 @each("guard", ["accumulate", "auto"])

@@ -12,7 +12,7 @@ from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.guard.parts import ArrivesInParts, RunsInParts, why_not_in_parts
-from lightning_fastdata.plugin.guard.sizes import GuardDecision
+from lightning_fastdata.plugin.guard.sizes import GuardDecision, skipped
 from lightning_fastdata.plugin.guard.steps import run_guard
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
@@ -96,6 +96,10 @@ class GuardHooks:
                 self._choose(trainer, pl_module, datamodule, reader)
             elif datamodule.chooses_batch_size:
                 warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
+        else:
+            why = f'guard="{datamodule.guard}" tries nothing before the fit'
+            accumulate = trainer.accumulate_grad_batches
+            self.decision = skipped(datamodule.batch_size, accumulate, why)
         if datamodule.guard != "raise":
             move = ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
             replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)

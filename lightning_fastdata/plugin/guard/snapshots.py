@@ -71,9 +71,20 @@ class Snapshot:
             raise NoRoomError(size_bytes)
         self._values = [_snapshot_tensor(tensor) for tensor in written]
 
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self()
+
     def __call__(self) -> None:
-        """Put everything back."""
+        """Put everything back, as the end of a ``with`` block does."""
         for undo in (*self._values, *self._links):
+            undo()
+
+    def let_go(self) -> None:
+        """Put everything back but the values of tensors, so that nothing new is held."""
+        for undo in self._links:
             undo()
 
 

@@ -48,7 +48,12 @@ from lightning_fastdata.plugin.guard.sizes import (
     halved,
     skipped,
 )
-from lightning_fastdata.plugin.guard.snapshots import NoRoomError, Snapshot, snapshot_random_states
+from lightning_fastdata.plugin.guard.snapshots import (
+    NoRoomError,
+    Snapshot,
+    Undo,
+    snapshot_random_states,
+)
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, of_ranks, unseen_steps
 from lightning_fastdata.torch_internals import not_compiled
@@ -86,7 +91,8 @@ def run_guard(
     in the train or eval mode in which training will find them. Afterwards all is as it was:
     parameters, buffers, metric states, modes, plain attributes and containers of the modules,
     optimizers, schedulers, gradient scaler, gradients (none), and the random states of Python,
-    numpy and torch. The steps are not compiled. Not undone: what a step does to other objects, and
+    numpy and torch. Values are copied to host memory once, and put back once: the steps have a
+    learning rate of 0. They are not compiled. Not undone: what a step does to other objects, and
     to the world outside.
 
     The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely, or
@@ -109,9 +115,14 @@ def run_guard(
     most = max(1, rows // (_STEPS_OF_EPOCH * trainer.world_size) if auto else min(asked, rows))
     restore_random = snapshot_random_states()
     try:
-        with unseen_steps(trainer, pl_module), not_compiled():
+        with (
+            unseen_steps(trainer, pl_module),
+            not_compiled(),
+            _remembered(trainer, pl_module) as before,
+        ):
             batch_of = _Repeated(partial(_training_batch, datamodule), min(_READ, most))
-            tried = _TriedSteps(trainer, pl_module, datamodule, batch_of, reader, clock)
+            let_go = before.let_go
+            tried = _TriedSteps(trainer, pl_module, datamodule, batch_of, reader, clock, let_go)
             probes = (doubled if auto else halved)(most, tried)
     except DatasetError as error:  # the training may read by other keys, and tells else
         why = f"no batch could be made of the first samples: {error}"
@@ -261,7 +272,10 @@ def _remembered(trainer: Trainer, pl_module: LightningModule) -> Snapshot:
 
 
 class _TriedSteps:
-    """Tries steps of any size on a trainer, on all ranks, and undoes them."""
+    """Tries steps of any size on a trainer, on all ranks.
+
+    ``let_go`` undoes what they do, but for the values of tensors.
+    """
 
     def __init__(
         self,
@@ -271,10 +285,11 @@ class _TriedSteps:
         batch_of: Callable[[int], Batch],
         reader: MemoryReader,
         clock: Callable[[], float],
+        let_go: Undo,
     ) -> None:
         self.trainer, self.pl_module, self.datamodule = trainer, pl_module, datamodule
         self.batch_of, self.reader, self.clock = batch_of, reader, clock
-        self._undo = _remembered(trainer, pl_module)
+        self._let_go = let_go
         gc.collect()
         reader.reset_peak()
         self._free_bytes = reader.free_bytes()
@@ -295,7 +310,7 @@ class _TriedSteps:
                 error = raised
         finally:
             self._ahead.clear()
-            self._undo()
+            self._let_go()
             gc.collect()
             self.reader.reset_peak()
         failed = of_ranks(self.trainer, int(error is not None))
@@ -337,6 +352,9 @@ class _TriedSteps:
         optimizer = strategy.optimizers[0]
         self._ahead = [self._moved(batch) for _ in range(self.datamodule.batches_ahead())]
         batch = self._moved(batch)
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), int | float | torch.Tensor):
+                group["lr"] = 0.0 * group["lr"]  # the parameters stay as they are
         scaler = loss_scaler(trainer)
         if scaler is not None and scaler.is_enabled():
             # At its usual first scale gradients often overflow; the optimizer step, and the state
