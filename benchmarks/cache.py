@@ -161,6 +161,10 @@ def folders(root: Path, scratch: Path) -> dict[str, FastImageFolder]:
     }
 
 
+def _room_mb(folder: Path) -> float:
+    return sum(path.stat().st_blocks for path in folder.iterdir()) * 512 / 1e6
+
+
 def per_core(root: Path, scratch: Path, rounds: int) -> None:
     """Print how many samples one thread makes in a second of its CPU time."""
     found: dict[str, list[float]] = {}
@@ -183,7 +187,7 @@ def per_core(root: Path, scratch: Path, rounds: int) -> None:
         ratios = sorted(a / b for a, b in zip(rates_, found["from the files"], strict=True))
         middle = sorted(rates_)[len(rates_) // 2]
         kept = datasets[name].pictures
-        size = "" if kept is None else f"{kept.stored_bytes / 1e6:,.0f}"
+        size = "" if kept is None else f"{_room_mb(kept.folder):,.0f}"
         print(f"| {name} | {middle:,.0f} | {ratios[len(ratios) // 2]:.2f} | {size} |")
     print(flush=True)
 

@@ -1,12 +1,10 @@
-"""A dataset whose samples, or a source whose records, are made or read once and kept here."""
+"""A dataset whose samples are made once and kept."""
 
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import numpy as np
@@ -29,8 +27,7 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.search import find_instances
-from lightning_fastdata.sources.dataset import SourceDataset
-from lightning_fastdata.sources.source import Raw, Source, read_ahead, reads_ahead
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import has_method, held
 from lightning_fastdata.types import Batch, MapDataset
 
@@ -89,7 +86,6 @@ class CachedDataset(Dataset[Any]):
     """Whether this process has had a cache: made here, copied or unpickled."""
     _said = "samples as the dataset returns them"
     """What is kept, in words."""
-    _forms_tried = _FORMS_TRIED
 
     def __init__(
         self,
@@ -112,7 +108,7 @@ class CachedDataset(Dataset[Any]):
         self.dataset = dataset
         self.transform = transform
         root = cache_root(folder)
-        self._identity = identity(self.owner) if key is None else _identity_if_any(self.owner)
+        self._identity = identity(self.dataset) if key is None else _identity_if_any(self.dataset)
         """By what the dataset is recognised; None: there is a key, and nothing else."""
         self.folder = root / (str(self._identity) if key is None else name_of_key(key))
         self._max_bytes = max_bytes
@@ -125,16 +121,11 @@ class CachedDataset(Dataset[Any]):
         self._columns: list[NDArray[Any]] | None = None
         self._full = False
         self._given_up = False
-        self._state = _state_of(self.owner, math.inf)
+        self._state = _state_of(self.dataset, math.inf)
         """What the dataset was when the folder was named; None: it cannot be compared."""
         self._there: NDArray[np.bool_] | None = None
         """Which samples were kept when the dataset was last found to be as it was."""
         is_there(self.folder)  # one of another user is refused at once
-
-    @property
-    def owner(self) -> object:
-        """What the user knows the samples by."""
-        return self.dataset
 
     def __len__(self) -> int:
         return self._length
@@ -159,14 +150,10 @@ class CachedDataset(Dataset[Any]):
         there, sample = file.read(number)
         if not there:
             # The transform is to draw the same, whether this was made now or not.
-            with self._undisturbed():
+            with kept_random_state():
                 sample = self.dataset[number]
             self._keep(file, number, sample)
         return sample
-
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        """Return what leaves the random state as it is while the dataset is read."""
-        return kept_random_state()
 
     def fill(self, num_workers: int = 0) -> None:
         """Make or read all samples that are not in the cache, and keep them, before a training.
@@ -181,7 +168,6 @@ class CachedDataset(Dataset[Any]):
         for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
             if not kept:
                 break
-        self.flush()
 
     def _fill(self, indices: Sequence[int]) -> list[bool]:
         """Make or read these samples, and return which of them are in the cache now."""
@@ -220,18 +206,6 @@ class CachedDataset(Dataset[Any]):
         """How many samples are in the cache."""
         file = self._seen()
         return 0 if file is None else file.stored()
-
-    @property
-    def stored_bytes(self) -> int:
-        """How many bytes the samples in the cache take."""
-        file = self._seen()
-        return 0 if file is None else file.used_bytes()
-
-    def flush(self) -> None:
-        """Wait until the disk has all samples that were written."""
-        file = self._seen()
-        if file is not None:
-            file.flush()
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
@@ -301,10 +275,10 @@ class CachedDataset(Dataset[Any]):
             return self._create() if made is None else made
 
     def _create(self) -> SampleFile:
-        with self._undisturbed():
+        with kept_random_state():
             if not self._always_same:
                 refuse_drawn(self.dataset)
-            tried = tried_indices(self._length, self._forms_tried)
+            tried = tried_indices(self._length, _FORMS_TRIED)
             forms = [taken_apart(self.dataset[index])[0] for index in tried]
         return SampleFile.create(
             self.folder,
@@ -312,7 +286,7 @@ class CachedDataset(Dataset[Any]):
             self._known,
             form=forms[0] if forms and all(form == forms[0] for form in forms) else None,
             max_bytes=self._max_bytes or room_bytes(self.folder),
-            dataset=type(self.owner).__name__,
+            dataset=type(self.dataset).__name__,
         )
 
     def _compare(self, file: SampleFile) -> None:
@@ -321,18 +295,14 @@ class CachedDataset(Dataset[Any]):
             there, kept = file.read(index)
             if not there:
                 continue
-            with self._undisturbed():
+            with kept_random_state():
                 made = self.dataset[index]
             if taken_apart(kept) != taken_apart(made):
                 raise DatasetError(
-                    f"The cache {self.folder} does not hold what {self.name_of(index)} is now. "
-                    "Delete the folder, and it is made again; if you gave it a key, give another "
-                    "one when the samples change."
+                    f"The cache {self.folder} does not hold what sample {index} of "
+                    f"{type(self.dataset).__name__} is now. Delete the folder, and it is made "
+                    "again; if you gave it a key, give another one when the samples change."
                 )
-
-    def name_of(self, index: int) -> str:
-        """Return what errors call a sample."""
-        return f"sample {index} of {type(self.dataset).__name__}"
 
     def _keep(self, file: SampleFile, index: int, sample: object) -> None:
         if self._full:
@@ -359,7 +329,7 @@ class CachedDataset(Dataset[Any]):
         """
         if self._given_up:
             return
-        now = _state_of(self.owner, within_s)
+        now = _state_of(self.dataset, within_s)
         if now is None and within_s < math.inf:
             return
         file = self._seen()
@@ -373,7 +343,7 @@ class CachedDataset(Dataset[Any]):
         self._file = self._columns = None
         self._given_up = True
         self._length = len(self.dataset)
-        said = _CHANGED.format(name=type(self.owner).__name__, folder=self.folder)
+        said = _CHANGED.format(name=type(self.dataset).__name__, folder=self.folder)
         warnings.warn(said, FastDataWarning, stacklevel=3)
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
@@ -384,103 +354,8 @@ class CachedDataset(Dataset[Any]):
         """
         if self._identity is None:  # a key is trusted where nothing can be compared
             return now is None or self._state is None
-        found = _identity_if_any(self.owner)
+        found = _identity_if_any(self.dataset)
         return now is None if found is None else found == self._identity  # it has opened a file
-
-
-class CachedSource(CachedDataset):
-    """A source that keeps its records on this machine: of object storage, or a slow file system.
-
-    Records are written as they are first read, by whichever worker or rank reads them, and are
-    found again by later epochs, other ranks and later runs. Nothing is thrown out to make room: a
-    shuffled epoch reads each record once, so one that was thrown out for another is missed as
-    often. Records beyond ``max_bytes`` are read from where they are.
-
-    A cache belongs to one state of the source: the source of its class, the names of its records,
-    and what a listing said of objects or the system of files. Some are compared with the source
-    when a run opens a cache, and each is held against its checksum when it is first read.
-
-    Args:
-        source: Of records that are bytes, or dicts of bytes, arrays, numbers and strings.
-        folder: ``"disk"`` or a folder; as for :class:`CachedDataset`.
-        max_bytes: What the records may take. Default: half of the disk that is free.
-        key: As for :class:`CachedDataset`.
-
-    Raises:
-        OptionsError: As of :class:`CachedDataset`.
-        DatasetError: The source cannot be recognised in another run; or what is in the folder is
-            damaged.
-
-    Example:
-        >>> photos = ObjectSource("s3://bucket/photos")  # doctest: +SKIP
-        >>> SourceDataset(CachedSource(photos), decode)  # doctest: +SKIP
-    """
-
-    _forms_tried = 0  # they are as long as they come, and take their time
-
-    def __init__(
-        self,
-        source: Source,
-        folder: CacheFolder = "disk",
-        *,
-        max_bytes: int | None = None,
-        key: str | None = None,
-    ) -> None:
-        self.source = source
-        records = _Records(source)
-        super().__init__(records, folder, max_bytes=max_bytes, key=key, always_same=True)
-        self._said = f"records of {type(source).__name__}"
-        self.parallel_reads = source.parallel_reads
-        self._opening = threading.Lock()
-
-    @property
-    def owner(self) -> Source:
-        """The source whose records are kept."""
-        return self.source
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return records, from the cache where they are there.
-
-        Raises:
-            DatasetError: The cache is of other records, or cannot be read.
-        """
-        return [self[index] for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return what the source calls a record."""
-        return self.source.name_of(index)
-
-    def _opened(self) -> SampleFile | None:
-        if self._compared:  # no lock then: a process may be forked at any moment
-            return super()._opened()
-        with self._opening:  # reads come in several threads
-            return super()._opened()
-
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        return nullcontext()  # a source draws nothing, and other threads may
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_opening": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_opening": threading.Lock()})
-
-    def __repr__(self) -> str:
-        return f"CachedSource({self.source!r}, {str(self.folder)!r})"
-
-
-class _Records(Dataset[Raw]):
-    """The records of a source, in the form in which a cache returns them."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Raw:
-        record = self.source.get_bytes([index])[0]
-        return bytes(record) if isinstance(record, memoryview) else record
 
 
 def caches_in(dataset: object) -> list[CachedDataset]:
@@ -489,7 +364,7 @@ def caches_in(dataset: object) -> list[CachedDataset]:
     if not CachedDataset.made:  # to look for one takes as long as the dataset has parts
         return found
     for cache in find_instances(dataset, (CachedDataset,)):
-        found += [*caches_in(cache.owner), cache]
+        found += [*caches_in(cache.dataset), cache]
     return found
 
 
@@ -534,29 +409,23 @@ class _Filled(Dataset[bool]):
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
-    """Return a dataset that keeps what takes longest to get.
+    """Return a dataset that keeps its samples; a folder of images with random crops, its pictures.
 
-    The pictures of an image folder whose crops are random; the records of a source that answers
-    late; of any other dataset, its samples.
+    One that has a cache is returned as it is.
     """
     if cache_of(dataset) is not None:
         return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
-    cached: Dataset[Any] | None = None
+    pictures = None
     if has_method(inner, "keeping_pictures"):  # of FastImageFolder
-        cached = cast("Any", inner).keeping_pictures(folder)
-    elif type(inner) is SourceDataset and inner.source.parallel_reads > 1:
-        source = CachedSource(inner.source, folder)
-        cached = SourceDataset(source, inner.decode, timeout_s=inner.timeout_s)
-    if cached is None:
+        pictures = cast("Any", inner).keeping_pictures(folder)
+    if pictures is None:
         return CachedDataset(dataset, folder)
-    return Subset(cached, dataset.indices) if type(dataset) is Subset else cached
+    return Subset(pictures, dataset.indices) if type(dataset) is Subset else pictures
 
 
 def cache_of(dataset: object) -> CachedDataset | None:
     """Return the cache that a dataset reads from, if it has one."""
-    if isinstance(dataset, CachedDataset):
-        return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
-    kept = inner.source if isinstance(inner, SourceDataset) else held(inner, "pictures")
-    return kept if isinstance(kept, CachedDataset) else None
+    cache = dataset if isinstance(dataset, CachedDataset) else held(inner, "pictures")
+    return cache if isinstance(cache, CachedDataset) else None

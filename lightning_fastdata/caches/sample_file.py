@@ -73,8 +73,8 @@ class SampleFile:
         found, wanted = (folder / "index.bin").stat().st_size, _index_bytes(count)
         if found != wanted:
             raise ValueError(f"index.bin has {found} bytes, not {wanted}")
-        self._mapped: np.memmap[Any, Any] = np.memmap(folder / "index.bin", _ENTRY, "r+")
-        self._index: NDArray[Any] = np.asarray(self._mapped)[:count]
+        index = np.memmap(folder / "index.bin", _ENTRY, "r+")
+        self._index: NDArray[Any] = np.asarray(index)[:count]
         self._file = os.open(self._path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file).atexit = False
         if os.fstat(self._file).st_size < count * self._row_bytes:
@@ -270,11 +270,6 @@ class SampleFile:
             if index not in self._known:
                 self._record(index)
         return columns if self.stored() == len(self._index) else None
-
-    def flush(self) -> None:
-        """Wait until the disk has what was written."""
-        os.fsync(self._file)
-        self._mapped.flush()
 
     def _room(self, size: int) -> int | None:
         """Return where a record goes, at the end of the file; None if there is no room for it."""

@@ -21,7 +21,6 @@ from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
-from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError, FastDataError, OptionsError
 
 COUNT = 40
@@ -43,21 +42,6 @@ class Mixed(Rows):
 
     def __getitem__(self, index):
         return {"x": torch.full((index % 7,), float(index)), "of": (f"name{index}", [b"\1" * 3])}
-
-
-class Texts:
-    """A source."""
-
-    parallel_reads = 1
-
-    def __len__(self):
-        return COUNT
-
-    def get_bytes(self, indices):
-        return [b"%d" % index * (index + 1) for index in indices]
-
-    def name_of(self, index):
-        return f"text {index}"
 
 
 def as_list(samples):
@@ -96,7 +80,7 @@ def complete(tmp_path_factory):
     """A complete cache of each kind: the folder in which it has its own."""
     roots = {kind: tmp_path_factory.mktemp(kind) for kind in DATASETS}
     for kind, root in roots.items():
-        read(kind, root, "inline").flush()
+        read(kind, root, "inline")
     return roots
 
 
@@ -218,7 +202,6 @@ def test_a_cache_of_pages_of_two_moments_is_believed_in_nothing(
     old = [path.read_bytes() for path in files]
     for index in order[: before + after]:
         cached[index]
-    cached.flush()
     for path, was, chosen in zip(files, old, stale, strict=False):
         path.write_bytes(mixed_pages(was, path.read_bytes(), chosen))
     again = CachedDataset(DATASETS[kind], root)
@@ -271,7 +254,7 @@ def cut_index(_root, folder):
 
 def of_other_samples(root, folder):
     """Kept before a function changed that the dataset does not hold."""
-    other = {Rows: Mixed, Mixed: Rows, Texts: Rows}[type(root.owner)]()
+    other = {Rows: Mixed, Mixed: Rows}[type(root.dataset)]()
     shutil.rmtree(folder)
     cached = CachedDataset(other, root, key=folder.name.removeprefix("key-"))
     for index in range(COUNT):
@@ -281,20 +264,19 @@ def of_other_samples(root, folder):
 class Place(type(Path())):
     """A folder, and whose cache it has."""
 
-    owner: object
+    dataset: object
 
 
 UNUSABLE = [file_above, linked, damaged_manifest, cut_index, of_other_samples]
-OWNERS = [Rows(), Mixed(), Texts()]
+OWNERS = [Rows(), Mixed()]
 
 
 def cache_in(root, owner):
-    return (CachedSource if isinstance(owner, Texts) else CachedDataset)(owner, root, key="k")
+    return CachedDataset(owner, root, key="k")
 
 
 def all_of(data):
-    one = getattr(data, "get_bytes", None)
-    return [data[index] if one is None else one([index]) for index in range(COUNT)]
+    return [data[index] for index in range(COUNT)]
 
 
 @each("owner", OWNERS)
@@ -309,7 +291,7 @@ def test_a_cache_that_cannot_be_used_is_one_error_that_names_it(tmp_path, owner,
 def broken(tmp_path, owner, break_it):
     """Return a root, and a complete cache in it to which something has happened."""
     root = Place(tmp_path / "root")
-    root.owner = owner
+    root.dataset = owner
     cached = cache_in(root, owner)
     cached.fill()
     if break_it is not None:
@@ -362,7 +344,6 @@ NO_PLACES = ["s3://bucket/x", "gs://b", "file:///tmp/x", "hf://datasets/x", Path
 NO_PLACES += ["", "auto", "disc", "DISK", "ram", "photos-1", True, 3, ["disk"]]
 MAKERS = [
     lambda folder: CachedDataset(Rows(), folder),
-    lambda folder: CachedSource(Texts(), folder),
     lambda folder: FastDataModule.from_datasets(Rows(), cache=folder),
 ]
 
@@ -376,11 +357,10 @@ def test_what_is_no_place_of_this_machine_is_refused(tmp_path, monkeypatch, make
     assert list(tmp_path.iterdir()) == []
 
 
-@each("make", MAKERS[:2])
 @each("folder", ["./c", Path("disc"), "kept/auto"])
-def test_folders_of_other_names_are_used(tmp_path, monkeypatch, make, folder):
+def test_folders_of_other_names_are_used(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
-    all_of(make(folder))
+    all_of(CachedDataset(Rows(), folder))
     assert Path(folder).is_dir()
 
 
