@@ -29,11 +29,9 @@ import torch
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.fingerprint import closed_over, is_data
-from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.sources.packed import PackedStrings
 from lightning_fastdata.tree import has_method, held, held_by
 
@@ -193,17 +191,13 @@ def _source_of_method(value: object) -> str:
 
 
 def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files that a dataset lists or names, with what the system says of them.
+    """Yield the files that a dataset names, with what the system says of them.
 
     A name may be a path, or a path in a folder that the dataset names, too, or the name of a file
     in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. Of a folder alone no file counts: others may write there.
     """
     for part in _parts(dataset):
-        listed = _listed(part)
-        if listed is not None:
-            yield from _regular(listed)
-            continue
         groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
@@ -232,13 +226,6 @@ def _parts(dataset: object) -> Iterator[object]:
                 for each in islice(several, _MOST_FILES)
                 if isinstance(each, torch.utils.data.Dataset) or has_method(each, "get_bytes")
             ]
-
-
-def _listed(dataset: object) -> tuple[str, ...] | None:
-    try:
-        return files_of(dataset, _evenly(dataset_length(dataset) or 0))
-    except Exception:  # a dataset of another kind; what it holds still counts
-        return None
 
 
 def _texts(value: object, depth: int) -> Iterator[str]:
