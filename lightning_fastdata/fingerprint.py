@@ -461,24 +461,32 @@ class _Digesting(pickle.Pickler):
                 self._meet(owner, _home_of(owner))
             return id(value)
         if isinstance(value, FunctionType) and not method:
-            return id(value), tuple(self._of_outer_function(value))
+            homes = value.__module__, value.__globals__.get("__name__")
+            self._meet(*homes)
+            return id(value), self._of_code(value) if any(map(is_users, homes)) else ()
         if isinstance(value, _METHODS):
-            return tuple(_of_method(one, ()) for one in _functions_of(value))
+            return tuple(map(self._of_code, _functions_of(value)))
         return (value,) if _is_plain(value) else None
 
-    def _of_outer_function(self, function: FunctionType) -> Iterator[object]:
-        """Yield the code of a user's function, and the plain data that it keeps."""
-        homes = function.__module__, function.__globals__.get("__name__")
-        if not any(map(is_users, homes)):
-            return
+    def _of_code(self, function: object, within: tuple[object, ...] = ()) -> object:
+        """Return what a global function, or a method, is compared by: its code, and what it keeps.
+
+        Not which object it is: cloudpickle gives a class the same methods once more whenever it
+        reads something of it that was pickled by value, as what Ray's actors send.
+
+        Args:
+            function: It, or what one keeps.
+            within: The functions that keep it.
+        """
+        if not isinstance(function, FunctionType) or function in within:
+            return (function,) if _is_plain(function) else id(function)
         code, closure, defaults, keywords, attributes = self.looks.parts(_OF_FUNCTION, function)
-        yield _code(code)
-        found = [*(defaults or ()), *(self.looks.parts(closed_over, function) if closure else ())]
-        for items in (keywords or {}), attributes:
-            self._items(items)
-            found += items.values()
-        yield from filter(_is_plain, found)
-        self._meet(*homes)
+        closed = self.looks.parts(closed_over, function) if closure else ()
+        self._items(keywords or {})
+        self._items(attributes)
+        kept = (*(defaults or ()), *(keywords or {}).values(), *closed, *attributes.values())
+        inside = (*within, function)
+        return _code(code), tuple(self._of_code(each, inside) for each in kept)
 
 
 class _Noting(_Digesting):
@@ -527,24 +535,6 @@ def _functions_of(method: Any) -> tuple[object, ...]:
     if isinstance(method, functools.cached_property):
         return (method.func,)
     return (getattr(method, "__func__", method),)
-
-
-def _of_method(function: object, within: tuple[object, ...]) -> object:
-    """Return what a method is compared by: its code, and what it keeps.
-
-    Not which object it is: cloudpickle gives a class the same methods once more whenever it reads
-    something of it that was pickled by value, as what Ray's actors send.
-
-    Args:
-        function: The method, or what one keeps.
-        within: The functions that keep it.
-    """
-    if not isinstance(function, FunctionType) or function in within:
-        return (function,) if _is_plain(function) else id(function)
-    defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
-    kept = (*defaults, *keywords.values(), *closed_over(function), *vars(function).values())
-    inside = (*within, function)
-    return _code(function.__code__), tuple(_of_method(each, inside) for each in kept)
 
 
 def _code(code: CodeType) -> int:
