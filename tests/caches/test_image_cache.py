@@ -135,15 +135,6 @@ def test_a_data_module_keeps_pictures_where_crops_are_random(root, tmp_path, par
     assert "pictures, shorter side 48" in module.explain()
 
 
-def test_a_data_module_keeps_samples_where_nothing_is_random(root, tmp_path):
-    data = ld.FastImageFolder(root, size=32, crop="center")
-    module = Photos(data, cache=tmp_path / "kept")
-    plain, kept = epochs_of(Photos(data)), epochs_of(module)
-    for ours, theirs in zip(kept, plain, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-    assert "samples as the dataset returns them" in module.explain()
-
-
 def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
     kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     kept.pictures.fill()

@@ -135,16 +135,6 @@ def test_a_training_resumes_with_a_cache_or_without(tmp_path, photos):
         assert rest.seen == whole.seen[9:]
 
 
-def test_a_training_finds_what_was_filled_before(tmp_path, photos):
-    log = tmp_path / "log"
-    ld.CachedDataset(Counted(photos, log, FIXED), tmp_path / "cache").fill()
-    decoded(log)
-    _, data = fit(photos, log, tmp_path / "cache", steps=FIXED, workers=0)
-    assert data.explain().count("32 of 32") == 2
-    # Eight of training and of validation are compared, and some are read to plan the loaders.
-    assert decoded(log) <= 48
-
-
 class Multiples(Dataset):
     """Samples that a program changes: multiples of ``k``, which the dataset holds."""
 
