@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -164,20 +165,13 @@ class CachedDataset(Dataset[Any]):
             num_workers: Processes that do it; 0: this one does.
         """
         notice_changes(self)
-        filled = _Filled(self)
-        for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
-            if not kept:
+        untransformed, at_once = copy.copy(self), _FILLED_AT_ONCE
+        untransformed.transform = None
+        loader = DataLoader(untransformed, at_once, num_workers=num_workers, collate_fn=len)
+        for number, count in enumerate(loader):
+            file, start = self._seen(), number * at_once
+            if file is None or not any(map(file.has, range(start, start + count))):
                 break
-
-    def _fill(self, indices: Sequence[int]) -> list[bool]:
-        """Make or read these samples, and return which of them are in the cache now."""
-        file = self._opened()
-        if file is None:
-            return []
-        for index in indices:
-            if not file.has(index):
-                self._kept(file, index)
-        return [file.has(index) for index in indices]
 
     @property
     def can_read_ahead(self) -> bool:
@@ -393,19 +387,6 @@ def _identity_if_any(dataset: object) -> str | None:
             return identity(dataset)
         except DatasetError:
             return None
-
-
-class _Filled(Dataset[bool]):
-    """For each sample of a cache, whether it is there after it was made or read."""
-
-    def __init__(self, cache: CachedDataset) -> None:
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def __getitems__(self, indices: list[int]) -> list[bool]:
-        return self._cache._fill(indices)
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
