@@ -97,8 +97,17 @@ def test_fill_ends_where_no_more_finds_room(tmp_path, folder):
     assert max(data.made()[-32:]) < 100
 
 
-def test_a_complete_cache_of_rows_is_gathered(tmp_path, folder):
-    data = Made(folder)
+class Wide(Made):
+    """Samples of several thousand bytes."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"].repeat(1, 100)}
+
+
+@pytest.mark.parametrize("kind", [Made, Wide])
+def test_a_complete_cache_of_rows_is_gathered(tmp_path, folder, kind):
+    data = kind(folder)
     cached = ld.CachedDataset(data, tmp_path / "cache")
     assert rows_of(cached) is None
     theirs = list(DataLoader(data, 8))

@@ -137,8 +137,9 @@ DAMAGE = st.tuples(
     ("kind", "executor"), [("columns", "inline"), ("columns", "gather"), ("records", "inline")]
 )
 @max_examples(75)
-@example(what=[(2, ("cut", 0.5, 0))])  # the index of columns
-@example(what=[(0, ("cut", 0.5, 0))])  # and of records
+@example(what=[(0, ("cut", 0.5, 0))])  # the index
+@example(what=[(2, ("cut", 0.5, 0))])  # the samples
+@example(what=[(2, ("flip", 0.5, 0))])
 @given(what=st.lists(st.tuples(st.integers(0, 3), DAMAGE), min_size=1, max_size=2))
 def test_no_damaged_byte_reaches_a_batch(complete, kind, executor, what):
     place = complete[kind].with_name(f"{kind}-{executor}")
