@@ -63,18 +63,18 @@ class CachedDataset(Dataset[Any]):
         dataset: Has a length, and samples of tensors, NumPy arrays and scalars, PIL images,
             numbers, strings, bytes and None, in tuples, lists and dicts.
         folder: ``"disk"``: below ``$LIGHTNING_FASTDATA_CACHE`` or ``~/.cache/lightning_fastdata``.
-            Or a folder, in which each dataset gets one of its own; below ``/dev/shm`` it is in
-            memory, until it is deleted.
+            ``"ram"``: in the memory of this machine, until the process ends (Linux). Or a folder,
+            in which each dataset gets one of its own.
         transform: Called with each sample that is returned; not cached. It may draw at random.
         max_bytes: What the samples may take. Those that find no room are made each time. Default:
-            half of the disk that is free.
+            half of the disk that is free, and no more than a quarter of the memory in memory.
         key: By which the cache is found, in place of the dataset's state: change it when the
             samples change.
         always_same: The dataset always returns the same samples, though it seems to draw.
 
     Raises:
-        OptionsError: An argument has an impossible value, or the folder of the cache belongs to
-            another user, is a link, or cannot be written to.
+        OptionsError: An argument has an impossible value, there is no such memory, or the folder of
+            the cache belongs to another user, is a link, or cannot be written to.
         DatasetError: The dataset has no length, cannot be recognised in another run, or draws at
             random; or what is in the folder is damaged.
 
@@ -121,6 +121,8 @@ class CachedDataset(Dataset[Any]):
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
         self._full = False
+        self.optional = False
+        """Whether samples are made, and that is said, where the cache cannot be used: no error."""
         self._given_up = False
         self._state = _state_of(self.dataset, math.inf)
         """What the dataset was when the folder was named; None: it cannot be compared."""
@@ -172,6 +174,7 @@ class CachedDataset(Dataset[Any]):
             file, start = self._seen(), number * at_once
             if file is None or not any(map(file.has, range(start, start + count))):
                 break
+        self.flush()
 
     @property
     def can_read_ahead(self) -> bool:
@@ -200,6 +203,18 @@ class CachedDataset(Dataset[Any]):
         """How many samples are in the cache."""
         file = self._seen()
         return 0 if file is None else file.stored()
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the samples in the cache take."""
+        file = self._seen()
+        return 0 if file is None else file.used_bytes()
+
+    def flush(self) -> None:
+        """Wait until the disk has all samples that were written."""
+        file = self._seen()
+        if file is not None:
+            file.flush()
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
@@ -245,14 +260,22 @@ class CachedDataset(Dataset[Any]):
         if self._given_up:
             return None
         if not self._compared:
-            self._file = self._existing()
-            if self._file is None:
-                self._file = self._make()
-            if self._length not in self._known:
-                self._compare(self._file)
-                self._known.add(self._length)
+            try:
+                self._file = self._open()
+            except Exception as error:  # of the system, the cache, or the samples to compare
+                self._go_without(error)
+                return None
             self._compared = True
         return self._file
+
+    def _open(self) -> SampleFile:
+        file = self._existing()
+        if file is None:
+            file = self._make()
+        if self._length not in self._known:
+            self._compare(file)
+            self._known.add(self._length)
+        return file
 
     def _existing(self) -> SampleFile | None:
         if self._file is None and is_there(self.folder):
@@ -261,7 +284,24 @@ class CachedDataset(Dataset[Any]):
 
     def _seen(self) -> SampleFile | None:
         """Return the cache; None: there is none yet, or it is used no more."""
-        return None if self._given_up else self._existing()
+        if self._given_up:
+            return None
+        try:
+            return self._existing()
+        except (DatasetError, OptionsError) as error:
+            self._go_without(error)
+            return None
+
+    def _go_without(self, error: Exception) -> None:
+        """Raise an error again; or, of a cache that is optional, say it, and use it no more."""
+        if not self.optional:
+            raise error
+        self._given_up = True
+        warnings.warn(
+            f"The samples are made each time, as no cache can be used (cache='auto'): {error}",
+            FastDataWarning,
+            stacklevel=3,
+        )
 
     def _make(self) -> SampleFile:
         with made_by_one(self.folder):
@@ -303,12 +343,14 @@ class CachedDataset(Dataset[Any]):
             return
         try:
             file.write(index, sample)
-        except OSError as error:
+        except (OSError, DatasetError) as error:
+            if isinstance(error, DatasetError) and not self.optional:
+                raise
             self._full = True
+            said = getattr(error, "strerror", None) or error
             warnings.warn(
-                f"No more samples are written to the cache {self.folder}: "
-                f"{error.strerror or error}. They are made each time. Make room there, or give "
-                "another folder.",
+                f"No more samples are written to the cache {self.folder}: {said}. They are "
+                "made each time. Make room there, or give another folder.",
                 FastDataWarning,
                 stacklevel=3,
             )

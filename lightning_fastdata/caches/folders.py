@@ -1,48 +1,66 @@
-"""Where caches have their folders."""
+"""Where caches have their folders: on disk, or in memory until a process ends."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
-"""``"disk"``, or a folder."""
+"""``"disk"``, ``"ram"`` or a folder."""
 
+_WORDS: Final = ("disk", "ram")
+_ALIKE: Final = 0.75
+_SHARED_MEMORY: Final = Path("/dev/shm")
 _ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-def check_folder(folder: object) -> None:
-    """Raise OptionsError unless this may be the place of a cache: ``"disk"``, or a folder.
+def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
+    """Raise OptionsError unless this may be the place of a cache: one of the words, or a folder.
 
-    A text that is a single word is refused, as it may be a misspelt one.
+    A text that is nearly a word is taken for one that was misspelt.
     """
     given = isinstance(folder, str | os.PathLike) and os.fsdecode(folder)
     if not given or _ADDRESS.match(given):
         raise OptionsError(
-            f"The place of a cache is {folder!r}. Give 'disk' or a folder of this machine."
+            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))} or a folder "
+            "of this machine."
         )
-    if isinstance(folder, str) and folder != "disk" and re.fullmatch(r"\w[^/\\]*", folder):
+    if isinstance(folder, str) and folder not in words and _is_nearly_a_word(folder):
         raise OptionsError(
-            f"The place of a cache is {folder!r}. Give 'disk'; or './{folder}', if a folder of "
-            "that name is meant."
+            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))}; or "
+            f"'./{folder}', if a folder of that name is meant."
         )
+
+
+def _is_nearly_a_word(text: str) -> bool:
+    text, words = text.casefold(), ("auto", *_WORDS)
+    mixed_up = sorted(text) in map(sorted, words)
+    alike = mixed_up or difflib.get_close_matches(text, words, cutoff=_ALIKE)
+    return text.isalpha() and bool(alike)
 
 
 def cache_root(folder: CacheFolder) -> Path:
     """Return the folder in which caches have folders of their own.
 
     Raises:
-        OptionsError: It is no folder of this machine.
+        OptionsError: It is no folder of this machine, or there is no such memory.
     """
     check_folder(folder)
+    if folder == "ram":
+        return _memory_root()
     try:
         root = cache_folder() / "samples" if folder == "disk" else Path(folder).expanduser()
     except RuntimeError as error:
@@ -51,6 +69,41 @@ def cache_root(folder: CacheFolder) -> Path:
         ) from error
     check_folder(root)  # what the environment says may be an address, too
     return root
+
+
+@cache
+def _memory_root() -> Path:
+    """Return a folder in memory, of this process and those that it forks: it ends with this one.
+
+    What processes that were killed have left is removed by the next that makes one.
+    """
+    if not _SHARED_MEMORY.is_dir():
+        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
+    import fcntl
+
+    above = _SHARED_MEMORY / f"lightning_fastdata-ram-{os.getuid()}"
+    with made_by_one(above):
+        for left in above.glob("of-*"):
+            _remove_if_free(left)
+        root = Path(tempfile.mkdtemp(prefix="of-", dir=above))
+        # It stays open, as the lock is that of the open folder. Forked workers have it, too.
+        fcntl.flock(os.open(root, os.O_RDONLY), fcntl.LOCK_SH)
+    # Not atexit, which ranks that multiprocessing has started do not come to.
+    Finalize(None, shutil.rmtree, (root, True), exitpriority=0)
+    return root
+
+
+def _remove_if_free(folder: Path) -> None:
+    import fcntl
+
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass  # in use
+    finally:
+        os.close(held)
 
 
 def name_of_key(key: str) -> str:
@@ -104,8 +157,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def room_bytes(folder: Path) -> int:
-    """Return what a cache may take if nothing is said: half of the disk that is free."""
-    return shutil.disk_usage(folder).free // 2
+    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory."""
+    while not folder.exists():  # it may be yet to be made
+        folder = folder.parent
+    room = shutil.disk_usage(folder).free // 2
+    in_memory = folder.is_relative_to(_SHARED_MEMORY)
+    return min(room, read_host_memory().available_bytes // 4) if in_memory else room
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Samples in a file that many processes read and write at once, and that a kill leaves valid.
 
-A folder holds ``manifest.json``, ``index.bin`` and ``samples.bin``. Where all samples have one
-form, that is in the manifest, and the file has their records as rows: row i is that of sample i.
-Otherwise each record stands behind its own form, in the order in which they came. The index has an
-entry for each sample: where it is, how long, and the CRC-32 of its number and bytes. The bytes are
-written before the entry, so a sample is there whole or not at all. No byte is believed: of what a
-crash of the machine, a copy or a disk leaves, each sample is held against its checksum when it is
+A folder holds ``manifest.json``, ``index.bin`` and the samples. Where all have one form, that is in
+the manifest, and ``column-0.bin`` has their records as rows: row i is that of sample i. Otherwise
+``samples.bin`` has each record behind its own form, in the order in which they came. The index has
+an entry for each sample: where it is, how long, and the CRC-32 of its number and bytes. The bytes
+are written before the entry, so a sample is there whole or not at all. No byte is believed: of what
+a crash of the machine, a copy or a disk leaves, each sample is held against its checksum when it is
 first read in a run, and made again if that is wrong; a manifest or an index that is damaged is an
 error that names the folder.
 """
@@ -66,15 +66,15 @@ class SampleFile:
         """That samples may take."""
         self._known = known
         self._row_bytes = 0 if self.form is None else record_bytes(self.form)
-        self._path = folder / "samples.bin"
+        self._path = folder / _file_name(self.form)
         self._first: Raw = np.empty(0, np.uint8)
         """The file, as far as it was mapped."""
         count = manifest["samples"]
         found, wanted = (folder / "index.bin").stat().st_size, _index_bytes(count)
         if found != wanted:
             raise ValueError(f"index.bin has {found} bytes, not {wanted}")
-        index = np.memmap(folder / "index.bin", _ENTRY, "r+")
-        self._index: NDArray[Any] = np.asarray(index)[:count]
+        self._mapped: np.memmap[Any, Any] = np.memmap(folder / "index.bin", _ENTRY, "r+")
+        self._index: NDArray[Any] = np.asarray(self._mapped)[:count]
         self._file = os.open(self._path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file).atexit = False
         if os.fstat(self._file).st_size < count * self._row_bytes:
@@ -141,7 +141,7 @@ class SampleFile:
         try:
             _make(folder / "index.bin", _index_bytes(samples), filled=True)
             # Sparse: a file takes the room of what is written to it.
-            _make(folder / "samples.bin", rows_bytes, filled=False)
+            _make(folder / _file_name(form), rows_bytes, filled=False)
             # Last, because a folder with a manifest is a cache.
             write_atomically(folder / "manifest.json", text + b"\n" + _crc_line(text))
         except OSError as error:
@@ -271,6 +271,11 @@ class SampleFile:
                 self._record(index)
         return columns if self.stored() == len(self._index) else None
 
+    def flush(self) -> None:
+        """Wait until the disk has what was written."""
+        os.fsync(self._file)
+        self._mapped.flush()
+
     def _room(self, size: int) -> int | None:
         """Return where a record goes, at the end of the file; None if there is no room for it."""
         # Opened under the lock, as a network file system then asks how long the file is.
@@ -290,6 +295,10 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:  # bfloat16 and others that NumPy has not
         return None
+
+
+def _file_name(form: Form | None) -> str:
+    return "samples.bin" if form is None else "column-0.bin"
 
 
 def _index_bytes(samples: int) -> int:

@@ -37,7 +37,7 @@ class Change:
     fast: bool = False
     """This package's loader, which chooses who reads."""
     cache: str | None = None
-    """Where samples are kept: ``"disk"``."""
+    """Where samples are kept: ``"ram"`` or ``"disk"``."""
     share: bool = False
     """Lists and dicts of the dataset are in memory that all workers have together."""
 
@@ -117,7 +117,7 @@ class LoaderFacts:
     keeps_bytes: float = 0.0
     """What all samples take, as they come out of the loader."""
     free_bytes: float = 0.0
-    """What a cache may take: of memory, as from a disk samples come no sooner than files."""
+    """What a cache in memory may take."""
     epochs: float = math.inf
     """Of the training."""
     objects: str = ""
@@ -195,7 +195,9 @@ def _others(facts: LoaderFacts) -> list[Remedy]:
         says = f"{facts.objects} is held once, and can no longer be changed"
         found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
-        found.append(Remedy(name="a cache", change=Change(cache="disk"), effort=3, says=(_FILLED,)))
+        found.append(
+            Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3, says=(_FILLED,))
+        )
     return found
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import itertools
 import multiprocessing
 import os
 import pickle
 import random
 import signal
+import textwrap
+from pathlib import Path
 
 import albumentations as A
 import numpy as np
@@ -16,10 +19,12 @@ import pytest
 import torch
 from caches.made import Made
 from misses import each
+from programs import run_program
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchvision.transforms import v2
 
 import lightning_fastdata as ld
+from lightning_fastdata.caches import folders
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.gather.rows import rows_of
 
@@ -281,6 +286,57 @@ def test_impossible_arguments_are_named(tmp_path, folder, arguments, error, name
 def test_a_folder_that_cannot_be_made_is_named(folder):
     with pytest.raises(OptionsError, match=r"/proc/nowhere.*LIGHTNING_FASTDATA_CACHE"):
         ld.CachedDataset(Made(folder), "/proc/nowhere")[0]
+
+
+IN_MEMORY = """
+import os, sys
+sys.path.insert(0, {here!r})
+from made import Made
+import lightning_fastdata as ld
+from lightning_fastdata.caches import folders
+from pathlib import Path
+folders._SHARED_MEMORY = Path({memory!r})
+cached = ld.CachedDataset(Made({folder!r}), "ram")
+loader = ld.FastDataLoader(cached, 8, num_workers=2)
+list(loader), list(loader)
+print(cached.folder.exists(), cached.stored, len(list(cached.folder.parent.parent.glob("of-*"))))
+if {killed}:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.cases(1)
+@pytest.mark.skipif(not folders._SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder):
+    memory = tmp_path / "shm"
+    memory.mkdir()
+
+    def run(killed):
+        script = IN_MEMORY.format(
+            here=str(Path(__file__).parent), memory=str(memory), folder=str(folder), killed=killed
+        )
+        return run_program("-c", textwrap.dedent(script))
+
+    run(killed=True)
+    (left,) = memory.glob("*/of-*")
+    held = os.open(left, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # until its last worker is gone
+    os.close(held)
+    done = run(killed=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "40", "1"]
+    assert [path.name for path in memory.glob("*/*")] == ["lock"]
+
+
+def test_a_link_in_the_place_of_caches_in_memory_is_refused(tmp_path, monkeypatch):
+    """It may have been put there by anybody, to have a cache written elsewhere."""
+    (tmp_path / f"lightning_fastdata-ram-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr(folders, "_SHARED_MEMORY", tmp_path)
+    folders._memory_root.cache_clear()
+    with pytest.raises(OptionsError, match="it is no folder"):
+        folders.cache_root("ram")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 class Forms(Made):

@@ -21,7 +21,7 @@ from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
-from lightning_fastdata.errors import DatasetError, FastDataError, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataError, FastDataWarning, OptionsError
 
 COUNT = 40
 PAGE_BYTES = 64
@@ -137,8 +137,10 @@ DAMAGE = st.tuples(
     ("kind", "executor"), [("columns", "inline"), ("columns", "gather"), ("records", "inline")]
 )
 @max_examples(75)
-@example(what=[(0, ("cut", 0.5, 0))])  # the index
-@example(what=[(2, ("cut", 0.5, 0))])  # the samples
+@example(what=[(0, ("cut", 0.5, 0))])  # the samples as rows, or the index
+@example(what=[(1, ("cut", 0.5, 0))])  # the index, or the manifest
+@example(what=[(2, ("cut", 0.5, 0))])  # the manifest, or the samples as records
+@example(what=[(0, ("flip", 0.5, 0))])
 @example(what=[(2, ("flip", 0.5, 0))])
 @given(what=st.lists(st.tuples(st.integers(0, 3), DAMAGE), min_size=1, max_size=2))
 def test_no_damaged_byte_reaches_a_batch(complete, kind, executor, what):
@@ -272,8 +274,10 @@ UNUSABLE = [file_above, linked, damaged_manifest, cut_index, of_other_samples]
 OWNERS = [Rows(), Mixed()]
 
 
-def cache_in(root, owner):
-    return CachedDataset(owner, root, key="k")
+def cache_in(root, owner, *, optional=False):
+    cached = CachedDataset(owner, root, key="k")
+    cached.optional = optional
+    return cached
 
 
 def all_of(data):
@@ -287,6 +291,22 @@ def test_a_cache_that_cannot_be_used_is_one_error_that_names_it(tmp_path, owner,
     with pytest.raises(FastDataError, match=f"{cached.folder}.*(Delete|[Nn]ame another)") as told:
         all_of(cache_in(root, owner))
     assert isinstance(told.value, DatasetError | OptionsError)
+
+
+@each("break_it", UNUSABLE)
+@each("looked_at", [False, True])
+def test_without_a_cache_that_is_optional_samples_are_made_and_that_is_said(
+    tmp_path, break_it, looked_at
+):
+    root, _ = broken(tmp_path, Mixed(), None)
+    cached = cache_in(root, Mixed(), optional=True)
+    break_it(root, cached.folder)  # after it was decided to use it
+    with pytest.warns(FastDataWarning, match="no cache can be used") as told:
+        found = cached.explain() if looked_at else all_of(cached)
+    assert str(cached.folder) in cached.explain()
+    assert equal(all_of(cached), all_of(Mixed()))
+    assert found
+    assert len(told) == 1
 
 
 def broken(tmp_path, owner, break_it):
@@ -307,10 +327,12 @@ class Odd(Rows):
         return super().__getitem__(index) if index != 5 else object
 
 
-def test_a_sample_that_cannot_be_kept_is_an_error(tmp_path):
-    cached = CachedDataset(Odd(), tmp_path)
+def test_a_sample_that_cannot_be_kept_ends_no_training_that_has_not_asked_for_it(tmp_path):
+    cached = cache_in(tmp_path, Odd(), optional=True)
+    with pytest.warns(FastDataWarning, match="at sample|as a sample"):
+        assert equal(all_of(cached), all_of(Odd()))
     with pytest.raises(DatasetError, match="cannot be cached"):
-        cached[5]
+        cache_in(tmp_path, Odd())[5]
 
 
 @each("owner", OWNERS)
@@ -342,7 +364,7 @@ def test_no_other_user_can_open_the_folder(tmp_path, owner):
 
 
 NO_PLACES = ["s3://bucket/x", "gs://b", "file:///tmp/x", "hf://datasets/x", Path("s3://bucket/x")]
-NO_PLACES += ["", "auto", "disc", "DISK", "ram", "photos-1", True, 3, ["disk"]]
+NO_PLACES += ["", "atuo", "Auto", "disc", "DISK", "dsik", "rma", "RAM", True, 3, ["disk"]]
 MAKERS = [
     lambda folder: CachedDataset(Rows(), folder),
     lambda folder: FastDataModule.from_datasets(Rows(), cache=folder),
@@ -353,12 +375,12 @@ MAKERS = [
 @each("folder", NO_PLACES)
 def test_what_is_no_place_of_this_machine_is_refused(tmp_path, monkeypatch, make, folder):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionsError, match=r"The place of a cache is .*'disk'"):
+    with pytest.raises(OptionsError, match=r"The place of a cache is .*'disk', 'ram'"):
         make(folder)
     assert list(tmp_path.iterdir()) == []
 
 
-@each("folder", ["./c", Path("disc"), "kept/auto"])
+@each("folder", ["c", "data", "./atuo", Path("disc"), "kept/auto", "photos-1"])
 def test_folders_of_other_names_are_used(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     all_of(CachedDataset(Rows(), folder))
@@ -370,6 +392,12 @@ def test_an_address_in_the_environment_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", "s3://bucket/x")
     with pytest.raises(OptionsError, match=r"The place of a cache is .*s3:"):
         CachedDataset(Rows(), "disk")
+
+
+def test_auto_is_for_data_modules():
+    FastDataModule.from_datasets(Rows(), cache="auto")
+    with pytest.raises(OptionsError, match=r"'\./auto', if a folder of that name is meant"):
+        CachedDataset(Rows(), "auto")
 
 
 def test_without_a_home_the_variable_is_named(monkeypatch):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import warnings
 import zlib
 from itertools import islice
 from pathlib import Path
@@ -12,7 +15,10 @@ import pytest
 import torch
 import torchvision.transforms as T
 from lightning.pytorch.callbacks import ModelCheckpoint
+from misses import each
 from PIL import Image
+from rig.machine import sleep
+from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from trainers import Learner, quiet_trainer
@@ -133,6 +139,115 @@ def test_a_training_resumes_with_a_cache_or_without(tmp_path, photos):
     for cache in (tmp_path / "cache", tmp_path / "cache", None):
         rest, _ = fit(photos, log, cache, steps=DRAWN, resume=file)
         assert rest.seen == whole.seen[9:]
+
+
+@pytest.fixture
+def machine():
+    """What samples take is exact, also in the process that tries a cache; kept ones take none."""
+    with on_machine() as virtual:
+        yield virtual
+
+
+class Computes(torch.utils.data.Dataset):
+    """Takes 4 ms for a sample, and may draw."""
+
+    def __init__(self, draws=False):
+        self.draws = draws
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        sleep(0.004)
+        return torch.full((50,), float(index)) + (torch.rand(1) if self.draws else 0), index
+
+
+class Ready(torch.utils.data.Dataset):
+    """Has its samples at hand."""
+
+    rows = torch.arange(40.0).view(40, 1).expand(40, 50)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.rows[index], index
+
+
+def fit_auto(dataset, cache="auto", epochs=3):
+    data = ld.FastDataModule.from_datasets(dataset, batch_size=5, seed=1, cache=cache)
+    module = Seen()
+    trainer = quiet_trainer(max_epochs=epochs)
+    trainer.fit(module, datamodule=data)
+    return module.seen, data.explain()
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.filterwarnings("ignore:.*a sample waits")
+def test_auto_keeps_samples_where_it_pays(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(tmp_path))
+    wanted, _ = fit_auto(Computes(), None)
+    seen, said = fit_auto(Computes())
+    assert seen == wanted
+    assert "samples are kept (cache='auto'): samples as the dataset returns them: " in said
+    assert "40 of 40" in said
+    assert "samples are kept (cache='auto')" in "".join(capfd.readouterr())
+    seen, said = fit_auto(Computes())
+    assert seen == wanted
+    assert "an earlier run has kept 40 of 40" in said
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("dataset", "epochs", "why"),
+    [
+        (Ready(), 3, "0 -> 0 ms a sample, which 3 epochs do not pay back"),
+        (Computes(), 1, "4 -> 0 ms a sample, which 1 epochs do not pay back"),
+        (Computes(draws=True), 3, "Computes draws at random"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*a sample waits")
+def test_auto_keeps_nothing_where_it_does_not_pay(dataset, epochs, why, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(tmp_path))
+    _, said = fit_auto(dataset, epochs=epochs)
+    assert re.search(rf"samples are not kept \(cache='auto'\): .*{re.escape(why)}", said)
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def no_folder(root, _folder):
+    shutil.rmtree(root)
+    root.write_text("")
+
+
+def flipped_manifest(_root, folder):
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"40", b"41"))
+
+
+def cut_index(_root, folder):
+    os.truncate(folder / "index.bin", 100)
+
+
+@pytest.fixture
+def wanted(machine):
+    return fit_auto(Computes(), None)[0]
+
+
+@each("break_it", [no_folder, flipped_manifest, cut_index])
+def test_auto_ends_no_training_whatever_has_become_of_the_cache(
+    tmp_path, monkeypatch, wanted, break_it
+):
+    root = tmp_path / "root"
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(root))
+    ld.CachedDataset(Computes()).fill()
+    (manifest,) = root.rglob("manifest.json")
+    break_it(root, manifest.parent)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        seen, said = fit_auto(Computes())
+    assert seen == wanted
+    words = [str(one.message) for one in told if one.category is FastDataWarning]
+    assert any("cache='auto'" in one and str(root) in one for one in words), (words, said)
 
 
 class Multiples(Dataset):

@@ -67,7 +67,7 @@ def test_loggers_get_the_proportions_and_the_epochs_of_the_parts(tmp_path):
 def test_a_mixture_is_shuffled_and_cached_by_nobody(tmp_path):
     with pytest.raises(OptionsError, match="order of its own"):
         module(mixture(), shuffle=True).train_dataloader()
-    cached = module(mixture(), cache="disk").train_dataloader()
+    cached = module(mixture(), cache="ram").train_dataloader()
     assert isinstance(cached.dataset, Mixture)
 
 

@@ -143,7 +143,7 @@ def test_a_training_whose_steps_change_what_is_read_keeps_its_workers(tried, pac
     found = tried(script)
     assert {row["name"] for row in found.as_dict()["rows"]} == {AS_IS, FREE}
     refused = found.as_dict()["not_tried"]
-    assert {each["name"] for each in refused} >= {"num_workers=2", "a cache"}
+    assert {each["name"] for each in refused} >= {"num_workers=2", "a cache in memory"}
     assert all("steps change what is read" in each["why"] for each in refused)
     assert found.outcome == "not known"
     assert "no change to try" in found.verdict
@@ -164,7 +164,7 @@ def test_globals_that_steps_change_are_told_as_such(tried):
         trainer.fit(model, DataLoader(Slow(), ROWS))
 
     refused = tried(script).as_dict()["not_tried"]
-    assert {each["name"] for each in refused} >= {"num_workers=2", "a cache"}
+    assert {each["name"] for each in refused} >= {"num_workers=2", "a cache in memory"}
     assert all(
         "steps change globals" in each["why"] for each in refused if "CUDA" not in each["why"]
     )

@@ -53,7 +53,7 @@ CHANGES = {
     "workers": Change(num_workers=2),
     "workers that stay": Change(num_workers=1, persistent_workers=True),
     "ours": Change(fast=True),
-    "cache": Change(cache="disk"),
+    "cache": Change(cache="ram"),
 }
 
 
@@ -106,7 +106,7 @@ def test_parts_of_an_epoch_make_up_the_epoch(workers):
 def test_a_cache_reads_the_same_part_again():
     loader = DataLoader(Numbers(24), 4, shuffle=True)
     pieces = Pieces(loader.batch_sampler)
-    arm = remade(loader, Change(cache="disk"), Cut(pieces, 3, again=True))
+    arm = remade(loader, Change(cache="ram"), Cut(pieces, 3, again=True))
     assert rows(arm) == rows(arm)
     assert rows(remade(loader, Change(), Cut(pieces, 3))) != rows(arm)
 

@@ -20,7 +20,7 @@ PLAIN = {
     "reader": "torch", "num_workers": 0, "cpus": 2, "cuda": False, "used_cpus": 0.2,
     "start_share": 0.1, "free_bytes": 1e9, "keeps_bytes": 1e6,
 }  # fmt: skip
-CACHE = "a cache"
+CACHE = "a cache in memory"
 
 
 def names(**facts):
@@ -107,13 +107,13 @@ def test_the_best_of_each_kind_go_together():
         for each in (
             Remedy(name="num_workers=2", change=Change(num_workers=2), effort=1),
             Remedy(name=FAST, change=Change(fast=True), effort=2),
-            Remedy(name=CACHE, change=Change(cache="disk"), effort=3),
+            Remedy(name=CACHE, change=Change(cache="ram"), effort=3),
         )
     }
     gains = {"num_workers=2": 1.5, FAST: 1.4, CACHE: 1.2}
     joined = together(remedies, gains, may_persist=True)
     assert Change(num_workers=2, persistent_workers=True) in [each.change for each in joined]
-    assert Change(fast=True, cache="disk") in [each.change for each in joined]
+    assert Change(fast=True, cache="ram") in [each.change for each in joined]
     assert not any(each.change.fast and each.change.num_workers for each in joined)
     never = together(remedies, gains, may_persist=False)
     assert not any(each.change.persistent_workers for each in never)
@@ -135,9 +135,9 @@ def test_the_code_is_what_the_user_has_with_the_change():
     assert own[1].startswith(
         'train_loader = FastDataLoader(dataset, batch_size=16, shuffle=True, num_workers="a'
     )
-    for change in (Change(cache="disk"), Change(fast=True, cache="disk")):
+    for change in (Change(cache="ram"), Change(fast=True, cache="ram")):
         lines = code_of(change, [call], given_to_fit=True)
-        assert 'CachedDataset(dataset, "disk")' in lines[-1]
+        assert 'CachedDataset(dataset, "ram")' in lines[-1]
         compile("\n".join(lines), "pasted", "exec")
 
 

@@ -64,7 +64,7 @@ def workers(number, effort=1):
 
 
 FAST = Remedy(name="fast", change=Change(fast=True), effort=2)
-CACHE = Remedy(name="cache", change=Change(cache="disk"), effort=3)
+CACHE = Remedy(name="cache", change=Change(cache="ram"), effort=3)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def cache_images(
 
     Args:
         dataset: Whose pictures.
-        folder: ``"disk"`` or a folder; as for :class:`CachedDataset`.
+        folder: ``"disk"``, ``"ram"`` or a folder; as for :class:`CachedDataset`.
         max_bytes: What the pictures may take; others are read from their files. Default: half of
-            the disk that is free.
+            the disk that is free, a quarter of the memory.
         key: As for :class:`CachedDataset`.
 
     Raises:

@@ -99,7 +99,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
 
 def _passed(found: Found, e: Evidence) -> Found:
     """Return what the gate lets through of a finding, written for what holds the settings."""
-    options, cache = f"{e.settings_in}(", "FastDataModule(cache='disk')"
+    options, cache = f"{e.settings_in}(", "FastDataModule(cache='auto')"
     finding = passed(found.finding, e.closed)
     remedy = finding.remedy.replace("LoaderOptions(", options)
     if e.settings_in == "FastDataLoader":

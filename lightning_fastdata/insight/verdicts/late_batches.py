@@ -33,7 +33,7 @@ _SHARED, _BY_THEMSELVES = 0.35, 0.75
 they share; above, they do not."""
 _OTHERS: Final = "held up by other programs"
 _CACHE: Final = Advice(
-    text="cache samples (FastDataModule(cache='disk'))", changes=("cache",), joins=True
+    text="cache samples (FastDataModule(cache='auto'))", changes=("cache",), joins=True
 )
 _ON_DEVICE: Final = Advice(text="augmentation on the device", changes=("augment_on",), joins=True)
 _NAMED: Final = 0.2

@@ -129,7 +129,8 @@ class DataModuleHooks(NeedsConstruction):
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
             a pipeline drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
-            make them again: ``"disk"`` or a folder. See :class:`CachedDataset`.
+            make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
+            samples show that it pays and a cache can be used. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
@@ -178,7 +179,7 @@ class DataModuleHooks(NeedsConstruction):
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
         if cache is not None:
-            check_folder(cache)
+            check_folder(cache, ("auto", "disk", "ram"))
         self.cache = cache
         self.collate_fn = collate_fn
         self.drop_last = drop_last

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
+import tempfile
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence, Sized
@@ -15,8 +18,11 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Seque
 
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.caches.cached import cache_of, with_cache
+from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
+from lightning_fastdata.caches.gain import measure_gain
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.insight.report.run_report import Explanation
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import order_of, tuner_for
@@ -35,6 +41,7 @@ from lightning_fastdata.planning.facts.inspection import (
     inspect_dataset,
     refuse_empty,
 )
+from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.planning.options import check_dataset, refuse_shuffle
 from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 from lightning_fastdata.plugin.data.arguments import (
@@ -77,6 +84,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
+    from lightning_fastdata.caches.cached import CachedDataset
+    from lightning_fastdata.caches.gain import CacheGain
     from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
@@ -92,6 +101,7 @@ _FURTHER_SAMPLES: Final = 7  # read beside the first one to see whether all imag
 _NEEDS_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 _REPLACED_BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
 _ORDERS: Final = ("shuffle", "sampler", "batch_sampler")
+_DEADLINE_S: Final = 30.0
 
 
 class ModuleLoaders:
@@ -107,8 +117,8 @@ class ModuleLoaders:
         """By name of the dataset and size of its batches: a loader that is made anew is as its
         tuner has left the last."""
 
-        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any]]] = {}
-        """By name: a dataset, and the same with a cache."""
+        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any], str | None]] = {}
+        """By name: a dataset, the same with a cache, and what was decided about it."""
 
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
@@ -207,10 +217,12 @@ class ModuleLoaders:
             return dataset  # which has another sample at each index in each epoch
         if module.cache is None or not again or gatherable(dataset):
             return dataset
-        known, cached = self._caches.get(name, (None, dataset))
+        known, cached, _ = self._caches.get(name, (None, dataset, None))
         if known is not dataset:
-            cached = with_cache(dataset, module.cache)
-            self._caches[name] = dataset, cached
+            cached, decided = kept(dataset, module.cache, module.trainer)
+            self._caches[name] = dataset, cached, decided
+            if decided is not None:
+                _tell(module.trainer, name, decided)
         return cached
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
@@ -290,9 +302,10 @@ class ModuleLoaders:
             for (name, _), tuner in self._tuners.items()
             if tuner.moves
         ]
-        for name, (_, cached) in self._caches.items():
+        for name, (_, cached, decided) in self._caches.items():
             cache = cache_of(cached)
-            parts += [] if cache is None else [f"{name}\n{cache.explain()}"]
+            said = [decided, None if cache is None else cache.explain()]
+            parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
         parts += self._transforms.explain(lambda stage: module.placing.where(stage, module.trainer))
         if module.placing.asked != "cpu":
             for (stage, name), dataset in datasets.items():
@@ -549,3 +562,74 @@ def settle_sharing(
         _tell(trainer, name, left)
     if stage != "train":
         average_exactly(trainer)
+
+
+def kept(
+    dataset: Dataset[Any], folder: CacheFolder, trainer: Trainer | None
+) -> tuple[Dataset[Any], str | None]:
+    """Return the dataset with a cache, and what was decided, if there was anything to decide.
+
+    ``"auto"`` is ``"disk"`` where an earlier run has begun the cache, or where some samples, read
+    in a process that is thrown away, show that it pays in the epochs of the training: see
+    :meth:`CacheGain.why_not`. Ranks decide for themselves; their samples are the same in any case.
+    What keeps a cache from being used is said, and ends no training.
+    """
+    if folder != "auto":
+        return with_cache(dataset, folder), None
+    try:
+        cached, reason = _decision(dataset, _epochs_left(trainer))
+    except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there
+        cached, reason = None, str(error)
+        warnings.warn(f"No samples are kept (cache='auto'): {error}", FastDataWarning, stacklevel=2)
+    said = f"samples are {'not ' if cached is None else ''}kept (cache='auto'): {reason}"
+    return dataset if cached is None else cached, said
+
+
+def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None, str]:
+    """Return the dataset with a cache, or None if samples are not to be kept; and why."""
+    try:
+        cached = with_cache(dataset, "disk")
+    except DatasetError as error:
+        return None, str(error)
+    cache = cache_of(cached)
+    assert cache is not None  # which with_cache() has made
+    cache.optional = cached is not dataset
+    reason = f"an earlier run has kept {cache.stored} of {len(cache)}"
+    if not cache.stored:
+        pays, reason = _gain(dataset, cache, epochs)
+        if not pays:
+            return None, reason
+    with made_by_one(cache.folder):  # which fails where nothing can be written
+        return cached, reason
+
+
+def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[bool, str]:
+    """Return whether keeping samples pays, and why."""
+    if len(cache) < 2:
+        return False, "there are too few"
+    with tempfile.TemporaryDirectory() as folder:
+        method = multiprocessing.get_start_method()
+        found = try_apart(_measure, dataset, folder, start_method=method, deadline_s=_DEADLINE_S)
+    gain: CacheGain | None = found.values.get("gain")
+    if gain is None:
+        failure = found.failure
+        if failure is not None and isinstance(failure.error, DatasetError):
+            return False, str(failure.error)
+        return False, f"a process that tried it {'failed' if failure is None else failure.what}"
+    reason = gain.why_not(
+        disk_bytes=room_bytes(cache.folder),
+        memory_bytes=read_host_memory().available_bytes / 2,
+        epochs=epochs,
+    )
+    return reason is None, reason or str(gain)
+
+
+def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:
+    tell("gain", measure_gain(dataset, folder))
+
+
+def _epochs_left(trainer: Trainer | None) -> float:
+    most = None if trainer is None else trainer.max_epochs
+    if trainer is None or most is None or most < 0:
+        return math.inf
+    return most - trainer.current_epoch
