@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from torch.utils.data import Subset
+
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES, seed_generator, state_of
@@ -33,8 +35,9 @@ def refuse_drawn(dataset: MapDataset) -> None:
     """Raise DatasetError if samples draw at random, or are not the same twice."""
     if all(_is_fixed(dataset, index) for index in tried_indices(len(dataset))):
         return
+    inner = dataset.dataset if type(dataset) is Subset else dataset
     raise DatasetError(
-        f"{type(dataset).__name__} draws at random, or differs from reading to reading, so that "
+        f"{type(inner).__name__} draws at random, or differs from reading to reading, so that "
         "its samples cannot be kept. Cache a dataset without its random transforms, and give these "
         "to the cache (transform=...), or to the data module (augment=...). If it always returns "
         "the same samples, say so: always_same=True."

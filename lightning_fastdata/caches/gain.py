@@ -61,7 +61,7 @@ class CacheGain:
                 return f"{self.total_bytes / 1e9:.3g} GB, for which {free} may be used"
         saved_ms = (epochs - 1) * (self.made_ms - self.later_ms)
         if not saved_ms > max(0.0, self.first_ms - self.made_ms):  # one epoch reads no kept sample
-            return f"{self}, which {epochs:g} epochs do not pay back"
+            return f"{self}, which the epochs to come ({epochs:g}) do not pay back"
         return None
 
 

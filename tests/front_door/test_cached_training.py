@@ -201,8 +201,8 @@ def test_auto_keeps_samples_where_it_pays(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("dataset", "epochs", "why"),
     [
-        (Ready(), 3, "0 -> 0 ms a sample, which 3 epochs do not pay back"),
-        (Computes(), 1, "4 -> 0 ms a sample, which 1 epochs do not pay back"),
+        (Ready(), 3, "0 -> 0 ms a sample, which the epochs to come (3) do not pay back"),
+        (Computes(), 1, "4 -> 0 ms a sample, which the epochs to come (1) do not pay back"),
         (Computes(draws=True), 3, "Computes draws at random"),
     ],
 )
