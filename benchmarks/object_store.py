@@ -5,7 +5,7 @@
 A server in a process of its own on this machine (aiohttp) waits so many milliseconds before each
 answer. Photographs of about 480 x 375 px, decoded by PIL, RandomResizedCrop(224), shuffled batches
 of 64. "ours" is ``FastDataModule`` over ``SourceDataset(ObjectSource(...))`` and, without a server,
-over ``FileSource``; "kept on disk" reads what ``CachedSource`` kept in the epochs before. torch's
+over ``FileSource``; "kept on disk" reads what ``CachedDataset`` kept in the epochs before. torch's
 rows read one object a sample, as most datasets do, with obstore or fsspec. Images per second of the
 third epoch, and CPU milliseconds an image of the training and its workers, without the server.
 Server and loader share the CPUs: what the server takes an image is printed, because no loader here
@@ -34,8 +34,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata import FastDataModule
-from lightning_fastdata.data import CachedSource
+from lightning_fastdata import CachedDataset, FastDataModule
 from lightning_fastdata.sources import FileSource, ObjectSource, SourceDataset
 
 BATCH = 64
@@ -44,6 +43,14 @@ TRANSFORM = v2.Compose([v2.RandomResizedCrop(224), v2.PILToTensor()])
 
 def decode(raw, _index):
     return TRANSFORM(Image.open(io.BytesIO(raw)).convert("RGB"))
+
+
+def as_it_is(raw, index):
+    return bytes(raw), index
+
+
+def decode_kept(sample):
+    return decode(*sample)
 
 
 def serve(folder: Path, latency_s: float, port) -> None:
@@ -135,13 +142,18 @@ def torchs(plain, workers, server):
 
 
 def ours(source, server):
-    module = FastDataModule.from_datasets(SourceDataset(source, decode), batch_size=BATCH)
+    return read(SourceDataset(source, decode), server)
+
+
+def read(dataset, server):
+    module = FastDataModule.from_datasets(dataset, batch_size=BATCH)
     loader = module.train_dataloader()
     return loader, f"{loader.executor}, {loader.num_workers} workers", server
 
 
 def kept(source, server):
-    return ours(CachedSource(source, tempfile.mkdtemp()), server)
+    records = SourceDataset(source, as_it_is)
+    return read(CachedDataset(records, tempfile.mkdtemp(), transform=decode_kept), server)
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ _HOME = {
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 _MOVED = {
-    "data": "BlockShuffleSampler CachedSource ColumnDataset EpochOrder PackedDataset PackedStrings "
+    "data": "BlockShuffleSampler ColumnDataset EpochOrder PackedDataset PackedStrings "
     "SharedSampler TokenWindows cache_images decode_crop",
     "errors": "BatchError BatchSizeError DatasetError MissingPackageError OptionsError "
     "TransformError VersionError WorkerError",

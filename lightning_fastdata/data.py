@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.caches.cached import CachedSource
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import EpochOrder
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockShuffleSampler",
-    "CachedSource",
     "ColumnDataset",
     "EpochOrder",
     "PackedDataset",

@@ -60,7 +60,6 @@ _LARGE_BYTES: Final = 2**20
 _MOST_BYTES: Final = 2**25
 """Of what is digested, where a snapshot keeps it. To compare as many takes some 5 ms."""
 _TRIES: Final = 2
-"""So often a snapshot is taken that takes too long."""
 _FEW: Final = 16
 """Files that are looked at."""
 _LOOKED_AT: Final = 1000
@@ -172,7 +171,8 @@ class Watched:
         self._objects: tuple[object, ...] = ()
         self._snapshot: Snapshot | None = None
         self._told: Fingerprint | None = None
-        self._tries = _TRIES
+        self._notes = True
+        """Whether what they hold can be noted, as far as is known."""
 
     def now(
         self,
@@ -187,20 +187,19 @@ class Watched:
         same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
         if same and self._snapshot is not None and self._snapshot.holds():
             return self._told
-        if not same:
-            self._objects, self._tries = objects, _TRIES
-        self._snapshot, replaced = None, instead()
+        self._notes |= not same
+        self._objects, self._snapshot, replaced = objects, None, instead()
         # The first look may change something itself: Python notes in a class what slots it has.
-        for _ in range(0 if replaced else self._tries):
+        for _ in range(_TRIES if self._notes and not replaced else 0):
             noting = _Noting(within_s)
-            told = noting.of(objects)
-            if told is None:
-                self._tries = self._tries - 1 if noting.late else 0
+            self._told = noting.of(objects)
+            self._notes = noting.looks.is_whole and self._told is not None
+            if self._notes and noting.looks.holds():  # else another thread was at work
+                self._snapshot = noting.looks
+            if self._snapshot is not None or not self._notes:
                 break
-            if noting.snapshot.holds():  # else another thread was at work
-                self._told, self._snapshot = told, noting.snapshot
-                return told
-        self._told = fingerprint(*objects, within_s=within_s, instead=replaced)
+        if self._snapshot is None:
+            self._told = fingerprint(*objects, within_s=within_s, instead=replaced)
         return self._told
 
     def __reduce__(self) -> tuple[type[Watched], tuple[()]]:
@@ -214,16 +213,14 @@ class _TooLongError(Exception):
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
-    def __init__(self, until_s: float, most_bytes: float) -> None:
+    def __init__(self, until_s: float) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
+        self.digested_bytes = 0
         self._until_s = until_s
-        self._left_bytes = most_bytes
 
     def write(self, data: Any) -> None:
         raw = memoryview(data).cast("B")
-        self._left_bytes -= len(raw)
-        if self._left_bytes < 0:
-            raise UnseenError
+        self.digested_bytes += len(raw)
         for start in range(0, len(raw), _AT_ONCE_BYTES):
             if clock.thread_time() > self._until_s:
                 raise _TooLongError
@@ -243,23 +240,21 @@ class _Digesting(pickle.Pickler):
         *,
         roughly: bool = False,
         with_globals: bool = True,
-        looks: Looks | None = None,
-        most_bytes: float = math.inf,
+        noted: bool = False,
     ) -> None:
-        self._sink = _Sink(clock.thread_time() + within_s, most_bytes)
+        self._sink = _Sink(clock.thread_time() + within_s)
         super().__init__(self._sink, protocol=5, buffer_callback=self._sink.write_buffer)
         self._live = hashlib.blake2b(digest_size=16)
         self._instead = instead or {}
-        self._looks = looks or Looks()
+        self.looks = Snapshot(is_whole=noted)
+        """What was looked at on the way, if that is noted."""
         self._roughly = roughly
         self._with_globals = with_globals
-        self.late = False
-        """It has taken too long."""
         self._looked_up = 0
         self._met: list[ModuleType | type] = []
         """Whose plain data are compared."""
         self._once: set[tuple[str, int]] = set()
-        self._attributes: dict[type, tuple[Look, Look]] = {}
+        self._attributes: dict[type, Look] = {}
         lasting = [kind for module, *names in _SHARED for kind in loaded_classes(module, *names)]
         self._lasting_kinds = (*lasting, *_LOCKS)
         self._with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
@@ -270,15 +265,16 @@ class _Digesting(pickle.Pickler):
             self.dump(objects)
             for owner in self._met:  # which grows meanwhile
                 self.dump(self._outline(owner))
-        except Exception as error:  # whatever the __reduce__() of an object raises
-            self.late = isinstance(error, _TooLongError)
+        except Exception:  # whatever the __reduce__() of an object raises
             return None
+        if self._sink.digested_bytes > _MOST_BYTES:
+            self.looks.unseen()
         return Fingerprint(self._sink.digest.digest(), self._live.digest())
 
     def _items(self, items: dict[Any, Any]) -> None:
-        self._looks.watch(dict.values, items)
+        self.looks.watch(dict.values, items)
         if items:  # of an empty one the one look is enough
-            self._looks.watch(dict.keys, items)
+            self.looks.watch(dict.keys, items)
 
     def reducer_override(self, obj: Any) -> Any:
         """Return what stands for an object in its pickle."""
@@ -306,7 +302,7 @@ class _Digesting(pickle.Pickler):
         return self._of_others(obj)
 
     def _of_c_data(self, obj: Any) -> tuple[object, ...]:
-        self._looks.unseen()
+        self.looks.unseen()
         if isinstance(obj, self._with_locks):
             self._live.update(bytes(cast("Any", obj).get_obj()))
             return "shared", id(obj)
@@ -317,18 +313,18 @@ class _Digesting(pickle.Pickler):
         if isinstance(obj, MethodType):
             return _stand_in, ("method", obj.__func__, obj.__self__)
         if isinstance(obj, _REMEMBERS):
-            misses = self._looks.fact(_misses, obj)
+            misses = self.looks.fact(_misses, obj)
             return _stand_in, ("remembers", misses, self._of_attributes(obj))
         if kind in _OF_C or is_users(kind.__module__):
             return _stand_in, tuple(self._of_object(obj))
         if held(obj, "__wrapped__") is not None:
-            self._looks.unseen()
+            self.looks.unseen()
             return _stand_in, (kind.__qualname__, held_by(obj))
         if _is_plain_object(kind):
             self._of_attributes(obj)
             self._items(held_by(obj))  # of which its pickle may hold a copy
         elif not isinstance(obj, _NEVER_CHANGE) or isinstance(obj, np.void):
-            self._looks.unseen()
+            self.looks.unseen()
         return NotImplemented
 
     def _of_object(self, obj: Any) -> Iterator[object]:
@@ -341,34 +337,30 @@ class _Digesting(pickle.Pickler):
         for base, looks in _ITEMS.items():
             if issubclass(kind, base):
                 if kind is not base and base in (list, set, deque):
-                    self._looks.unseen()
-                yield from (self._looks.parts(look, obj) for look in looks)
+                    self.looks.unseen()
+                yield from (self.looks.parts(look, obj) for look in looks)
                 return
         constant: Any = next((base for base in _CONSTANT if issubclass(kind, base)), None)
         if constant is not None:
             yield constant(obj)
         elif kind not in _OF_C and not _is_python(kind):
-            self._looks.unseen()
+            self.looks.unseen()
             yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
 
     def _of_attributes(self, obj: object) -> tuple[object, ...]:
         """Return the class of an object, and what it holds in ``__dict__`` and ``__slots__``."""
-        (kind,) = self._looks.parts(_kind_of, obj)
+        (kind,) = self.looks.parts(_kind_of, obj)
         if hasattr(kind, "__del__") and not isinstance(obj, torch.utils.data.Dataset):
-            self._looks.unseen()  # the program sees when it is gone
+            self.looks.unseen()  # the program sees when it is gone
         if kind not in self._attributes:
             self._attributes[kind] = _attributes_of(kind)
-        quick, sure = self._attributes[kind]
-        try:
-            return kind, *self._looks.parts(quick, obj)
-        except AttributeError:  # nothing is in a slot
-            return kind, *self._looks.parts(sure, obj)
+        return kind, *self.looks.parts(self._attributes[kind], obj)
 
     def _look_up(self, path: str) -> None:
         """Take the size and the time of a file into the digest of what others see change."""
         if self._looked_up < _FEW:
             self._looked_up += 1
-            self._live.update(repr(self._looks.fact(_of_file, path)).encode())
+            self._live.update(repr(self.looks.fact(_of_file, path)).encode())
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
@@ -381,10 +373,10 @@ class _Digesting(pickle.Pickler):
         dense = type(tensor) in _TENSORS and tensor.layout is torch.strided
         dense = dense and tensor.is_contiguous() and tensor.grad_fn is None
         if not dense or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            self._looks.unseen()
+            self.looks.unseen()
         # Not by NumPy, whose view of memory keeps that from being resized ever after.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        content = self._looks.memory(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
+        content = self.looks.memory(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
         if tensor.is_shared():  # type: ignore[no-untyped-call]
             self._live.update(content)
             yield from (tensor.data_ptr(), tensor.stride())
@@ -395,29 +387,29 @@ class _Digesting(pickle.Pickler):
         yield from (str(array.dtype), array.shape, array.flags.writeable)
         yield self._of_attributes(array)  # of a subclass: a mask, say
         if type(array) not in _ARRAYS:
-            self._looks.unseen()
+            self.looks.unseen()
         owner = _file_under(array)
         if owner is not None:
-            self._looks.fact(*_OF_ARRAY, array)
+            self.looks.fact(*_OF_ARRAY, array)
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
         if self._roughly and array.nbytes > _LARGE_BYTES:
             yield array.ctypes.data
             array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
         if not array.flags.forc:
-            self._looks.unseen()
+            self.looks.unseen()
             array = np.ascontiguousarray(array)
-        memory = self._looks.memory(_OF_ARRAY, array, _memory_of(array, array.ctypes.data))
+        memory = self.looks.memory(_OF_ARRAY, array, _memory_of(array, array.ctypes.data))
         yield from (array.strides, pickle.PickleBuffer(memory))
 
     def _of_class(self, cls: type) -> Iterator[object]:
-        _, *bases = self._looks.parts(_OF_CLASS, cls)
-        metaclass = self._looks.parts(_kind_of, cls)
+        _, *bases = self.looks.parts(_OF_CLASS, cls)
+        metaclass = self.looks.parts(_kind_of, cls)
         yield from (base for base in (*metaclass, *bases) if is_users(base.__module__))
         if is_users(cls.__module__):
             own = vars(cls)
-            names = self._looks.parts(MappingProxyType.keys, own)
-            values = self._looks.parts(MappingProxyType.values, own)
+            names = self.looks.parts(MappingProxyType.keys, own)
+            values = self.looks.parts(MappingProxyType.values, own)
             yield tuple(
                 _of_member(*item)
                 for item in zip(names, values, strict=True)
@@ -426,8 +418,8 @@ class _Digesting(pickle.Pickler):
             self._meet(cls.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
-        code, _, *kept = self._looks.parts(_OF_FUNCTION, function)
-        yield from (_code(code), *kept, *self._looks.parts(closed_over, function))
+        code, _, *kept = self.looks.parts(_OF_FUNCTION, function)
+        yield from (_code(code), *kept, *self.looks.parts(closed_over, function))
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
     def _is_first(self, what: str, obj: object) -> bool:
@@ -447,27 +439,19 @@ class _Digesting(pickle.Pickler):
     def _outline(self, owner: ModuleType | type) -> tuple[object, ...]:
         """Return the code and the plain data among the attributes of a module or a class.
 
-        Of the others their classes are looked at, and none is kept: what they hold may make plain
-        data of them.
+        Of the others their classes are looked at, and none is kept.
         """
         namespace: Mapping[str, Any] = vars(owner)
-        self._looks.watch(
-            dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace
-        )
-        self._looks.watch(_kinds, namespace)
+        self.looks.watch(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
+        self.looks.watch(_kinds, namespace)
         found: dict[str, object] = {}
-        unsure = []
         for name, value in list(namespace.items()):
             if not name.startswith("__") or isinstance(value, FunctionType):
                 told = self._of_global(value, method=isinstance(owner, type))
                 if told is not None:
                     found[name] = told
-                elif _may_become_plain(value):
-                    unsure.append(name)
         if found:
-            self._looks.watch(itemgetter(*found, next(iter(found))), namespace)
-        if unsure:
-            self._looks.fact(functools.partial(_are_plain_in, unsure), namespace)
+            self.looks.watch(itemgetter(*found, next(iter(found))), namespace)
         return tuple(found.items())
 
     def _of_global(self, value: Any, *, method: bool) -> object:
@@ -477,36 +461,39 @@ class _Digesting(pickle.Pickler):
                 self._meet(owner, _home_of(owner))
             return id(value)
         if isinstance(value, FunctionType) and not method:
-            return id(value), tuple(self._of_outer_function(value))
+            homes = value.__module__, value.__globals__.get("__name__")
+            self._meet(*homes)
+            return id(value), self._of_code(value) if any(map(is_users, homes)) else ()
         if isinstance(value, _METHODS):
-            return tuple(_of_method(one, ()) for one in _functions_of(value))
+            return tuple(map(self._of_code, _functions_of(value)))
         return (value,) if _is_plain(value) else None
 
-    def _of_outer_function(self, function: FunctionType) -> Iterator[object]:
-        """Yield the code of a user's function, and the plain data that it keeps."""
-        homes = function.__module__, function.__globals__.get("__name__")
-        if not any(map(is_users, homes)):
-            return
-        code, closure, defaults, keywords, attributes = self._looks.parts(_OF_FUNCTION, function)
-        yield _code(code)
-        found = [*(defaults or ()), *(self._looks.parts(closed_over, function) if closure else ())]
-        for items in (keywords or {}), attributes:
-            self._items(items)
-            found += items.values()
-        for value in found:
-            if _is_plain(value):
-                yield value
-            elif _may_become_plain(value):
-                self._looks.fact(_is_plain, value)
-        self._meet(*homes)
+    def _of_code(self, function: object, within: tuple[object, ...] = ()) -> object:
+        """Return what a global function, or a method, is compared by: its code, and what it keeps.
+
+        Not which object it is: cloudpickle gives a class the same methods once more whenever it
+        reads something of it that was pickled by value, as what Ray's actors send.
+
+        Args:
+            function: It, or what one keeps.
+            within: The functions that keep it.
+        """
+        if not isinstance(function, FunctionType) or function in within:
+            return (function,) if _is_plain(function) else id(function)
+        code, closure, defaults, keywords, attributes = self.looks.parts(_OF_FUNCTION, function)
+        closed = self.looks.parts(closed_over, function) if closure else ()
+        self._items(keywords or {})
+        self._items(attributes)
+        kept = (*(defaults or ()), *(keywords or {}).values(), *closed, *attributes.values())
+        inside = (*within, function)
+        return _code(code), tuple(self._of_code(each, inside) for each in kept)
 
 
 class _Noting(_Digesting):
     """Digests objects, and takes a snapshot of them on the way: of each before it is digested."""
 
     def __init__(self, within_s: float) -> None:
-        self.snapshot = Snapshot(_MOST_BYTES)
-        super().__init__(within_s, looks=self.snapshot, most_bytes=_MOST_BYTES)
+        super().__init__(within_s, noted=True)
 
     def persistent_id(self, obj: Any) -> None:
         """Note a container that a pickler knows without asking; called for each object."""
@@ -514,11 +501,11 @@ class _Noting(_Digesting):
         if kind is dict:
             self._items(obj)
         elif kind is list or kind is set:
-            self.snapshot.watch(_itself, obj)
+            self.looks.watch(_itself, obj)
         elif kind is bytearray:
-            self.snapshot.fact(bytes, obj)
-        elif kind is pickle.PickleBuffer and obj.raw().obj is not self.snapshot.copies[-1]:
-            raise UnseenError
+            self.looks.fact(bytes, obj)
+        elif kind is pickle.PickleBuffer and not self.looks.is_copy(obj.raw().obj):
+            self.looks.unseen()
 
 
 def _file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
@@ -550,24 +537,6 @@ def _functions_of(method: Any) -> tuple[object, ...]:
     return (getattr(method, "__func__", method),)
 
 
-def _of_method(function: object, within: tuple[object, ...]) -> object:
-    """Return what a method is compared by: its code, and what it keeps.
-
-    Not which object it is: cloudpickle gives a class the same methods once more whenever it reads
-    something of it that was pickled by value, as what Ray's actors send.
-
-    Args:
-        function: The method, or what one keeps.
-        within: The functions that keep it.
-    """
-    if not isinstance(function, FunctionType) or function in within:
-        return (function,) if _is_plain(function) else id(function)
-    defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
-    kept = (*defaults, *keywords.values(), *closed_over(function), *vars(function).values())
-    inside = (*within, function)
-    return _code(function.__code__), tuple(_of_method(each, inside) for each in kept)
-
-
 def _code(code: CodeType) -> int:
     """Return a number that all code objects that are equal have in common.
 
@@ -595,31 +564,19 @@ def is_data(name: str, value: object) -> bool:
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
 
-def _slots_of(kind: type) -> list[tuple[str, MemberDescriptorType]]:
+def _slots_of(kind: type) -> list[Any]:
     items = [item for owner in kind.__mro__ for item in vars(owner).items()]
     slots = [(name, value) for name, value in items if isinstance(value, MemberDescriptorType)]
-    return [slot for slot in slots if slot[0] not in _OFFSETS]
+    return [slot for name, slot in slots if name not in _OFFSETS]
 
 
-def _attributes_of(kind: type) -> tuple[Look, Look]:
-    """Return two looks at the attributes of the objects of a class.
-
-    The quick one raises ``AttributeError`` where a slot holds nothing. Neither calls code of the
-    user's.
-    """
-    slots: list[tuple[str, Any]] = _slots_of(kind)
-    honest = all(getattr(kind, name) is slot for name, slot in slots)
+def _attributes_of(kind: type) -> Look:
+    """Return a look at the attributes of the objects of a class, which calls no code of a user."""
+    slots = _slots_of(kind)
     if kind.__dictoffset__:
         owners = (vars(owner) for owner in reversed(kind.__mro__))
-        slots.append(("__dict__", next(own["__dict__"] for own in owners if "__dict__" in own)))
-
-    def sure(obj: object) -> tuple[object, ...]:
-        return tuple(_got(slot, obj) for _, slot in slots)
-
-    if not slots or not honest or isinstance(kind.__getattribute__, FunctionType):
-        return sure, sure
-    names = [name for name, _ in slots]
-    return attrgetter(*names, names[0]), sure  # of a single name it would tell no tuple
+        slots.append(next(own["__dict__"] for own in owners if "__dict__" in own))
+    return lambda obj: tuple(_got(slot, obj) for slot in slots)
 
 
 def _got(slot: Any, obj: object) -> object:
@@ -685,13 +642,6 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
     return own and _are_plain(held_by(value), depth)
 
 
-def _may_become_plain(value: object) -> bool:
-    """Return whether it rests on what a value holds whether that is plain data."""
-    kind = type(value)
-    own = kind in (SimpleNamespace, argparse.Namespace) or _is_of_user(kind)
-    return own or kind in (*_SEQUENCES, *_MAPPINGS) or isinstance(value, np.ndarray)
-
-
 def _are_plain(items: Mapping[Any, object], depth: int) -> bool:
     some = islice(list(items.items()), _LOOKED_AT)
     return all(_is_plain(key, depth - 1) and _is_plain(value, depth - 1) for key, value in some)
@@ -714,10 +664,6 @@ def _kinds(namespace: Mapping[str, object]) -> list[type]:
     return list(map(type, namespace.values()))
 
 
-def _are_plain_in(names: list[str], namespace: Mapping[str, object]) -> list[bool]:
-    return [_is_plain(namespace[name]) for name in names]
-
-
 def _is_plain_object(kind: type) -> bool:
     """Return whether the pickle of an object holds its attributes and nothing else."""
     reduces = ("__reduce__", "__reduce_ex__")
@@ -731,39 +677,7 @@ def _is_plain_object(kind: type) -> bool:
     )
 
 
-class UnseenError(Exception):
-    """Something may change that no look would show, or is too much to be kept."""
-
-
-class Looks:
-    """Asks for looks, and keeps nothing."""
-
-    def fact(self, look: Look, obj: object) -> Any:
-        """Return what a look tells of an object, to be compared by its value."""
-        return look(obj)
-
-    def parts(self, look: Look, obj: object) -> tuple[Any, ...]:
-        """Return all that a look tells of an object, each to be compared by identity."""
-        return tuple(look(obj))
-
-    def watch(self, look: Look, obj: object) -> None:
-        """Take a look whose parts nobody needs now."""
-
-    def memory(self, looks: Iterable[Look], owner: object, at: Any) -> Any:  # noqa: ARG002
-        """Return what lies in the memory of an object.
-
-        Args:
-            looks: They tell where it lies, and in which form.
-            owner: The object.
-            at: The memory, as an array of ctypes.
-        """
-        return at
-
-    def unseen(self) -> None:
-        """Note that something may change that no look shows."""
-
-
-class Snapshot(Looks):
+class Snapshot:
     """What looks at objects have told, and whether they tell it again.
 
     A flat list of looks, asked in microseconds.
@@ -775,50 +689,70 @@ class Snapshot(Looks):
       they lie and in which form. torch's count of changes (``_version``) would cost less, and is
       not asked: it does not see who writes through ``.numpy()``, ``.data``, a storage, DLPack or
       ``apply_``, nor the running means of a normalisation, nor C code.
+
+    Args:
+        is_whole: False: looks are taken, and nothing is kept of them.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, *, is_whole: bool = True) -> None:
+        self.is_whole = is_whole
+        """False: something may change that no look would show, or is too much to be kept."""
         self._facts: dict[Look, _Facts] = {}
         self._parts: dict[Look, _Parts] = {}
         self._forms: dict[Look, _Facts] = {}
         self._memory: list[Any] = []
-        self.copies: list[bytearray] = []
-        """Of the memory of objects."""
-        self._most_bytes = most_bytes
+        self._copies: list[bytearray] = []
         self._seen: set[tuple[Look, int]] = set()
 
-    def fact(self, look: Look, obj: object) -> Any:  # noqa: D102
+    def unseen(self) -> None:
+        """Note that something may change that no look shows: nothing is kept any more."""
+        self.is_whole = False
+        kept = (self._facts, self._parts, self._forms, self._memory, self._copies, self._seen)
+        for each in kept:
+            each.clear()
+
+    def fact(self, look: Look, obj: object) -> Any:
+        """Return what a look tells of an object, to be compared by its value."""
         new = self._is_new(look, obj)
         return self._facts.setdefault(look, _Facts(look)).add(obj) if new else look(obj)
 
-    def parts(self, look: Look, obj: object) -> tuple[Any, ...]:  # noqa: D102
+    def parts(self, look: Look, obj: object) -> tuple[Any, ...]:
+        """Return all that a look tells of an object, each to be compared by identity."""
         new = self._is_new(look, obj)
         return self._parts.setdefault(look, _Parts(look)).add(obj) if new else tuple(look(obj))
 
-    def watch(self, look: Look, obj: object) -> None:  # noqa: D102
-        self.parts(look, obj)
+    def watch(self, look: Look, obj: object) -> None:
+        """Take a look whose parts nobody needs now."""
+        if self.is_whole:
+            self.parts(look, obj)
 
-    def memory(self, looks: Iterable[Look], owner: object, at: Any) -> bytearray:
-        """Return a copy of the memory of an object.
+    def memory(self, looks: Iterable[Look], owner: object, at: Any) -> Any:
+        """Return what lies in the memory of an object, or a copy of it.
 
-        Raises:
-            UnseenError: It is too much.
+        Args:
+            looks: They tell where it lies, and in which form.
+            owner: The object.
+            at: The memory, as an array of ctypes.
         """
-        if len(at) > self._most_bytes:
-            raise UnseenError
+        if sum(map(len, self._copies)) + len(at) > _MOST_BYTES:
+            self.unseen()
+        if not self.is_whole:
+            return at
         for look in looks:
             self._forms.setdefault(look, _Facts(look)).add(owner)
         self._memory.append(at)
-        self.copies.append(bytearray(at))
-        return self.copies[-1]
+        self._copies.append(bytearray(at))
+        return self._copies[-1]
 
-    def unseen(self) -> None:  # noqa: D102
-        raise UnseenError
+    def is_copy(self, memory: object) -> bool:
+        """Return whether this is the copy that was made last."""
+        return bool(self._copies) and memory is self._copies[-1]
 
     def _is_new(self, look: Look, obj: object) -> bool:
         key = (look, id(obj))  # whose objects are kept
-        new = key not in self._seen
-        self._seen.add(key)
+        new = self.is_whole and key not in self._seen
+        if new:
+            self._seen.add(key)
         return new
 
     def holds(self) -> bool:
@@ -831,7 +765,7 @@ class Snapshot(Looks):
             return False
 
     def _same_memory(self) -> bool:
-        then = chain(*(forms.found for forms in self._forms.values()), self.copies)
+        then = chain(*(forms.found for forms in self._forms.values()), self._copies)
         now = chain(*(forms.now() for forms in self._forms.values()), self._memory)
         # In one call, in which no other thread can let go of the memory before it is read.
         return all(map(eq, then, now))

@@ -1,31 +1,23 @@
-"""A dataset whose samples, or a source whose records, are made or read once and kept here."""
+"""A dataset whose samples are made once and kept."""
 
 from __future__ import annotations
 
+import copy
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_fastdata.caches.fixed_part import (
-    FixedPart,
-    find_fixed_part,
-    part_of,
-    same_parts,
-    tried_indices,
-)
+from lightning_fastdata.caches.fixed import refuse_drawn, tried_indices
 from lightning_fastdata.caches.folders import (
     CacheFolder,
-    cache_path,
-    hold,
-    is_memory,
+    cache_root,
     is_there,
-    open_or_make,
+    made_by_one,
+    name_of_key,
     room_bytes,
 )
 from lightning_fastdata.caches.identity import identity
@@ -36,8 +28,7 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.search import find_instances
-from lightning_fastdata.sources.dataset import SourceDataset
-from lightning_fastdata.sources.source import Raw, Source, read_ahead, reads_ahead
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import has_method, held
 from lightning_fastdata.types import Batch, MapDataset
 
@@ -58,10 +49,8 @@ class CachedDataset(Dataset[Any]):
     """A map-style dataset that keeps what another one returns, and makes each sample once.
 
     Samples are written as they are first read, by whichever worker or rank reads them, and are
-    found again by later epochs, other ranks and later runs. What is kept is what always comes to
-    the same: the samples themselves, or, where a torchvision ``Compose`` in the dataset's
-    ``transform`` draws at random, what its steps before that return; the rest runs each time.
-    Order, draws and content are those of the dataset without a cache.
+    found again by later epochs, other ranks and later runs. Order and content are those of the
+    dataset without a cache. What draws at random is not kept: give it as ``transform``.
 
     A cache belongs to one state of the dataset: what it holds, the source of its class and of the
     functions that it holds, and size and time of the files that it names. Another state has another
@@ -74,11 +63,11 @@ class CachedDataset(Dataset[Any]):
         dataset: Has a length, and samples of tensors, NumPy arrays and scalars, PIL images,
             numbers, strings, bytes and None, in tuples, lists and dicts.
         folder: ``"disk"``: below ``$LIGHTNING_FASTDATA_CACHE`` or ``~/.cache/lightning_fastdata``.
-            ``"ram"``: in the memory of this machine, for all its ranks, until the last of them
-            ends (Linux). Or a folder, in which each dataset gets one of its own.
+            ``"ram"``: in the memory of this machine, until the process ends (Linux). Or a folder,
+            in which each dataset gets one of its own.
         transform: Called with each sample that is returned; not cached. It may draw at random.
         max_bytes: What the samples may take. Those that find no room are made each time. Default:
-            half of the disk that is free, a quarter of the memory.
+            half of the disk that is free, and no more than a quarter of the memory in memory.
         key: By which the cache is found, in place of the dataset's state: change it when the
             samples change.
         always_same: The dataset always returns the same samples, though it seems to draw.
@@ -90,14 +79,14 @@ class CachedDataset(Dataset[Any]):
             random; or what is in the folder is damaged.
 
     Example:
-        >>> data = CachedDataset(ImageFolder("photos", Resize(256)), "disk")  # doctest: +SKIP
+        >>> photos = ImageFolder("photos", Resize(256))  # doctest: +SKIP
+        >>> data = CachedDataset(photos, "disk", transform=v2.RandomCrop(224))  # doctest: +SKIP
     """
 
     made: ClassVar[bool] = False
     """Whether this process has had a cache: made here, copied or unpickled."""
-    _said: str | None = None
-    """What is kept, in words; None: as it was found."""
-    _forms_tried = _FORMS_TRIED
+    _said = "samples as the dataset returns them"
+    """What is kept, in words."""
 
     def __init__(
         self,
@@ -119,33 +108,27 @@ class CachedDataset(Dataset[Any]):
         CachedDataset.made = True
         self.dataset = dataset
         self.transform = transform
-        self.folder = cache_path(self.owner, folder, key)
-        self._in_memory = is_memory(folder)
+        root = cache_root(folder)
+        self._identity = identity(self.dataset) if key is None else _identity_if_any(self.dataset)
+        """By what the dataset is recognised; None: there is a key, and nothing else."""
+        self.folder = root / (str(self._identity) if key is None else name_of_key(key))
         self._max_bytes = max_bytes
         self._always_same = always_same
         self._length = len(dataset)
         # One more than there are samples: that the cache was compared with its dataset.
         self._known = SharedFlags(self._length + 1)
         self._file: SampleFile | None = None
-        self._part: FixedPart | None = None
+        self._compared = False
         self._columns: list[NDArray[Any]] | None = None
         self._full = False
         self.optional = False
         """Whether samples are made, and that is said, where the cache cannot be used: no error."""
         self._given_up = False
-        self._has_key = key is not None
-        self._state = _state_of(self.owner, math.inf)
+        self._state = _state_of(self.dataset, math.inf)
         """What the dataset was when the folder was named; None: it cannot be compared."""
         self._there: NDArray[np.bool_] | None = None
         """Which samples were kept when the dataset was last found to be as it was."""
         is_there(self.folder)  # one of another user is refused at once
-        if self._in_memory:
-            hold(self.folder, until_the_end=True)
-
-    @property
-    def owner(self) -> object:
-        """What the user knows the samples by."""
-        return self.dataset
 
     def __len__(self) -> int:
         return self._length
@@ -161,28 +144,19 @@ class CachedDataset(Dataset[Any]):
         if not -self._length <= number < self._length:
             raise IndexError(f"There is no sample {index}: the dataset has {self._length}.")
         number %= self._length
-        opened = self._opened()
-        if opened is None:
-            sample = self.dataset[number]
-        else:
-            file, part = opened
-            there, sample = file.read(number)
-            if not there:
-                sample = self._make(file, part, number)
-            if part.rest is not None:
-                sample = part.rest(sample)
+        file = self._opened()
+        sample = self.dataset[number] if file is None else self._kept(file, number)
         return sample if self.transform is None else self.transform(sample)
 
-    def _make(self, file: SampleFile, part: FixedPart, number: int) -> Batch:
-        # What is left of the sample is to draw the same, whether this was made now or not.
-        with self._undisturbed():
-            sample = part.dataset[number]
-        self._keep(file, number, sample)
+    def _kept(self, file: SampleFile, number: int) -> Batch:
+        """Return a sample from the cache; it is made and kept if it was not there."""
+        there, sample = file.read(number)
+        if not there:
+            # The transform is to draw the same, whether this was made now or not.
+            with kept_random_state():
+                sample = self.dataset[number]
+            self._keep(file, number, sample)
         return sample
-
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        """Return what leaves the random state as it is while the dataset is read."""
-        return kept_random_state()
 
     def fill(self, num_workers: int = 0) -> None:
         """Make or read all samples that are not in the cache, and keep them, before a training.
@@ -193,22 +167,14 @@ class CachedDataset(Dataset[Any]):
             num_workers: Processes that do it; 0: this one does.
         """
         notice_changes(self)
-        filled = _Filled(self)
-        for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
-            if not kept:
+        untransformed, at_once = copy.copy(self), _FILLED_AT_ONCE
+        untransformed.transform = None
+        loader = DataLoader(untransformed, at_once, num_workers=num_workers, collate_fn=len)
+        for number, count in enumerate(loader):
+            file, start = self._seen(), number * at_once
+            if file is None or not any(map(file.has, range(start, start + count))):
                 break
         self.flush()
-
-    def _fill(self, indices: Sequence[int]) -> list[bool]:
-        """Make or read these samples, and return which of them are in the cache now."""
-        opened = self._opened()
-        if opened is None:
-            return []
-        file, part = opened
-        for index in indices:
-            if not file.has(index):
-                self._make(file, part, index)
-        return [file.has(index) for index in indices]
 
     @property
     def can_read_ahead(self) -> bool:
@@ -217,16 +183,13 @@ class CachedDataset(Dataset[Any]):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Have the dataset begin to read samples that are not in the cache."""
-        opened = self._opened()
-        if opened is None:
-            read_ahead(self.dataset, indices)
-        else:
-            file, part = opened
-            read_ahead(part.dataset, [index for index in indices if not file.has(index)])
+        file = self._opened()
+        missing = [index for index in indices if file is None or not file.has(index)]
+        read_ahead(self.dataset, missing)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = ("_file", "_part", "_columns", "_state", "_there")
-        return {**self.__dict__, **dict.fromkeys(of_this_process)}
+        of_this_process = {"_file": None, "_columns": None, "_state": None, "_there": None}
+        return {**self.__dict__, **of_this_process, "_compared": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CachedDataset.made = True
@@ -258,19 +221,17 @@ class CachedDataset(Dataset[Any]):
         file = self._seen()
         if file is None:
             return f"cache: {self.folder}, {'not used' if self._given_up else 'empty yet'}"
-        said = file.manifest.get("kept", "samples")
         used_mb = file.used_bytes() / 1e6
-        return f"cache: {self.folder}, {file.stored()} of {self._length}, {used_mb:.0f} MB: {said}"
+        kept = f"{file.stored()} of {self._length}, {used_mb:.0f} MB: {self._said}"
+        return f"cache: {self.folder}, {kept}"
 
     def row_of(self, index: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a sample that is one array, where they are in the file.
 
         None unless the sample is kept as it is returned, and was read in this run before.
         """
-        opened = self._opened()
-        if opened is None or opened[1].rest is not None or self.transform is not None:
-            return None
-        return opened[0].first_leaf(index)
+        file = self._opened()
+        return None if file is None or self.transform is not None else file.first_leaf(index)
 
     def columns(self) -> list[NDArray[Any]] | None:
         """Return the leaves of the samples as memory maps ``[samples, ...]``, in order.
@@ -278,7 +239,7 @@ class CachedDataset(Dataset[Any]):
         None unless all samples are kept as they are returned, whole, in one form of numbers alone.
         """
         file = None if self.transform is not None else self._seen()
-        if file is None or file.manifest.get("steps") is not None:
+        if file is None:
             return None
         if self._columns is None:
             # Kept, because pages of a new map would have to be found again.
@@ -294,31 +255,27 @@ class CachedDataset(Dataset[Any]):
 
     # How the cache is found, and when it is used no more
 
-    def _opened(self) -> tuple[SampleFile, FixedPart] | None:
-        """Return the cache and what is kept in it; it is made if it is not there.
-
-        None if it is optional and cannot be used.
-        """
-        if self._file is not None and self._part is not None:
-            return self._file, self._part
-        if not self._given_up:
+    def _opened(self) -> SampleFile | None:
+        """Return the cache, which is made if it is not there; None: it is used no more."""
+        if self._given_up:
+            return None
+        if not self._compared:
             try:
-                return self._open()
+                self._file = self._open()
             except Exception as error:  # of the system, the cache, or the samples to compare
                 self._go_without(error)
-        return None
+                return None
+            self._compared = True
+        return self._file
 
-    def _open(self) -> tuple[SampleFile, FixedPart]:
-        if not self._in_memory:
-            hold(self.folder)
-        with self._undisturbed():
-            file = self._file = open_or_make(self.folder, self._existing, self._create)
-        part = part_of(self.dataset, file.manifest.get("steps"))
+    def _open(self) -> SampleFile:
+        file = self._existing()
+        if file is None:
+            file = self._make()
         if self._length not in self._known:
-            self._compare(file, part)
+            self._compare(file)
             self._known.add(self._length)
-        self._part = part
-        return file, part
+        return file
 
     def _existing(self) -> SampleFile | None:
         if self._file is None and is_there(self.folder):
@@ -326,7 +283,7 @@ class CachedDataset(Dataset[Any]):
         return self._file
 
     def _seen(self) -> SampleFile | None:
-        """Return the cache; None: there is none yet, or it is optional and cannot be used."""
+        """Return the cache; None: there is none yet, or it is used no more."""
         if self._given_up:
             return None
         try:
@@ -334,55 +291,6 @@ class CachedDataset(Dataset[Any]):
         except (DatasetError, OptionsError) as error:
             self._go_without(error)
             return None
-
-    def _create(self) -> SampleFile:
-        part = find_fixed_part(self.dataset, always_same=self._always_same)
-        tried = tried_indices(self._length, self._forms_tried) if self._length else []
-        forms = [taken_apart(part.dataset[index])[0] for index in tried]
-        same = bool(forms) and all(form == forms[0] for form in forms)
-        return SampleFile.create(
-            self.folder,
-            self._length,
-            self._known,
-            form=forms[0] if same else None,
-            max_bytes=self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory),
-            about={
-                "steps": part.steps,
-                "kept": self._said or part.said,
-                "dataset": type(self.owner).__name__,
-            },
-        )
-
-    def _compare(self, file: SampleFile, part: FixedPart) -> None:
-        """Compare some samples of the cache with the dataset."""
-        for index in tried_indices(self._length) if self._length else []:
-            there, kept = file.read(index)
-            if not there:
-                continue
-            with self._undisturbed():
-                made = part.dataset[index]
-            if not same_parts(taken_apart(kept), taken_apart(made)):
-                raise DatasetError(
-                    f"The cache {self.folder} does not hold what {self.name_of(index)} is now. "
-                    "Delete the folder, and it is made again; if you gave it a key, give another "
-                    "one when the samples change."
-                )
-
-    def name_of(self, index: int) -> str:
-        """Return what errors call a sample."""
-        return f"sample {index} of {type(self.dataset).__name__}"
-
-    def _keep(self, file: SampleFile, index: int, sample: object) -> None:
-        if self._full:
-            return
-        try:
-            file.write(index, sample)
-        except OSError as error:
-            self._give_up(error)
-        except DatasetError as error:
-            if not self.optional:
-                raise
-            self._give_up(error)
 
     def _go_without(self, error: Exception) -> None:
         """Raise an error again; or, of a cache that is optional, say it, and use it no more."""
@@ -395,16 +303,57 @@ class CachedDataset(Dataset[Any]):
             stacklevel=3,
         )
 
-    def _give_up(self, error: Exception) -> None:
-        """Say that nothing more is written to the cache."""
-        self._full = True
-        said = error.strerror if isinstance(error, OSError) else None
-        warnings.warn(
-            f"No more samples are written to the cache {self.folder}: {said or error}. They are "
-            "made each time. Make room there, or give another folder.",
-            FastDataWarning,
-            stacklevel=3,
+    def _make(self) -> SampleFile:
+        with made_by_one(self.folder):
+            made = self._existing()  # another process may have been there first
+            return self._create() if made is None else made
+
+    def _create(self) -> SampleFile:
+        with kept_random_state():
+            if not self._always_same:
+                refuse_drawn(self.dataset)
+            tried = tried_indices(self._length, _FORMS_TRIED)
+            forms = [taken_apart(self.dataset[index])[0] for index in tried]
+        return SampleFile.create(
+            self.folder,
+            self._length,
+            self._known,
+            form=forms[0] if forms and all(form == forms[0] for form in forms) else None,
+            max_bytes=self._max_bytes or room_bytes(self.folder),
+            dataset=type(self.dataset).__name__,
         )
+
+    def _compare(self, file: SampleFile) -> None:
+        """Compare some samples of the cache with the dataset."""
+        for index in tried_indices(self._length):
+            there, kept = file.read(index)
+            if not there:
+                continue
+            with kept_random_state():
+                made = self.dataset[index]
+            if taken_apart(kept) != taken_apart(made):
+                raise DatasetError(
+                    f"The cache {self.folder} does not hold what sample {index} of "
+                    f"{type(self.dataset).__name__} is now. Delete the folder, and it is made "
+                    "again; if you gave it a key, give another one when the samples change."
+                )
+
+    def _keep(self, file: SampleFile, index: int, sample: object) -> None:
+        if self._full:
+            return
+        try:
+            file.write(index, sample)
+        except (OSError, DatasetError) as error:
+            if isinstance(error, DatasetError) and not self.optional:
+                raise
+            self._full = True
+            said = getattr(error, "strerror", None) or error
+            warnings.warn(
+                f"No more samples are written to the cache {self.folder}: {said}. They are "
+                "made each time. Make room there, or give another folder.",
+                FastDataWarning,
+                stacklevel=3,
+            )
 
     def notice_change(self, within_s: float = math.inf) -> None:
         """Use the cache no more, and say so, if its dataset is not what it was.
@@ -416,7 +365,7 @@ class CachedDataset(Dataset[Any]):
         """
         if self._given_up:
             return
-        now = _state_of(self.owner, within_s)
+        now = _state_of(self.dataset, within_s)
         if now is None and within_s < math.inf:
             return
         file = self._seen()
@@ -427,117 +376,22 @@ class CachedDataset(Dataset[Any]):
         if file is not None and there is not None:
             before = np.zeros_like(there) if self._there is None else self._there
             file.take_out(np.flatnonzero(there & ~before))
-        self._file = self._part = self._columns = None
+        self._file = self._columns = None
         self._given_up = True
         self._length = len(self.dataset)
-        said = _CHANGED.format(name=type(self.owner).__name__, folder=self.folder)
+        said = _CHANGED.format(name=type(self.dataset).__name__, folder=self.folder)
         warnings.warn(said, FastDataWarning, stacklevel=3)
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
-        """Return whether another run would find the cache by its dataset as it is now."""
-        if self._has_key:  # which is trusted where nothing can be compared
-            return now is None or self._state is None
-        try:
-            return identity(self.owner) == self.folder.name
-        except DatasetError:  # it has opened a file since, say
-            return now is None
+        """Return whether another run would take the dataset as it is now for the same.
 
-
-class CachedSource(CachedDataset):
-    """A source that keeps its records on this machine: of object storage, or a slow file system.
-
-    Records are written as they are first read, by whichever worker or rank reads them, and are
-    found again by later epochs, other ranks and later runs. Nothing is thrown out to make room: a
-    shuffled epoch reads each record once, so one that was thrown out for another is missed as
-    often. Records beyond ``max_bytes`` are read from where they are. What nothing has read for 30
-    days is removed as a whole.
-
-    A cache belongs to one state of the source: the source of its class, the names of its records,
-    and what a listing said of objects or the system of files. Some are compared with the source
-    when a run opens a cache, and each is held against its checksum when it is first read.
-
-    Args:
-        source: Of records that are bytes, or dicts of bytes, arrays, numbers and strings.
-        folder: ``"disk"``, ``"ram"`` or a folder; as for :class:`CachedDataset`.
-        max_bytes: What the records may take. Default: half of the disk that is free, a quarter of
-            the memory.
-        key: As for :class:`CachedDataset`.
-
-    Raises:
-        OptionsError: As of :class:`CachedDataset`.
-        DatasetError: The source cannot be recognised in another run; or what is in the folder is
-            damaged.
-
-    Example:
-        >>> photos = ObjectSource("s3://bucket/photos")  # doctest: +SKIP
-        >>> SourceDataset(CachedSource(photos), decode)  # doctest: +SKIP
-    """
-
-    _forms_tried = 0  # they are as long as they come, and take their time
-
-    def __init__(
-        self,
-        source: Source,
-        folder: CacheFolder = "disk",
-        *,
-        max_bytes: int | None = None,
-        key: str | None = None,
-    ) -> None:
-        self.source = source
-        records = _Records(source)
-        super().__init__(records, folder, max_bytes=max_bytes, key=key, always_same=True)
-        self._said = f"records of {type(source).__name__}"
-        self.parallel_reads = source.parallel_reads
-        self._opening = threading.Lock()
-
-    @property
-    def owner(self) -> Source:
-        """The source whose records are kept."""
-        return self.source
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return records, from the cache where they are there.
-
-        Raises:
-            DatasetError: The cache is of other records, or cannot be read.
+        A fingerprint differs, too, by the epoch, by what generators have drawn, and where the
+        memory of tensors is: torch moves it when workers are spawned.
         """
-        return [self[index] for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return what the source calls a record."""
-        return self.source.name_of(index)
-
-    def _opened(self) -> tuple[SampleFile, FixedPart] | None:
-        if self._part is not None:  # no lock then: a process may be forked at any moment
-            return super()._opened()
-        with self._opening:  # reads come in several threads
-            return super()._opened()
-
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        return nullcontext()  # a source draws nothing, and other threads may
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_opening": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_opening": threading.Lock()})
-
-    def __repr__(self) -> str:
-        return f"CachedSource({self.source!r}, {str(self.folder)!r})"
-
-
-class _Records(Dataset[Raw]):
-    """The records of a source, in the form in which a cache returns them."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Raw:
-        record = self.source.get_bytes([index])[0]
-        return bytes(record) if isinstance(record, memoryview) else record
+        if self._identity is None:  # a key is trusted where nothing can be compared
+            return now is None or self._state is None
+        found = _identity_if_any(self.dataset)
+        return now is None if found is None else found == self._identity  # it has opened a file
 
 
 def caches_in(dataset: object) -> list[CachedDataset]:
@@ -546,7 +400,7 @@ def caches_in(dataset: object) -> list[CachedDataset]:
     if not CachedDataset.made:  # to look for one takes as long as the dataset has parts
         return found
     for cache in find_instances(dataset, (CachedDataset,)):
-        found += [*caches_in(cache.owner), cache]
+        found += [*caches_in(cache.dataset), cache]
     return found
 
 
@@ -568,43 +422,33 @@ def _state_of(dataset: object, within_s: float) -> Fingerprint | None:
     return fingerprint(dataset, within_s=within_s, with_globals=False)
 
 
-class _Filled(Dataset[bool]):
-    """For each sample of a cache, whether it is there after it was made or read."""
-
-    def __init__(self, cache: CachedDataset) -> None:
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def __getitems__(self, indices: list[int]) -> list[bool]:
-        return self._cache._fill(indices)
+def _identity_if_any(dataset: object) -> str | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a key would be needed for
+        try:
+            return identity(dataset)
+        except DatasetError:
+            return None
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
-    """Return a dataset that keeps what takes longest to get.
+    """Return a dataset that keeps its samples; a folder of images with random crops, its pictures.
 
-    The pictures of an image folder whose crops are random; the records of a source that answers
-    late; of any other dataset, its samples.
+    One that has a cache is returned as it is.
     """
     if cache_of(dataset) is not None:
         return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
-    cached: Dataset[Any] | None = None
+    pictures = None
     if has_method(inner, "keeping_pictures"):  # of FastImageFolder
-        cached = cast("Any", inner).keeping_pictures(folder)
-    elif type(inner) is SourceDataset and inner.source.parallel_reads > 1:
-        source = CachedSource(inner.source, folder)
-        cached = SourceDataset(source, inner.decode, timeout_s=inner.timeout_s)
-    if cached is None:
+        pictures = cast("Any", inner).keeping_pictures(folder)
+    if pictures is None:
         return CachedDataset(dataset, folder)
-    return Subset(cached, dataset.indices) if type(dataset) is Subset else cached
+    return Subset(pictures, dataset.indices) if type(dataset) is Subset else pictures
 
 
 def cache_of(dataset: object) -> CachedDataset | None:
     """Return the cache that a dataset reads from, if it has one."""
-    if isinstance(dataset, CachedDataset):
-        return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
-    kept = inner.source if isinstance(inner, SourceDataset) else held(inner, "pictures")
-    return kept if isinstance(kept, CachedDataset) else None
+    cache = dataset if isinstance(dataset, CachedDataset) else held(inner, "pictures")
+    return cache if isinstance(cache, CachedDataset) else None

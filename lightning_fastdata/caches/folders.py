@@ -1,21 +1,20 @@
-"""Where caches have their folders, and which of these are in use or may be removed."""
+"""Where caches have their folders: on disk, or in memory until a process ends."""
 
 from __future__ import annotations
 
-import atexit
 import difflib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from lightning_fastdata.caches.identity import identity
-from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
 
@@ -24,33 +23,8 @@ CacheFolder: TypeAlias = str | os.PathLike[str]
 
 _WORDS: Final = ("disk", "ram")
 _ALIKE: Final = 0.75
-_ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_USERS: Final = "users"
-"""The file of a cache that processes hold while they use it; its time is that of the last one."""
-_FORGOTTEN_AFTER_S: Final = 30 * 86_400
-_held: dict[Path, int] = {}
-"""Open files, by the folder of the cache; of forked processes, too."""
-
-
-def cache_path(dataset: object, folder: CacheFolder, key: str | None = None) -> Path:
-    """Return the folder of a dataset's cache, which need not exist.
-
-    Args:
-        dataset: Whose cache.
-        folder: Where caches have folders of their own.
-        key: In place of the dataset's state.
-
-    Raises:
-        OptionsError: There is no such memory, or the key cannot be a name.
-        DatasetError: The dataset cannot be recognised in another run, and there is no key.
-    """
-    return cache_root(folder) / _folder_name(dataset, key)
-
-
-def is_memory(folder: CacheFolder) -> bool:
-    """Return whether a cache is to be in memory."""
-    return os.fspath(folder) == "ram"
+_ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
@@ -82,13 +56,11 @@ def cache_root(folder: CacheFolder) -> Path:
     """Return the folder in which caches have folders of their own.
 
     Raises:
-        OptionsError: There is no such memory, or it is no folder.
+        OptionsError: It is no folder of this machine, or there is no such memory.
     """
     check_folder(folder)
-    if is_memory(folder):
-        if not _SHARED_MEMORY.is_dir():
-            raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
-        return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
+    if folder == "ram":
+        return _memory_root()
     try:
         root = cache_folder() / "samples" if folder == "disk" else Path(folder).expanduser()
     except RuntimeError as error:
@@ -99,80 +71,50 @@ def cache_root(folder: CacheFolder) -> Path:
     return root
 
 
-def hold(folder: Path, *, until_the_end: bool = False) -> None:
-    """Say that this process, and those that it forks, use a cache.
+@cache
+def _memory_root() -> Path:
+    """Return a folder in memory, of this process and those that it forks: it ends with this one.
 
-    With ``until_the_end`` it is removed with the last process that holds it; one whose processes
-    were killed is used by the next of the same name, or removed by the next of another one.
+    What processes that were killed have left is removed by the next that makes one.
+    """
+    if not _SHARED_MEMORY.is_dir():
+        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
+    import fcntl
+
+    above = _SHARED_MEMORY / f"lightning_fastdata-ram-{os.getuid()}"
+    with made_by_one(above):
+        for left in above.glob("of-*"):
+            _remove_if_free(left)
+        root = Path(tempfile.mkdtemp(prefix="of-", dir=above))
+        # It stays open, as the lock is that of the open folder. Forked workers have it, too.
+        fcntl.flock(os.open(root, os.O_RDONLY), fcntl.LOCK_SH)
+    # Not atexit, which ranks that multiprocessing has started do not come to.
+    Finalize(None, shutil.rmtree, (root, True), exitpriority=0)
+    return root
+
+
+def _remove_if_free(folder: Path) -> None:
+    import fcntl
+
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass  # in use
+    finally:
+        os.close(held)
+
+
+def name_of_key(key: str) -> str:
+    """Return the name of the folder of a cache with a key of the user's.
 
     Raises:
-        OptionsError: It belongs to another user, is a link, or cannot be written to.
+        OptionsError: The key cannot be a name.
     """
-    if folder in _held:
-        return
-    if not until_the_end:
-        with _used(folder):
-            _held[folder] = _share(folder)
-        return
-    with _used(folder):
-        private_folder(folder.parent)
-        with locked(folder.parent):
-            for other in folder.parent.iterdir():
-                if other.is_dir() and other != folder:
-                    _remove_if_free(other)
-            _held[folder] = _share(folder)
-    owner = os.getpid()
-
-    def end() -> None:
-        if os.getpid() == owner:
-            os.close(_held.pop(folder))
-            _remove_if_free(folder)
-
-    atexit.register(end)
-
-
-def remove_forgotten(root: Path, now_s: float | None = None) -> None:
-    """Remove the caches in a folder that no process holds, nor has held for 30 days."""
-    before_s = (clock.unix_s() if now_s is None else now_s) - _FORGOTTEN_AFTER_S
-    with suppress(OSError):  # others may have the folder, and let nobody list it
-        for folder in root.iterdir():
-            try:
-                old = (folder / _USERS).stat().st_mtime < before_s
-            except OSError:
-                continue  # no cache of ours, or one that is being made
-            if old and (folder / "manifest.json").is_file():
-                _remove_if_free(folder)
-
-
-def open_or_make(
-    folder: Path, existing: Callable[[], SampleFile | None], make: Callable[[], SampleFile]
-) -> SampleFile:
-    """Return the cache of a folder; the first process that comes makes it.
-
-    Args:
-        folder: Of the cache.
-        existing: Returns what is there; None if there is nothing.
-        make: Makes the cache.
-    """
-    file = existing()
-    if file is None:
-        with _used(folder):
-            private_folder(folder)
-        remove_forgotten(folder.parent)
-        with locked(folder):
-            file = existing()  # another process may have made it by now
-            if file is None:
-                file = make()
-    return file
-
-
-def room_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory."""
-    if in_memory:
-        return read_host_memory().available_bytes // 4
-    while not folder.exists():  # it may be yet to be made
-        folder = folder.parent
-    return shutil.disk_usage(folder).free // 2
+    if not key or not all(sign.isalnum() or sign in "-_." for sign in key) or key.startswith("."):
+        raise OptionsError(f"key is {key!r}; use letters, digits, '-', '_' and '.'.")
+    return f"key-{key}"
 
 
 def is_there(folder: Path) -> bool:
@@ -186,6 +128,44 @@ def is_there(folder: Path) -> bool:
 
 
 @contextmanager
+def made_by_one(folder: Path) -> Iterator[None]:
+    """Make the folder of a cache, and hold its lock.
+
+    Raises:
+        OptionsError: It belongs to another user, is a link, or cannot be written to.
+    """
+    with ExitStack() as held:
+        with _used(folder):
+            private_folder(folder)
+            held.enter_context(locked(folder))
+        yield
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which one thread of all processes has at a time."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise OptionsError(
+            "A cache needs a system with POSIX file locks (Linux, macOS)."
+        ) from error
+    with (folder / "lock").open("ab") as file:
+        # Of this opening of the file, so that threads wait for each other, too.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def room_bytes(folder: Path) -> int:
+    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory."""
+    while not folder.exists():  # it may be yet to be made
+        folder = folder.parent
+    room = shutil.disk_usage(folder).free // 2
+    in_memory = folder.is_relative_to(_SHARED_MEMORY)
+    return min(room, read_host_memory().available_bytes // 4) if in_memory else room
+
+
+@contextmanager
 def _used(folder: Path) -> Iterator[None]:
     """Name another place where this one cannot be used."""
     try:
@@ -195,44 +175,3 @@ def _used(folder: Path) -> Iterator[None]:
             f"The cache {folder} cannot be used: {str(error).rstrip('.')}. Name another folder "
             "(cache=... of a data module), or set LIGHTNING_FASTDATA_CACHE to one."
         ) from error
-
-
-def _folder_name(dataset: object, key: str | None) -> str:
-    if key is None:
-        return identity(dataset)
-    if not key or not all(sign.isalnum() or sign in "-_." for sign in key) or key.startswith("."):
-        raise OptionsError(f"key is {key!r}; use letters, digits, '-', '_' and '.'.")
-    return f"key-{key}"
-
-
-def _share(folder: Path) -> int:
-    import fcntl
-
-    while True:
-        private_folder(folder)
-        # It stays open, as the lock is that of the open file. Forked workers have it, too.
-        users = os.open(folder / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(users, fcntl.LOCK_SH)
-        try:
-            if os.fstat(users).st_ino == (folder / _USERS).stat().st_ino:
-                os.utime(users)
-                return users
-        except FileNotFoundError:
-            pass  # removed by another process while this one waited for it
-        os.close(users)
-
-
-def _remove_if_free(folder: Path) -> None:
-    import fcntl
-
-    try:
-        users = os.open(folder / _USERS, os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        pass  # in use
-    finally:
-        os.close(users)

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.caches.cached import cache_of, with_cache
-from lightning_fastdata.caches.fixed_part import tried_indices
+from lightning_fastdata.caches.fixed import tried_indices
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
@@ -37,20 +37,10 @@ class CacheGain:
     later_ms: float
     """The time of a sample that was kept."""
 
-    @property
-    def paid_back_epochs(self) -> float | None:
-        """After how many epochs keeping has cost less than it saved; None: never."""
-        saved_ms = self.made_ms - self.later_ms
-        if saved_ms <= 0:
-            return None
-        return 1 + max(0.0, self.first_ms - self.made_ms) / saved_ms
-
     def __str__(self) -> str:
-        after = self.paid_back_epochs
-        back = "never paid back" if after is None else f"paid back after {after:.1f} epochs"
         return (
             f"{self.kept}: {self.total_bytes / 1e9:.3g} GB, {self.made_ms:.3g} -> "
-            f"{self.later_ms:.3g} ms a sample, {back}"
+            f"{self.later_ms:.3g} ms a sample"
         )
 
     def why_not(self, *, disk_bytes: float, memory_bytes: float, epochs: float) -> str | None:
@@ -69,9 +59,9 @@ class CacheGain:
             if self.total_bytes > free_bytes:
                 free = f"{free_bytes / 1e9:.3g} GB of {what}"
                 return f"{self.total_bytes / 1e9:.3g} GB, for which {free} may be used"
-        after = self.paid_back_epochs
-        if after is None or after >= epochs:  # even is no gain, and one epoch reads no kept sample
-            return f"{self}, of {epochs:g}"
+        saved_ms = (epochs - 1) * (self.made_ms - self.later_ms)
+        if not saved_ms > max(0.0, self.first_ms - self.made_ms):  # one epoch reads no kept sample
+            return f"{self}, which the epochs to come ({epochs:g}) do not pay back"
         return None
 
 

@@ -10,17 +10,15 @@ does. An object with a method ``recognised_by()`` is recognised by its class and
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import hashlib
-import importlib.metadata
 import inspect
 import os
 import pickle
+import random
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -31,11 +29,9 @@ import torch
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.fingerprint import closed_over, is_data
-from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.sources.packed import PackedStrings
 from lightning_fastdata.tree import has_method, held, held_by
 
@@ -54,7 +50,7 @@ def identity(dataset: object) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
-        _Digesting(digest, {}).dump(dataset)
+        _Digesting(digest).dump(dataset)
     except Exception as error:  # whatever an object's own __reduce__ raises
         raise DatasetError(
             f"What {type(dataset).__name__} holds cannot be recognised in another run "
@@ -62,7 +58,7 @@ def identity(dataset: object) -> str:
             "it a key of your own, which you change when the samples change: "
             'CachedDataset(..., key="photos-1").'
         ) from error
-    for path, status in named_files(dataset):
+    for path, status in _named_files(dataset):
         digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
     return digest.hexdigest()
 
@@ -81,21 +77,17 @@ class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold, and of code its source instead of its name alone.
 
     Without a memo (``fast``), so that whether two equal strings are one object makes no difference.
-    ``known``: objects by their address, with their number; held, so that no other gets it.
     """
 
-    def __init__(self, digest: hashlib.blake2b, known: dict[int, tuple[int, object]]) -> None:
+    def __init__(self, digest: hashlib.blake2b) -> None:
         super().__init__(_Sink(digest), protocol=5)
         self.fast = True
-        self._known = known
+        self._known: dict[int, tuple[int, object]] = {}
+        """Objects by their address, with their number; held, so that no other gets it."""
 
     def persistent_id(self, obj: object) -> object:
-        # Dicts and sets are pickled without reducer_override() being asked, in the order in which
-        # they were filled, or by chance.
-        if isinstance(obj, set | frozenset):
-            return "set", self._sorted(obj)
-        if type(obj) is dict:
-            return "dict", self._sorted(obj)
+        if isinstance(obj, set | frozenset):  # whose order is by chance
+            return "set", sorted(obj, key=repr)
         if isinstance(obj, GENERATOR_CLASSES):
             return "generator", type(obj).__name__  # what depends on its state cannot be kept
         if not hasattr(obj, "__dict__"):
@@ -125,20 +117,6 @@ class _Digesting(pickle.Pickler):
             return NotImplemented if mapped is None else (_same, mapped)
         return NotImplemented
 
-    def _sorted(self, items: Mapping[Any, Any] | Iterable[Any]) -> list[Any]:
-        """Return the elements of a set, or the items of a dict, in an order of their own."""
-        keys, kinds = list(items), set(map(type, items))
-        plain = len(kinds) == 1 and kinds <= {str, int, bytes}
-        keys.sort(key=None if plain else self._digest_of)
-        return [(key, items[key]) for key in keys] if isinstance(items, Mapping) else keys
-
-    def _digest_of(self, value: object) -> bytes:
-        digest, before = hashlib.blake2b(digest_size=16), len(self._known)
-        _Digesting(digest, self._known).dump(value)
-        while len(self._known) > before:  # as if nothing of it were known: it comes in its turn
-            self._known.popitem()
-        return digest.digest()
-
 
 def _same(*_what: object) -> None:
     """Stand for an object that is compared by what is said of it."""
@@ -167,7 +145,8 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     module = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
     yield f"{module}.{getattr(obj, '__qualname__', '')}"
     if isinstance(obj, BuiltinFunctionType) or not is_users(module):
-        yield _release(module)
+        package = sys.modules.get((module or "").partition(".")[0])
+        yield str(getattr(package, "__version__", sys.version))
         return
     yield _source(obj)
     if isinstance(obj, type):
@@ -180,18 +159,17 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
 
 
 def _source(obj: type | FunctionType | ModuleType) -> str:
-    """Return the source text of what a user wrote.
+    """Return the source text of what a user wrote; of a lambda, that of its file, and its line.
 
     Raises:
         OSError, TypeError: There is none: it was typed into an interpreter, or made by code.
         ValueError: It is one of several lambdas in a line, of which nobody can tell which.
     """
     if isinstance(obj, FunctionType) and obj.__name__ == "<lambda>":
-        lines, first = inspect.findsource(obj.__code__)
-        found = _lambdas("".join(lines)).get(first + 1, [])
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} lambdas are in line {first + 1}, which tell nothing")
-        return found[0]
+        lines, line = inspect.findsource(obj.__code__)
+        if lines[line].count("lambda") != 1:
+            raise ValueError(f"of the lambdas in line {line + 1} nobody can tell which it is")
+        return f"{line}\n{''.join(lines)}"  # nothing says where it ends
     try:
         # Of a function, not of the one that it wraps, which is compared for itself.
         return inspect.getsource(obj.__code__ if isinstance(obj, FunctionType) else obj)
@@ -204,51 +182,22 @@ def _source(obj: type | FunctionType | ModuleType) -> str:
 
 
 def _source_of_method(value: object) -> str:
-    with contextlib.suppress(OSError, TypeError):
+    with suppress(OSError, TypeError):
         return inspect.getsource(value) if isinstance(value, FunctionType) else ""
     return ""
-
-
-@lru_cache(maxsize=16)
-def _lambdas(text: str) -> dict[int, list[str]]:
-    """Return the lambdas of a module, by the line in which each begins."""
-    found: dict[int, list[str]] = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Lambda):
-            found.setdefault(node.lineno, []).append(ast.unparse(node))
-    return found
-
-
-@cache
-def _release(module: str | None) -> str:
-    """Return the version of what an installed module belongs to; of Python's own, Python's."""
-    top = (module or "").partition(".")[0]
-    if top in sys.stdlib_module_names:
-        return sys.version.partition(" ")[0]
-    return ",".join(importlib.metadata.version(name) for name in _distributions().get(top, ()))
-
-
-@lru_cache(maxsize=1)
-def _distributions() -> dict[str, list[str]]:
-    found = importlib.metadata.packages_distributions()
-    return {top: sorted(set(names)) for top, names in found.items()}
 
 
 # -- the files that it names -----------------------------------------------------------------------
 
 
-def named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files that a dataset lists or names, with what the system says of them.
+def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files that a dataset names, with what the system says of them.
 
     A name may be a path, or a path in a folder that the dataset names, too, or the name of a file
     in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. Of a folder alone no file counts: others may write there.
     """
     for part in _parts(dataset):
-        listed = _listed(part)
-        if listed is not None:
-            yield from _regular(listed)
-            continue
         groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
@@ -279,13 +228,6 @@ def _parts(dataset: object) -> Iterator[object]:
             ]
 
 
-def _listed(dataset: object) -> tuple[str, ...] | None:
-    try:
-        return files_of(dataset, _evenly(dataset_length(dataset) or 0))
-    except Exception:  # a dataset of another kind; what it holds still counts
-        return None
-
-
 def _texts(value: object, depth: int) -> Iterator[str]:
     """Yield the paths and short strings in nested containers, arrays and tables."""
     if isinstance(value, str | bytes | os.PathLike):
@@ -314,7 +256,8 @@ def _existing(paths: list[str]) -> list[str]:
 
     A look at a file that is not there takes a millisecond where folders are on a network.
     """
-    some = paths[:: max(1, len(paths) // _FEW)]
+    # Not every so many of them: of pairs of a caption and a path, these may be captions alone.
+    some = random.Random(0).sample(paths, min(len(paths), 4 * _FEW))
     return paths if next(_regular(some), None) else []
 
 
@@ -336,18 +279,9 @@ def _in_folders(folders: list[str], names: list[str]) -> list[str]:
         return named
     known = {Path(name).name for name in names}
     for folder in folders:
-        for entry in _entries(folder):
-            below = _entries(entry.path) if entry.is_dir() else [entry]
-            named += [each.path for each in below if {each.name, Path(each.name).stem} & known]
+        below = (*Path(folder).glob("*"), *Path(folder).glob("*/*"))
+        named += [str(path) for path in sorted(below) if {path.name, path.stem} & known]
     return [named[number] for number in _evenly(len(named))]
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda entry: entry.name)
-    except OSError:
-        return []
 
 
 def _regular(paths: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:

@@ -1,8 +1,8 @@
-"""A sample as bytes and a description of them in JSON, and back. No code is read from a file.
+"""A sample as a record: its bytes, and in JSON what they are. No code is read from a file.
 
 The form of a sample says what containers it is made of, and of each leaf its kind, type and shape:
-all but its numbers. Samples of one form have as many bytes in each leaf, so that they can be rows
-of the same columns.
+all but its numbers. A record has the bytes of the leaves, in order, each from a multiple of 16 on.
+Records of one form are of one size, so that they can be rows.
 """
 
 from __future__ import annotations
@@ -35,33 +35,39 @@ _SUPPORTED: Final = (
 )
 
 
-def taken_apart(sample: object) -> tuple[Form, list[Raw]]:
-    """Return the form of a sample and the bytes of its leaves, in order.
+def taken_apart(sample: object) -> tuple[Form, bytes]:
+    """Return the form of a sample, and its record.
 
     Raises:
         DatasetError: It holds something that is none of the kinds above.
     """
     raws: list[Raw] = []
-    return _form(sample, raws, ""), raws
+    form = _form(sample, raws, "")
+    parts: list[Any] = []
+    for raw in raws:
+        parts += [raw.data, b"\0" * (_padded(raw.size) - raw.size)]
+    return form, b"".join(parts)
 
 
-def put_together(form: Form, raws: list[Raw]) -> Batch:
-    """Return the sample of a form; tensors and arrays share the memory of ``raws``."""
-    return _made(form, iter(raws).__next__)
+def put_together(form: Form, record: Raw) -> Batch:
+    """Return the sample of a record; tensors and arrays share its memory."""
+    raws = (record[at : at + leaf["bytes"]] for at, leaf in leaves_of(form))
+    return _made(form, raws.__next__)
 
 
-def leaves_of(form: Form) -> Iterator[Form]:
-    """Yield the forms of the leaves, in order."""
-    if "of" not in form:
-        yield form
-        return
-    for part in form["of"]:
-        yield from leaves_of(part)
+def leaves_of(form: Form) -> list[tuple[int, Form]]:
+    """Return where in a record each leaf begins, and its form."""
+    found: list[tuple[int, Form]] = []
+    at = 0
+    for leaf in _leaves_in(form):
+        found.append((at, leaf))
+        at += _padded(leaf["bytes"])
+    return found
 
 
-def leaf_bytes(form: Form) -> list[int]:
-    """Return the number of bytes of each leaf."""
-    return [int(leaf["bytes"]) for leaf in leaves_of(form)]
+def record_bytes(form: Form) -> int:
+    """Return the size of a record."""
+    return sum(_padded(leaf["bytes"]) for leaf in _leaves_in(form))
 
 
 def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -77,42 +83,31 @@ def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
     return None
 
 
-def text_of(form: Form) -> bytes:
-    """Return a form as JSON."""
-    return json.dumps(form, separators=(",", ":")).encode()
+def with_form(form: Form, record: bytes) -> bytes:
+    """Return a record behind its form, and that behind its length in 4 bytes."""
+    text = json.dumps(form, separators=(",", ":")).encode()
+    header = len(text).to_bytes(4, "little") + text
+    return header.ljust(_padded(len(header)), b"\0") + record
 
 
-def joined(form: Form, raws: list[Raw]) -> bytes:
-    """Return a sample of any form as one record: length of its form, form, leaves."""
-    text = text_of(form)
-    parts = [
-        len(text).to_bytes(4, "little"),
-        text,
-        b"\0" * (_padded(4 + len(text)) - 4 - len(text)),
-    ]
-    for raw in raws:
-        parts.append(raw.tobytes().ljust(_padded(raw.size), b"\0"))
-    return b"".join(parts)
-
-
-def split(record: Raw) -> tuple[Form, list[Raw]]:
-    """Return form and leaves of a record; the inverse of :func:`joined`."""
-    length = int.from_bytes(record[:4].tobytes(), "little")
-    form: Form = json.loads(record[4 : 4 + length].tobytes())
-    at, raws = _padded(4 + length), []
-    for size in leaf_bytes(form):
-        raws.append(record[at : at + size])
-        at += _padded(size)
-    return form, raws
+def split(whole: Raw) -> tuple[Form, Raw]:
+    """Return form and record; the inverse of :func:`with_form`."""
+    start = whole[:4].tobytes()
+    text = whole[4 : 4 + int.from_bytes(start, "little")].tobytes()
+    return json.loads(text), whole[first_leaf_at(start) :]
 
 
 def first_leaf_at(start: bytes) -> int:
-    """Return where in a record its first leaf begins.
-
-    Args:
-        start: The first 4 bytes of the record.
-    """
+    """Return where the leaves begin in a record behind its form; ``start``: its first 4 bytes."""
     return _padded(4 + int.from_bytes(start, "little"))
+
+
+def _leaves_in(form: Form) -> Iterator[Form]:
+    if "of" not in form:
+        yield form
+        return
+    for part in form["of"]:
+        yield from _leaves_in(part)
 
 
 def _form(value: object, raws: list[Raw], path: str) -> Form:

@@ -8,8 +8,8 @@ import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.caches.cached import CachedSource, cache_of, with_cache
-from lightning_fastdata.caches.folders import CacheFolder, cache_root, hold, room_bytes
+from lightning_fastdata.caches.cached import cache_of, with_cache
+from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
 from lightning_fastdata.caches.gain import measure_gain
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
@@ -61,8 +61,8 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None
         pays, reason = _gain(dataset, cache, epochs)
         if not pays:
             return None, reason
-    hold(cache.folder)  # which fails where nothing can be written
-    return cached, reason
+    with made_by_one(cache.folder):  # which fails where nothing can be written
+        return cached, reason
 
 
 def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[bool, str]:
@@ -78,11 +78,9 @@ def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[b
         if failure is not None and isinstance(failure.error, DatasetError):
             return False, str(failure.error)
         return False, f"a process that tried it {'failed' if failure is None else failure.what}"
-    # Records from afar come quicker from a disk, too; what is made of them is not kept.
-    from_afar = isinstance(cache, CachedSource)
     reason = gain.why_not(
-        disk_bytes=room_bytes(cache_root("disk"), in_memory=False),
-        memory_bytes=math.inf if from_afar else read_host_memory().available_bytes / 2,
+        disk_bytes=room_bytes(cache.folder),
+        memory_bytes=read_host_memory().available_bytes / 2,
         epochs=epochs,
     )
     return reason is None, reason or str(gain)

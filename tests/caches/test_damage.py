@@ -21,8 +21,6 @@ from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
-from lightning_fastdata.caches import folders
-from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError, FastDataError, FastDataWarning, OptionsError
 
 COUNT = 40
@@ -44,21 +42,6 @@ class Mixed(Rows):
 
     def __getitem__(self, index):
         return {"x": torch.full((index % 7,), float(index)), "of": (f"name{index}", [b"\1" * 3])}
-
-
-class Texts:
-    """A source."""
-
-    parallel_reads = 1
-
-    def __len__(self):
-        return COUNT
-
-    def get_bytes(self, indices):
-        return [b"%d" % index * (index + 1) for index in indices]
-
-    def name_of(self, index):
-        return f"text {index}"
 
 
 def as_list(samples):
@@ -97,7 +80,7 @@ def complete(tmp_path_factory):
     """A complete cache of each kind: the folder in which it has its own."""
     roots = {kind: tmp_path_factory.mktemp(kind) for kind in DATASETS}
     for kind, root in roots.items():
-        read(kind, root, "inline").flush()
+        read(kind, root, "inline")
     return roots
 
 
@@ -154,8 +137,11 @@ DAMAGE = st.tuples(
     ("kind", "executor"), [("columns", "inline"), ("columns", "gather"), ("records", "inline")]
 )
 @max_examples(75)
-@example(what=[(2, ("cut", 0.5, 0))])  # the index of columns
-@example(what=[(0, ("cut", 0.5, 0))])  # and of records
+@example(what=[(0, ("cut", 0.5, 0))])  # the samples as rows, or the index
+@example(what=[(1, ("cut", 0.5, 0))])  # the index, or the manifest
+@example(what=[(2, ("cut", 0.5, 0))])  # the manifest, or the samples as records
+@example(what=[(0, ("flip", 0.5, 0))])
+@example(what=[(2, ("flip", 0.5, 0))])
 @given(what=st.lists(st.tuples(st.integers(0, 3), DAMAGE), min_size=1, max_size=2))
 def test_no_damaged_byte_reaches_a_batch(complete, kind, executor, what):
     place = complete[kind].with_name(f"{kind}-{executor}")
@@ -219,7 +205,6 @@ def test_a_cache_of_pages_of_two_moments_is_believed_in_nothing(
     old = [path.read_bytes() for path in files]
     for index in order[: before + after]:
         cached[index]
-    cached.flush()
     for path, was, chosen in zip(files, old, stale, strict=False):
         path.write_bytes(mixed_pages(was, path.read_bytes(), chosen))
     again = CachedDataset(DATASETS[kind], root)
@@ -257,12 +242,6 @@ def file_above(root, _folder):
     root.write_text("")
 
 
-def nothing_written(_root, folder):
-    """As on a file system that is mounted to be read, for any user."""
-    (folder / "users").unlink()
-    (folder / "users").mkdir()
-
-
 def linked(_root, folder):
     shutil.move(folder, folder.with_name("elsewhere"))
     folder.symlink_to("elsewhere")
@@ -278,7 +257,7 @@ def cut_index(_root, folder):
 
 def of_other_samples(root, folder):
     """Kept before a function changed that the dataset does not hold."""
-    other = {Rows: Mixed, Mixed: Rows, Texts: Rows}[type(root.owner)]()
+    other = {Rows: Mixed, Mixed: Rows}[type(root.dataset)]()
     shutil.rmtree(folder)
     cached = CachedDataset(other, root, key=folder.name.removeprefix("key-"))
     for index in range(COUNT):
@@ -288,15 +267,15 @@ def of_other_samples(root, folder):
 class Place(type(Path())):
     """A folder, and whose cache it has."""
 
-    owner: object
+    dataset: object
 
 
-UNUSABLE = [file_above, nothing_written, linked, damaged_manifest, cut_index, of_other_samples]
-OWNERS = [Rows(), Mixed(), Texts()]
+UNUSABLE = [file_above, linked, damaged_manifest, cut_index, of_other_samples]
+OWNERS = [Rows(), Mixed()]
 
 
-def cache_in(root, owner, *, optional):
-    cached = (CachedSource if isinstance(owner, Texts) else CachedDataset)(owner, root, key="k")
+def cache_in(root, owner, *, optional=False):
+    cached = CachedDataset(owner, root, key="k")
     cached.optional = optional
     return cached
 
@@ -304,8 +283,7 @@ def cache_in(root, owner, *, optional):
 def all_of(data, *, looked_at=False):
     if looked_at:
         assert str(data.folder) in data.explain()
-    one = getattr(data, "get_bytes", None)
-    return [data[index] if one is None else one([index]) for index in range(COUNT)]
+    return [data[index] for index in range(COUNT)]
 
 
 @each("owner", OWNERS)
@@ -313,35 +291,30 @@ def all_of(data, *, looked_at=False):
 def test_a_cache_that_cannot_be_used_is_one_error_that_names_it(tmp_path, owner, break_it):
     root, cached = broken(tmp_path, owner, break_it)
     with pytest.raises(FastDataError, match=f"{cached.folder}.*(Delete|[Nn]ame another)") as told:
-        all_of(cache_in(root, owner, optional=False))
+        all_of(cache_in(root, owner))
     assert isinstance(told.value, DatasetError | OptionsError)
 
 
-@each("owner", OWNERS)
 @each("break_it", UNUSABLE)
 @each("looked_at", [False, True])
 def test_without_a_cache_that_is_optional_samples_are_made_and_that_is_said(
-    tmp_path, owner, break_it, looked_at
+    tmp_path, break_it, looked_at
 ):
-    root, _ = broken(tmp_path, owner, None)
-    cached = cache_in(root, owner, optional=True)
-    folders._held.pop(cached.folder, None)
+    root, _ = broken(tmp_path, Mixed(), None)
+    cached = cache_in(root, Mixed(), optional=True)
     break_it(root, cached.folder)  # after it was decided to use it
     with pytest.warns(FastDataWarning, match="no cache can be used") as told:
         found = all_of(cached, looked_at=looked_at)
-    assert equal(found, all_of(owner))
+    assert equal(found, all_of(Mixed()))
     assert len(told) == 1
-    if not isinstance(owner, Texts):
-        assert cached.columns() is None
 
 
 def broken(tmp_path, owner, break_it):
     """Return a root, and a complete cache in it to which something has happened."""
     root = Place(tmp_path / "root")
-    root.owner = owner
-    cached = cache_in(root, owner, optional=False)
+    root.dataset = owner
+    cached = cache_in(root, owner)
     cached.fill()
-    folders._held.pop(cached.folder, None)  # another process goes on
     if break_it is not None:
         break_it(root, cached.folder)
     return root, cached
@@ -355,13 +328,11 @@ class Odd(Rows):
 
 
 def test_a_sample_that_cannot_be_kept_ends_no_training_that_has_not_asked_for_it(tmp_path):
-    wanted = [Odd()[index] for index in range(COUNT)]
-    cached = CachedDataset(Odd(), tmp_path)
-    cached.optional = True
+    cached = cache_in(tmp_path, Odd(), optional=True)
     with pytest.warns(FastDataWarning, match="at sample|as a sample"):
-        assert equal([cached[index] for index in range(COUNT)], wanted)
+        assert equal(all_of(cached), all_of(Odd()))
     with pytest.raises(DatasetError, match="cannot be cached"):
-        CachedDataset(Odd(), tmp_path)[5]
+        cache_in(tmp_path, Odd())[5]
 
 
 @each("owner", OWNERS)
@@ -380,7 +351,7 @@ def test_a_folder_of_another_user_is_refused_before_anything_is_written(
     cached.folder.chmod(0o777)
     before = {path: path.stat().st_mtime_ns for path in cached.folder.iterdir()}
     with pytest.raises(OptionsError, match=f"{cached.folder} belongs to user"):
-        cache_in(root, owner, optional=False)
+        cache_in(root, owner)
     assert {path: path.stat().st_mtime_ns for path in cached.folder.iterdir()} == before
 
 
@@ -388,7 +359,7 @@ def test_a_folder_of_another_user_is_refused_before_anything_is_written(
 def test_no_other_user_can_open_the_folder(tmp_path, owner):
     root, cached = broken(tmp_path, owner, None)
     cached.folder.chmod(0o755)
-    all_of(cache_in(root, owner, optional=False))
+    all_of(cache_in(root, owner))
     assert stat.S_IMODE(cached.folder.stat().st_mode) == 0o700
 
 
@@ -396,7 +367,6 @@ NO_PLACES = ["s3://bucket/x", "gs://b", "file:///tmp/x", "hf://datasets/x", Path
 NO_PLACES += ["", "atuo", "Auto", "disc", "DISK", "dsik", "rma", "RAM", True, 3, ["disk"]]
 MAKERS = [
     lambda folder: CachedDataset(Rows(), folder),
-    lambda folder: CachedSource(Texts(), folder),
     lambda folder: FastDataModule.from_datasets(Rows(), cache=folder),
 ]
 
@@ -410,11 +380,10 @@ def test_what_is_no_place_of_this_machine_is_refused(tmp_path, monkeypatch, make
     assert list(tmp_path.iterdir()) == []
 
 
-@each("make", MAKERS[:2])
-@each("folder", ["c", "cache", "data", "./atuo", Path("disc"), "kept/auto", "photos-1"])
-def test_folders_of_other_names_are_used(tmp_path, monkeypatch, make, folder):
+@each("folder", ["c", "data", "./atuo", Path("disc"), "kept/auto", "photos-1"])
+def test_folders_of_other_names_are_used(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
-    all_of(make(folder))
+    all_of(CachedDataset(Rows(), folder))
     assert Path(folder).is_dir()
 
 
@@ -437,17 +406,3 @@ def test_without_a_home_the_variable_is_named(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 54321)  # of no entry in the list of users
     with pytest.raises(OptionsError, match="Set LIGHTNING_FASTDATA_CACHE"):
         CachedDataset(Rows(), "disk")
-
-
-def test_a_cache_in_memory_that_a_killed_run_left_is_found_by_the_same_dataset(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(folders, "_SHARED_MEMORY", tmp_path)
-    child = os.fork()
-    if not child:
-        CachedDataset(Rows(), "ram").fill()
-        os._exit(0)  # nothing is cleared away
-    os.waitpid(child, 0)
-    cached = CachedDataset(Rows(), "ram")
-    assert cached.stored == COUNT
-    assert equal(all_of(cached), all_of(Rows()))

@@ -98,15 +98,11 @@ STATES = {
     "the type of a number": (1, 1.0),
     "a text": ("a", "b"),
     "a list": ([1, 2], [2, 1]),
-    "a list within": ([[1], [2]], [[1], [3]]),
-    "a value of a dict": ({"a": 1}, {"a": 2}),
-    "a key of a dict": ({"a": 1}, {"b": 1}),
     "an element deep within": ({"a": [({"b": 1},)]}, {"a": [({"b": 2},)]}),
     "the order of an ordered dict": tuple(
         collections.OrderedDict(items) for items in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])
     ),
     "a set": ({1, 2}, {1, 3}),
-    "a set of different types": ({1, "a", (2, 3)}, {1, "a", (2, 4)}),
     "one row of many": (ROWS, ONE_ROW_DIFFERS),
     "the dtype of an array": (np.arange(3, dtype=np.int32), np.arange(3)),
     "an array of objects": (np.array([[1], [2]], object), np.array([[1], [3]], object)),
@@ -154,24 +150,9 @@ def test_what_a_dataset_holds_counts(what):
     )
 
 
-def test_a_pipeline_counts_by_what_it_does():
-    import albumentations as A
-
-    def pipeline(limit):
-        return A.Compose([A.Resize(8, 8), A.Blur(blur_limit=limit)])
-
-    first = identity(Plain(held=pipeline(3)))
-    assert identity(Plain(held=pipeline(3))) == first
-    assert identity(Plain(held=pipeline(5))) != first
-
-
 def test_what_is_equal_counts_as_equal_in_whichever_order_it_was_made():
     name = "".join(["a", "b"])
     assert identity(Plain(held=[name, name])) == identity(Plain(held=["".join(["a", "b"]), name]))
-    assert identity(Plain(held={"a": 1, "b": 2})) == identity(Plain(held={"b": 2, "a": 1}))
-    mixed = [(1, "x"), ("a", "y"), ((2, 3), "z")]
-    assert identity(Plain(held=dict(mixed))) == identity(Plain(held=dict(mixed[::-1])))
-    assert identity(Plain(one=1, two=2)) == identity(Plain(two=2, one=1))
     assert identity(Plain(held=Part(1))) == identity(Plain(held=copy.deepcopy(Part(1))))
 
 
@@ -234,6 +215,9 @@ WAYS = {
     "names beside a table": lambda root: {"table": __file__, "root": root, "names": NAMES},
     "an array": lambda root: {"root": root, "names": np.array([f"{name}.bin" for name in NAMES])},
     "notes": lambda root: {"root": root, "notes": [{"file": f"{n}.bin", "id": 3} for n in NAMES]},
+    "pairs of a caption and a path": lambda root: {
+        "pairs": [("caption", f"{root}/{name}.bin") for name in NAMES * 64]
+    },
     "within another": lambda root: {"parts": [Named(root=root, names=NAMES)]},
 }
 
@@ -291,9 +275,7 @@ PROJECTS = {
         before="PIPELINE = v2.Compose([v2.Resize(8 * VERSION)])\n", body="pipeline = PIPELINE"
     ),
     "a class within the class": project(body="class Config:\n        size = VERSION"),
-    "a property": project(body="@property\n    def by(self): return VERSION"),
     "a function that it holds": project(before=HELPERS, held="change"),
-    "a function in a list": project(before=HELPERS, held="[{'a': change}]"),
     "a function of a module that it holds": project(
         before="import theirs_help\n", held="theirs_help.change", theirs_help=HELPERS
     ),
@@ -354,14 +336,9 @@ def test_the_code_of_a_dataset_and_of_what_it_holds_counts(identity_of, what):
 def test_the_version_of_an_installed_package_counts(monkeypatch, package):
     data = Plain(held=v2.Resize(8))
     first = identity(data)
-    true = importlib.metadata.version
-    identity.__globals__["_release"].cache_clear()
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "0.0" if name == package else true(name)
-    )
+    monkeypatch.setattr(sys.modules[package], "__version__", "0.0")
     assert identity(data) != first
     monkeypatch.undo()
-    identity.__globals__["_release"].cache_clear()
     assert identity(data) == first
 
 
@@ -373,12 +350,7 @@ IN_A_PROCESS = f"import json, {__name__} as tests; print(json.dumps(tests.identi
 def identities():
     """Return the identity of each state, and of what has an order by chance."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
-    told = {
-        "a set of words": set(words),
-        "a dict from a set": {word: len(word) for word in set(words)},
-        "a set of tuples": {(word, len(word)) for word in words},
-        "a set of objects": frozenset(map(InSlots, words)),
-    }
+    told = {"a set of words": set(words), "a set of tuples": {(each, 1) for each in words}}
     found = {what: identity(Plain(held=held)) for what, held in told.items()}
     return found | {what: identity(Plain(held=held[0])) for what, held in STATES.items()}
 
@@ -433,14 +405,6 @@ def test_what_cannot_be_compared_asks_for_a_key(tmp_path, what):
     assert CachedDataset(data, tmp_path, key="mine")[2] == 2
 
 
-def test_a_class_without_a_source_asks_for_a_key():
-    made = of_no_file(
-        "class Data(Plain):\n    def __getitem__(self, index): return index\nmade = Data()"
-    )
-    with pytest.raises(DatasetError, match=r"Data holds cannot be recog.*key=\"photos-1\""):
-        identity(made)
-
-
 def test_a_class_of_a_notebook_counts_by_its_methods(monkeypatch):
     def made(by):
         text = f"class Data(Plain):\n    def __getitem__(self, index): return index + {by}\n"
@@ -452,14 +416,3 @@ def test_a_class_of_a_notebook_counts_by_its_methods(monkeypatch):
 
     assert identity(made(1)) == identity(made(1))
     assert identity(made(1)) != identity(made(2))
-
-
-def test_a_cache_that_nobody_asked_for_by_name_is_left_out_and_says_why():
-    from lightning_fastdata import FastDataModule
-
-    data = FastDataModule.from_datasets(
-        Plain(held=threading.Lock()), batch_size=2, cache="auto", num_workers=0
-    )
-    data.train_dataloader()
-    assert "not kept (cache='auto'): What Plain holds cannot be recognised" in data.explain()
-    assert "key=" in data.explain()

@@ -12,12 +12,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 import lightning_fastdata as ld
-from lightning_fastdata.caches import folders
 from lightning_fastdata.caches.cached import cache_of
 from lightning_fastdata.data import cache_images
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.ext.images.stored import StoredPicture
-from lightning_fastdata.host import clock
 
 
 @pytest.fixture
@@ -137,15 +135,6 @@ def test_a_data_module_keeps_pictures_where_crops_are_random(root, tmp_path, par
     assert "pictures, shorter side 48" in module.explain()
 
 
-def test_a_data_module_keeps_samples_where_nothing_is_random(root, tmp_path):
-    data = ld.FastImageFolder(root, size=32, crop="center")
-    module = Photos(data, cache=tmp_path / "kept")
-    plain, kept = epochs_of(Photos(data)), epochs_of(module)
-    for ours, theirs in zip(kept, plain, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-    assert "samples as the dataset returns them" in module.explain()
-
-
 def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
     kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     kept.pictures.fill()
@@ -163,21 +152,6 @@ def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
     assert not picture.decode().flags.writeable
 
 
-def test_caches_that_nobody_has_used_for_a_month_are_removed(root, tmp_path):
-    kept = tmp_path / "kept"
-    used = cache_of(cache_images(folder_of(root, shorter_side=48), kept))
-    used[0]
-    old = kept / "old"
-    shutil.copytree(used.folder, old)
-    young = kept / "young"
-    shutil.copytree(used.folder, young)
-    foreign = kept / "foreign"
-    foreign.mkdir()
-    for folder in (used.folder, old, foreign):
-        (folder / "users").touch()
-        os.utime(folder / "users", (1, clock.unix_s() - 31 * 86_400))
-    folders.remove_forgotten(kept)
-    assert not old.exists()
-    assert used.folder.exists()  # this process holds it
-    assert young.exists()
-    assert foreign.exists()  # no cache
+def test_samples_that_are_others_in_each_epoch_are_refused(root, tmp_path):
+    with pytest.raises(DatasetError, match="FastImageFolder draws at random"):
+        ld.CachedDataset(folder_of(root), tmp_path / "kept")[0]

@@ -14,7 +14,6 @@ from trainers import Learner, quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
-from lightning_fastdata.data import CachedSource
 from tests.sources.object_server import ObjectServer
 
 COUNT = 36
@@ -37,23 +36,34 @@ class InMemory(Dataset):
         return decode(record(index), index)
 
 
+def as_it_is(raw, index):
+    return bytes(raw), index
+
+
+def decode_kept(sample):
+    return decode(*sample)
+
+
 @pytest.fixture(params=["tar", "objects", "kept objects"])
-def source(request, tmp_path):
+def dataset(request, tmp_path):
     """The records as files of an archive, and as objects behind a server that fails at times."""
     if request.param == "tar":
         with tarfile.open(tmp_path / "x.tar", "w") as archive:
             for index in range(COUNT):
                 (tmp_path / "one").write_bytes(record(index))
                 archive.add(tmp_path / "one", f"{index:03}")
-        yield sources.TarSource(tmp_path / "x.tar")
+        yield sources.SourceDataset(sources.TarSource(tmp_path / "x.tar"), decode)
         return
     pytest.importorskip("obstore")
     server = ObjectServer({f"{index:03}": record(index) for index in range(COUNT)})
     server.fail_share = 0.05
     keys = [f"{index:03}" for index in range(COUNT)]
     objects = sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
-    kept = request.param == "kept objects"
-    yield CachedSource(objects, tmp_path / "cache", key="photos") if kept else objects
+    if request.param == "kept objects":
+        records = sources.SourceDataset(objects, as_it_is)
+        yield ld.CachedDataset(records, tmp_path / "cache", key="photos", transform=decode_kept)
+    else:
+        yield sources.SourceDataset(objects, decode)
     server.close()
 
 
@@ -73,8 +83,7 @@ def fit(dataset, *, workers, folder=None, resume=None):
 
 @pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*a sample waits")  # the number of workers is set, too low
-def test_a_training_sees_the_same_and_resumes(source, tmp_path):
-    dataset = sources.SourceDataset(source, decode)
+def test_a_training_sees_the_same_and_resumes(dataset, tmp_path):
     wanted = fit(InMemory(), workers=2)
     assert fit(dataset, workers=2, folder=tmp_path / "saved") == wanted
     (file,) = (tmp_path / "saved").glob("*step=9.ckpt")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from front_door.test_changing_world import Rows
 from misses import each
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock
@@ -107,20 +107,6 @@ def test_memory_of_which_that_is_not_known_is_compared(held: Any) -> None:
     assert before is not None
     held[0] = 5
     assert fingerprint([held]) != before
-
-
-def test_a_file_that_an_object_names_is_compared_wherever_the_object_is_held(tmp_path) -> None:
-    file = tmp_path / "rows.txt"
-    file.write_text("0")
-    inner = Rows(lambda *_: 0, path=str(file))
-    whole = Subset(ConcatDataset([inner]), [1, 2])
-    before = fingerprint(whole)
-    assert before is not None
-    file.write_text("00")
-    after = fingerprint(whole)
-    assert after is not None
-    assert after.own == before.own
-    assert after.live != before.live
 
 
 def test_what_cannot_be_compared_has_none(tmp_path) -> None:

@@ -15,8 +15,7 @@ from conformance.pieces import Linear, make_trainer
 from processes import until
 
 import lightning_fastdata as ld
-from lightning_fastdata import sources
-from lightning_fastdata.data import CachedSource
+from lightning_fastdata import CachedDataset, sources
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
 from tests.sources.object_server import ObjectServer
@@ -56,7 +55,10 @@ def features(raw, index):
 
 def in_workers(source, workers=2, **options):
     """Read everything in workers: a client in this process would not survive later forks."""
-    dataset = sources.SourceDataset(source, decode)
+    return read(sources.SourceDataset(source, decode), workers, **options)
+
+
+def read(dataset, workers=2, **options):
     loader = ld.FastDataLoader(dataset, 8, num_workers=workers, executor="workers", **options)
     return torch.cat(list(loader))[:, 0].tolist()
 
@@ -241,10 +243,10 @@ def test_objects_in_s3_are_listed_read_and_kept_until_they_change(s3, tmp_path):
     def cached():
         source = sources.ObjectSource("s3://bucket/data", suffix=".bin", **config)
         assert list(source.keys) == [f"{index:03}.bin" for index in range(COUNT)]
-        return CachedSource(source, tmp_path)
+        return CachedDataset(sources.SourceDataset(source, decode), tmp_path)
 
     first = cached()
-    assert in_workers(first) == list(range(COUNT))
+    assert read(first) == list(range(COUNT))
     again = cached()
     assert again.folder == first.folder
     assert again.stored == COUNT
@@ -253,4 +255,4 @@ def test_objects_in_s3_are_listed_read_and_kept_until_they_change(s3, tmp_path):
     changed = cached()
     assert changed.folder != first.folder
     with pytest.raises(AssertionError):  # decode() finds the new object
-        in_workers(changed)
+        read(changed)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import lightning_fastdata as ld
-from lightning_fastdata import sources
-from lightning_fastdata.data import CachedSource
+from lightning_fastdata import CachedDataset, sources
 from lightning_fastdata.errors import DatasetError
 
 ORDER = [17, 3, 0, 29, 3]
@@ -63,13 +62,18 @@ def test_zarr_rows_are_those_of_zarr(tmp_path):
         sources.ZarrSource(tmp_path / "none.zarr")
 
 
+def row(record, _index):
+    return record
+
+
 def test_zarr_that_was_written_again_has_another_cache(tmp_path):
     zarr = pytest.importorskip("zarr", minversion="3")
 
     def cached(value):
         group = zarr.open_group(tmp_path / "x.zarr", mode="w")
         group.create_array("number", data=np.full(9, value))
-        return CachedSource(sources.ZarrSource(tmp_path / "x.zarr"), tmp_path / "cache")
+        data = sources.SourceDataset(sources.ZarrSource(tmp_path / "x.zarr"), row)
+        return CachedDataset(data, tmp_path / "cache")
 
-    assert cached(1).get_bytes([4])[0]["number"] == 1
-    assert cached(2).get_bytes([4])[0]["number"] == 2
+    assert cached(1)[4]["number"] == 1
+    assert cached(2)[4]["number"] == 2

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _Part = TypeVar("_Part")
 _Parts: TypeAlias = "Mapping[str, _Part] | Iterable[_Part]"
+_LARGE_ROW_BYTES = 2**12
 _SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -95,6 +96,9 @@ class Column:
         if self.plain:
             # With "raise" the rows would go through a buffer.
             self.array.take(index, 0, out, "clip")
+        elif self.row_bytes >= _LARGE_ROW_BYTES:
+            for place, row in enumerate(index.tolist()):  # each copied once
+                out[place] = self.array[row]
         else:
             # take() would first copy the whole array.
             out[...] = self.array[index]
