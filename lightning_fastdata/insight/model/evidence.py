@@ -21,6 +21,7 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.buckets import BucketBatchSampler
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.simulate import (
     BatchCost,
@@ -105,6 +106,8 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
         found["cache"] = "a stream has no index to keep samples by"
     elif caches_in(ours.dataset):
         found["cache"] = "samples are kept already"
+    if isinstance(getattr(loader, "batch_sampler", None), BucketBatchSampler):
+        found["batch_sampler"] = "its batches are of samples of like length"
     return {f"{prefix}{option}": why for option, why in found.items()}
 
 

@@ -47,7 +47,7 @@ RULES: Final[tuple[Rule, ...]] = tuple(
     )
 )
 _SEVERITIES: Final = ("high", "moderate", "fine")
-_OF_STEPS: Final = ("FD312", "FD313")
+_OF_STEPS: Final = ("FD312", "FD313", "FD337")
 """Besides data and the model, what makes a step longer."""
 _CLEARLY: Final = 1.5
 """One gain is clearly larger than another if it is so many times as large."""
