@@ -15,11 +15,6 @@ class Way(NamedTuple):
 
     node: str
     """The machine, and in short the node of the cluster, that made it."""
-    other_node: bool
-    """It came out of the object store of another node."""
-    other_machine: bool
-    """What made it had other CPUs than the training has."""
-    size_bytes: int
     taken_ns: int
     """What the training process took to take it: to ask for it, and to copy it."""
     landed_ns: int

@@ -86,7 +86,7 @@ def test_parts_of_waits_add_up_and_none_is_negative_whatever_the_clocks(clock, b
         delivered = max(requested, landed)
         offset.note(asked, clock.at(began), clock.at(ended), got)
         at = offset.aligned(asked, clock.at(began), clock.at(ended), got)
-        way = Way("far/1", True, True, 10**6, back // 3, landed, offset.uncertain_ns)
+        way = Way("far/1", back // 3, landed, offset.uncertain_ns)
         task = TaskStamps(
             0, *at, work // 2, work // 4, 4, work // 2, work // 4, work // 8, 1, way=way
         )
@@ -102,7 +102,7 @@ def test_parts_of_waits_add_up_and_none_is_negative_whatever_the_clocks(clock, b
 
 def test_the_way_of_a_batch_is_its_network_part_and_what_the_actor_does_next_is_not() -> None:
     def task(began: int, ended: int, landed: int) -> TaskStamps:
-        way = Way("far/1", True, True, 10**6, MS, landed * MS)
+        way = Way("far/1", MS, landed * MS)
         spent = (ended - began) * MS
         return TaskStamps(0, began * MS, ended * MS, spent, 0, 4, spent, 0, spent // 4, 1, way=way)
 

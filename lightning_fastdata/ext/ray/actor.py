@@ -11,7 +11,7 @@ import pickle
 import socket
 from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -219,21 +219,11 @@ class Reader:
         return f"actor {self.number}{where}"
 
 
-@cache
-def on_other_machine(place: Place) -> bool:
-    """Return whether an actor has other CPUs than this process."""
-    own = name_of_machine()
-    if place.machine is None or own is None:
-        return place.machine != own
-    return place.machine.split()[0] != own.split()[0]  # without their containers
-
-
 def stamped(
     stamps: TaskStamps,
     reader: Reader,
     call: Call,
     got_ns: tuple[int, int],
-    size_bytes: int,
     free_cpus: float | None,
 ) -> TaskStamps:
     """Return the stamps of a batch that has just landed, by our clock, with its way.
@@ -243,7 +233,6 @@ def stamped(
         reader: The actor.
         call: What it was asked.
         got_ns: When its answer began to be taken, and was here.
-        size_bytes: Of the batch.
         free_cpus: Of the cluster, as just seen.
     """
     began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
@@ -255,9 +244,6 @@ def stamped(
     place, landed_ns = reader.place, clock.monotonic_ns()
     way = Way(
         node="" if place is None else f"{place.address}/{place.node[:8]}",
-        other_node=reader.clock is not None,
-        other_machine=place is not None and on_other_machine(place),
-        size_bytes=size_bytes,
         taken_ns=landed_ns - got_ns[0],
         landed_ns=landed_ns,
         uncertain_ns=uncertain_ns,

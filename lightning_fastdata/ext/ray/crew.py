@@ -242,9 +242,7 @@ class RayCrew:
         )
         files = [] if memory is None else self._take_in(task, memory)
         if ended.stamps is not None:
-            size_bytes = 0 if memory is None else memory.size
-            seen = self._watch.news()
-            stamps = stamped(ended.stamps, reader, call, got_ns, size_bytes, seen)
+            stamps = stamped(ended.stamps, reader, call, got_ns, self._watch.news())
             ended = ended._replace(stamps=stamps)
         yield Answer(reader, task, ended, files)
 
