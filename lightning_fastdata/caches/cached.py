@@ -115,8 +115,9 @@ class CachedDataset(Dataset[Any]):
         self._max_bytes = max_bytes
         self._always_same = always_same
         self._length = len(dataset)
-        # One more than there are samples: that the cache was compared with its dataset.
-        self._known = SharedFlags(self._length + 1)
+        # More than there are samples: that the cache was compared with its dataset, and what of it
+        # was said.
+        self._known = SharedFlags(self._length + 3)
         self._file: SampleFile | None = None
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
@@ -297,11 +298,16 @@ class CachedDataset(Dataset[Any]):
         if not self.optional:
             raise error
         self._given_up = True
-        warnings.warn(
+        self._tell_once(
+            self._length + 1,
             f"The samples are made each time, as no cache can be used (cache='auto'): {error}",
-            FastDataWarning,
-            stacklevel=3,
         )
+
+    def _tell_once(self, flag: int, text: str) -> None:
+        """Warn, if no process that shares this cache object has set the flag."""
+        if flag not in self._known:
+            self._known.add(flag)
+            warnings.warn(text, FastDataWarning, stacklevel=4)
 
     def _make(self) -> SampleFile:
         with made_by_one(self.folder):
@@ -348,11 +354,10 @@ class CachedDataset(Dataset[Any]):
                 raise
             self._full = True
             said = getattr(error, "strerror", None) or error
-            warnings.warn(
+            self._tell_once(
+                self._length + 2,
                 f"No more samples are written to the cache {self.folder}: {said}. They are "
                 "made each time. Make room there, or give another folder.",
-                FastDataWarning,
-                stacklevel=3,
             )
 
     def notice_change(self, within_s: float = math.inf) -> None:

@@ -247,7 +247,7 @@ def test_auto_ends_no_training_whatever_has_become_of_the_cache(
         seen, said = fit_auto(Computes())
     assert seen == wanted
     words = [str(one.message) for one in told if one.category is FastDataWarning]
-    assert any("cache='auto'" in one and str(root) in one for one in words), (words, said)
+    assert sum("cache='auto'" in one and str(root) in one for one in words) == 1, (words, said)
 
 
 class Multiples(Dataset):
