@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from pathlib import Path
 
 import albumentations as A
@@ -258,6 +259,16 @@ def test_a_checkpoint_tells_seed_and_batch_size_and_a_step_counts_batches_of_all
     next((folder / "images" / "a").iterdir()).unlink()
     with refused("length [0-9]+.* has [0-9]+"):
         main(["replay", "trained.ckpt", "--datamodule", "train.py:Folder", "--step", "1"])
+
+
+def test_a_module_finds_its_neighbours_by_its_name_and_by_its_file(folder, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder / "beside_train.py").write_text("SIZE = 32")
+    (folder / "train.py").write_text(f"from beside_train import SIZE\n{SCRIPT}")
+    for name in ("train.py:Folder", f"{folder}/train.py:Folder", "train:Folder"):
+        for module in ("train", "beside_train"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        main(["replay", name, "--step", "0"])
 
 
 @pytest.mark.parametrize(
