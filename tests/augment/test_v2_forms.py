@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,11 @@ from augment.v2_pipelines import assert_same, eager, images, keys, sample
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
-from lightning_fastdata import as_batch_transform
-from lightning_fastdata.augment.torchvision.forms import FORMS
-from lightning_fastdata.augment.torchvision.kernels import crop
-from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
+from lightning_fastdata import FastDataWarning, as_batch_transform
+from lightning_fastdata.augment.replay.compiled import Compiled
+from lightning_fastdata.augment.torchvision import kernels
+from lightning_fastdata.augment.torchvision.forms import FORMS, chosen
+from lightning_fastdata.augment.torchvision.kernels import crop, resized_crop, window_numbers
 from lightning_fastdata.batches.collate import collate_samples
 
 NEAREST, BILINEAR = InterpolationMode.NEAREST, InterpolationMode.BILINEAR
@@ -77,9 +81,7 @@ def test_operations_are_torchvisions_on_images_and_masks(name, dtype):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_transform_is_one_call_whatever_each_sample_drew(name):
-    assert "one call" in as_batch_transform(OPERATIONS[name]).for_samples(photos(2)).explain()
-    few = photos(4)
-    _, _, draws = deferred(v2.Compose([OPERATIONS[name]]), few * 8)
+    _, _, draws = deferred(v2.Compose([OPERATIONS[name]]), photos(4) * 8)
     for program in draws.programs.values():
         for step in program.steps:
             assert step.name in FORMS
@@ -89,8 +91,7 @@ def test_a_transform_is_one_call_whatever_each_sample_drew(name):
 
 
 @pytest.mark.parametrize("size", [(3, 5), (40, 44), (90, 61)])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
+def test_windows_of_any_size_are_resized_as_torchvision_does(size):
     """Of one pixel, of one row, of the size that is asked for, and of the whole image."""
     boxes = [
         (0, 0, 40, 44),
@@ -101,27 +102,78 @@ def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
         (5, 9, 20, 31),
     ]
     boxes = [(top, left, min(h, 40 - top), min(w, 44 - left)) for top, left, h, w in boxes]
-    batch = torch.stack([one["image"] for one in photos(len(boxes), dtype)])
+    batch = torch.stack([one["image"] for one in photos(len(boxes))])
     for mode, smooth in ((BILINEAR, True), (BILINEAR, False), (NEAREST, False)):
         wanted = [
             v2.functional.resized_crop(one, *box, list(size), interpolation=mode, antialias=smooth)
             for one, box in zip(batch, boxes, strict=True)
         ]
         name = "nearest" if mode is NEAREST else "antialias" if smooth else "bilinear"
-        floats = dtype.is_floating_point
-        numbers = [window_numbers(box, (40, 44), size, name, floats=floats) for box in boxes]
+        numbers = [window_numbers(box, (40, 44), size, name) for box in boxes]
         arrays = {
             key: torch.from_numpy(np.stack([one[key] for one in numbers])) for key in numbers[0]
         }
         run, static = (crop, {"padding": None}) if mode is NEAREST else (resized_crop, {})
-        made = run(batch, static, arrays)
-        assert made.dtype == dtype
-        gaps = (made.double() - torch.stack(wanted).double()).abs()
-        assert float(gaps.max()) <= (1e-6 if dtype.is_floating_point else 0)
+        assert torch.equal(run(batch, static, arrays), torch.stack(wanted))
+
+
+LEFT = {
+    "noise": v2.RandomErasing(1, value="random"),
+    "quarters": v2.RandomRotation((90, 90)),
+    "bicubic": v2.RandomResizedCrop(9, interpolation=InterpolationMode.BICUBIC),
+    "exactly the nearest": v2.RandomResizedCrop(9, interpolation=InterpolationMode.NEAREST_EXACT),
+    "flip": v2.RandomHorizontalFlip(),
+    "sharpness": v2.RandomAdjustSharpness(2),
+    "gray": v2.RandomGrayscale(0.5),
+}
+
+
+def rows_of(transform):
+    return [line.split("  ")[-1] for line in transform.explain().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POLICIES, *LEFT])
+def test_explain_names_what_is_left_to_torchvisions_own_kernels_and_how_often(name, dtype):
+    """Where samples make groups, or are computed alone, it says so; else nothing does."""
+    step, count = (OPERATIONS | POLICIES | LEFT)[name], 24
+    samples = photos(4, dtype, "tuple" if name in POLICIES else "masks") * (count // 4)
+    transform = as_batch_transform(v2.Compose([step])).for_samples(samples)
+    [row] = rows_of(transform)
+    worker = transform.in_worker(on_device=True)
+    tapes = [worker(one, key)[1] for one, key in zip(samples, keys(count), strict=True)]
+    steps = [one for each in worker.collate(tapes).programs.values() for one in each.steps]
+    own = [part for one in steps if one.name not in FORMS for part in one.parts]
+    assert ("own kernel on each sample in the worker" in row) is (dtype == torch.float64)
+    assert ("own kernel" in row) is bool(own) or dtype == torch.float64
+    for part in own:
+        assert (chosen(dict(part.static)) or "") in row
+    groups = max((len(one.parts) for one in steps if one.name not in FORMS), default=0)
+    assert groups <= 1 or "calls for 64 samples" in row.split("own kernel")[1]
+
+
+def test_explain_names_what_is_left_to_torchs_operators_as_its_compiled_form_was_refused(
+    monkeypatch,
+):
+    def refuse(run):
+        raise RuntimeError("no compiler")
+
+    hue = Compiled(kernels.hue, compiler=refuse, suits=lambda batch: True)
+    monkeypatch.setitem(FORMS, "hue", replace(FORMS["hue"], image=hue))
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.1, hue=0.1)])
+    transform, batch, draws = deferred(pipeline, photos(COUNT))
+    assert "operators" not in transform.explain()
+    with pytest.warns(FastDataWarning, match="operators of torch compute hue on cpu"):
+        made = transform.apply(batch, draws)
+    assert_same(made, collate_samples(eager(pipeline, photos(COUNT), keys(COUNT))), floats=1e-5)
+    flip, jitter = rows_of(transform)
+    assert "operators" not in flip
+    found = re.search(r"hue by (\d+) operators of torch on cpu: RuntimeError: no compiler", jitter)
+    assert 3 < int(found[1]) < 100
 
 
 def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
-    pipeline = v2.Compose([v2.RandomErasing(1, value="random"), v2.RandomRotation((90, 90))])
+    pipeline = v2.Compose([LEFT["noise"], LEFT["quarters"]])
     samples = photos(COUNT, form="tuple")
     transform, batch, draws = deferred(pipeline, samples)
     steps = draws.programs[0,].steps
@@ -130,41 +182,10 @@ def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
     assert_same(transform.apply(batch, draws), wanted)
 
 
-LEVELS = {
-    "posterize": v2.RandomPosterize(3, p=1),
-    "solarize": v2.RandomSolarize(0.5, p=1),
-    "policy": v2.RandAugment(1, 12),
-    "bytes": v2.ToDtype(torch.uint8, scale=True),
-    "bytes of images": v2.ToDtype({tv_tensors.Image: torch.uint8, "others": None}, scale=True),
-}
-
-
-@pytest.mark.parametrize("name", LEVELS)
-def test_what_rounds_behind_a_resized_float_gets_torchvisions_last_bit(name):
-    samples = photos(COUNT, torch.float32, form="tuple")
-    pipeline = v2.Compose([v2.RandomResizedCrop(9), LEVELS[name]])
+@pytest.mark.parametrize("size", [v2.RandomResizedCrop(9), v2.Resize((9, 9))])
+def test_floats_are_resized_by_torchvision_itself_to_the_last_bit(size):
+    samples = photos(COUNT, torch.float32)
+    pipeline = v2.Compose([size, v2.RandomPosterize(3, p=1)])
     transform, batch, draws = deferred(pipeline, samples)
-    assert "resized_crop" not in [step.name for step in draws.programs[0,].steps]
     wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
     assert_same(transform.apply(batch, draws), wanted)
-
-
-def test_floats_are_resized_in_one_call_where_nothing_rounds_them():
-    floats = v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64})
-    for steps in ([v2.RandomResizedCrop(9), floats], [LEVELS["posterize"], v2.Resize((9, 9))]):
-        _, _, draws = deferred(v2.Compose(steps), photos(2, torch.float32))
-        assert "resized_crop" in [step.name for step in draws.programs["image",].steps]
-
-
-@pytest.mark.parametrize(
-    ("transform", "own"),
-    [
-        (v2.RandomResizedCrop(9), False),
-        (v2.RandomResizedCrop(9, interpolation=InterpolationMode.BICUBIC), True),
-        (v2.RandomErasing(value="random"), True),
-        (v2.RandomGrayscale(), False),
-    ],
-)
-def test_explain_says_what_takes_a_call_for_each_sample(transform, own):
-    text = as_batch_transform(transform).for_samples(photos(2)).explain()
-    assert ("own kernel on samples with equal parameters" in text) is own

@@ -1,13 +1,16 @@
-"""Which operations on batches a transform of v2 comes down to, with what it drew.
+"""What a transform of v2 does to a batch, with what it drew.
 
-A transform, or a set of parameters, that is not known here has the general form of
-:mod:`~lightning_fastdata.augment.torchvision.operations`.
+Every transform has a general form: torchvision's own code, on the samples that share parameters. It
+is right by construction. Those that are known here come down to operations with parameters of each
+sample's own, which are one call for all samples.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -15,16 +18,21 @@ import torch
 from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.replay.compiled import Compiled
 from lightning_fastdata.augment.torchvision import kernels
-from lightning_fastdata.augment.torchvision.kinds import NEARLY
-from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
-from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
+from lightning_fastdata.augment.torchvision.kernels import TYPES, as_type, plain
+from lightning_fastdata.augment.torchvision.plan import DTYPES, METHODS, Leaf, kind_of, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
     from lightning_fastdata.augment.torchvision.tape import Form
 
+Call: TypeAlias = Callable[..., torch.Tensor]
+"""What carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
 Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
@@ -35,7 +43,6 @@ _MOST_CHANNELS: Final = 4
 _BOX: Final = ("top", "left", "height", "width")
 _HALVES: Final = np.array([[0.5], [0.5], [1.0]], np.float32)
 """By which a matrix takes column and row in halves of pixels, with nothing rounded."""
-_SMOOTHING: Final = (np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13).astype(np.float32)
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -43,21 +50,17 @@ class UnknownFormError(Exception):
     """The parameters have no form for batches; never seen by users."""
 
 
-def encode(
-    transform: Any, given: tuple[Any, ...], form: Form, *, exact: bool = False
-) -> list[tuple[str, Encoded]] | None:
+def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
     Args:
         transform: of torchvision's v2 itself.
         given: what it was called with besides the tensor: parameters, or those of a policy.
         form: of the image or mask.
-        exact: whether floats have to be torchvision's to the last bit.
     """
-    name = type(transform).__name__
-    if exact and form.dtype.is_floating_point and name in NEARLY:
+    known = _OF_TRANSFORMS.get(type(transform).__name__)
+    if form.dtype not in DTYPES[form.role]:
         return None
-    known = _OF_TRANSFORMS.get(name)
     try:
         if known is not None:
             return list(known(transform, given[0], form))
@@ -66,11 +69,29 @@ def encode(
         return None
 
 
-def has_form(transform: Any) -> bool:
-    """Return whether samples that take a transform share a call, whatever each of them drew."""
-    mode = getattr(transform, "interpolation", "nearest")
-    known = type(transform).__name__ in _OF_TRANSFORMS and getattr(mode, "value", mode) in _MODES
-    return known and getattr(transform, "value", ()) is not None  # by which an erasing is noise
+def general_name(leaf: Leaf) -> str:
+    """Return the name of the operation that is a transform itself."""
+    return f"{leaf.number} {type(leaf.transform).__name__}"
+
+
+def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Encoded:
+    """Return a call of a transform, as it is packed for a batch."""
+    # Equal parameters are equal bytes, by which samples are put together.
+    return Encoded((("type", type_name), ("call", pickle.dumps((given, dict(named))))), {})
+
+
+def chosen(static: Values) -> str | None:
+    """Return which operation a policy has chosen, of a packed call; None: it is no policy's."""
+    given, _ = pickle.loads(static["call"])
+    return given[0] if isinstance(given[0], str) else None
+
+
+def _run(transform: Any, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    given, named = pickle.loads(static["call"])
+    batch = batch.clone() if getattr(transform, "inplace", False) else batch
+    call: Call = getattr(transform, METHODS[kind_of(transform)])
+    made = plain(call(as_type(batch, static["type"]), *given, **named))
+    return made.contiguous()  # of gray images all channels are one memory
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
@@ -91,9 +112,9 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
             yield _factor(name, factor)
 
 
-def _factor(name: str, factor: float, **more: Any) -> tuple[str, Encoded]:
+def _factor(name: str, factor: float) -> tuple[str, Encoded]:
     """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
-    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor), **more)
+    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor))
 
 
 def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -150,22 +171,20 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    """Resize a window, or all, as bytes are resized on CPUs, on any device."""
+    """Resize a window, or all, as torch resizes bytes on CPUs, on any device."""
     if transform.size is None or len(transform.size) != 2:
         raise UnknownFormError
     how = getattr(transform.interpolation, "value", transform.interpolation)
+    if form.type_name == "Mask" and how != "nearest-exact":
+        how = "nearest"
     smooth = "antialias" if transform.antialias else "bilinear"
-    mode = {"nearest": "nearest", "bilinear": smooth}.get(how)
-    if form.type_name == "Mask":
-        mode = None if how == "nearest-exact" else "nearest"
-    elif form.shape[0] > _MOST_CHANNELS:
-        mode = None
+    bytes_alone = form.dtype == torch.uint8 and form.shape[0] <= _MOST_CHANNELS
+    mode = {"nearest": "nearest", "bilinear": smooth if bytes_alone else None}.get(how)
     if mode is None:
         raise UnknownFormError
     whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
     box = [params.get(name, place) for name, place in whole.items()]
-    floats = form.dtype.is_floating_point
-    numbers = window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, mode)
     if mode == "nearest":
         yield "crop", Encoded((("padding", None),), numbers)
     else:
@@ -267,18 +286,7 @@ def _policy(given: tuple[Any, ...], form: Form) -> Noted:
     name, magnitude, *reading = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
-        kernel = np.broadcast_to(_SMOOTHING, (form.shape[0], 3, 3))
-        more = {"kernel": kernel} if name == "Sharpness" else {}
-        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude, **more)
-    elif name == "Posterize":
-        bits = int(magnitude)
-        step, mask = 0.5**bits, 255 << (8 - bits) & 255
-        levels = np.array([step, 0.0, 1.0 - step], np.float32)
-        floats = form.dtype.is_floating_point
-        yield _number("posterize", **({"levels": levels} if floats else {"mask": np.uint8(mask)}))
-    elif name == "Solarize":
-        bound = 1.0 if form.dtype.is_floating_point else 255
-        yield _number("solarize", threshold=np.float32(bound * magnitude))
+        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude)
     elif name in _POLICY_WARPS:
         yield from _POLICY_WARPS[name](magnitude, (*reading, form))
     else:
@@ -295,7 +303,6 @@ _POLICY_FACTORS: Final = {
     "Brightness": "brightness",
     "Color": "saturation",
     "Contrast": "contrast",
-    "Sharpness": "sharpness",
 }
 _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
     "Rotate": lambda by, how: _rotation(by, None, how),
@@ -306,14 +313,29 @@ _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
 }
 
 
-_SHORT: Final = frozenset({"brightness", "crop", "erase", "permute", "posterize", "solarize"})
+def device_op(name: str, run: Run, *, compiled: bool = False) -> DeviceOp:
+    """Return an operation that is the same for images and masks, and is encoded elsewhere."""
+    image, mask = (Compiled(run), Compiled(run, exact=True)) if compiled else (run, run)
+    return DeviceOp(name=name, encode=lambda *_: None, image=image, mask=mask)
+
+
+_SHORT: Final = frozenset({"brightness", "crop", "erase", "permute"})
 """What is three operators of torch at most, so that nothing is compiled."""
 FORMS: Final[Mapping[str, DeviceOp]] = {
     run.__name__: device_op(run.__name__, run, compiled=run.__name__ not in _SHORT)
     for run in (
         *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
-        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),
-        *(kernels.saturation, kernels.sharpness, kernels.solarize, resized_crop),
+        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.resized_crop),
+        kernels.saturation,
     )
 }
 """Operations with parameters of each sample's own, by name."""
+
+
+def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
+    """Return the operations that a pipeline may note, by name."""
+    ops = dict(FORMS)
+    for leaf in leaves_of(pipeline):
+        if kind_of(leaf.transform) in METHODS:
+            ops[general_name(leaf)] = device_op(general_name(leaf), partial(_run, leaf.transform))
+    return ops
