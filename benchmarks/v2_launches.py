@@ -43,7 +43,6 @@ OPERATIONS: Final[Mapping[str, v2.Transform]] = {
     "crop": v2.RandomCrop(200),
     "crop, padded": v2.RandomCrop(224, padding=8),
     "resized crop, nearest": v2.RandomResizedCrop(192, interpolation=NEAREST),
-    "resized crop, not smoothed": v2.RandomResizedCrop(192, antialias=False),
     "resized crop": v2.RandomResizedCrop(192),
     "rotation": v2.RandomRotation(30),
     "affine, bilinear": v2.RandomAffine(30, (0.1, 0.1), (0.8, 1.2), 5, BILINEAR),

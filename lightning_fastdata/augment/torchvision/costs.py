@@ -49,20 +49,17 @@ class Cost(NamedTuple):
     """Whether it is torchvision's own kernel, more than once."""
 
 
-NO_COST: Final = Cost("", grouped=False)
-
-
 def costs_of(plan: Plan, forms: Sequence[Form]) -> Mapping[int, Cost]:
     """Return the costs of the transforms that are left to a device, by their numbers.
 
-    Each is taken to be applied to every sample. Of a pipeline that refuses images of such forms
-    nothing is known.
+    Each is taken to be applied to every sample.
     """
     left = [leaf for leaf in plan.leaves[plan.boundary + 1 :] if kind_of(leaf.transform) in METHODS]
     try:
         steps, here = _recorded(left, _behind_workers(plan, forms))
-    except Exception:  # which torchvision will raise when it is given samples
-        return {}
+    except Exception as error:  # which torchvision will raise when it is given samples
+        unknown = Cost(f"on the batch; black images of such a form raise: {error}", grouped=True)
+        return dict.fromkeys((leaf.number for leaf in left), unknown)
     return {leaf.number: _cost(steps, n, here=n in here) for n, leaf in enumerate(left)}
 
 

@@ -136,7 +136,7 @@ def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     across, down = map(_gaussian, transform.kernel_size, params["sigma"])
     kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
-    yield _number("blur", kernel=kernel, across=across[None, None], down=down[None, :, None])
+    yield _number("blur", kernel=kernel, across=across, down=down)
 
 
 def _gaussian(size: int, sigma: float) -> torch.Tensor:
@@ -177,15 +177,15 @@ def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     how = getattr(transform.interpolation, "value", transform.interpolation)
     if form.type_name == "Mask" and how != "nearest-exact":
         how = "nearest"
-    smooth = "antialias" if transform.antialias else "bilinear"
-    bytes_alone = form.dtype == torch.uint8 and form.shape[0] <= _MOST_CHANNELS
-    mode = {"nearest": "nearest", "bilinear": smooth if bytes_alone else None}.get(how)
-    if mode is None:
+    averaged = how == "bilinear" and transform.antialias
+    if how != "nearest" and not (
+        averaged and form.dtype == torch.uint8 and form.shape[0] <= _MOST_CHANNELS
+    ):
         raise UnknownFormError
     whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
     box = [params.get(name, place) for name, place in whole.items()]
-    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, mode)
-    if mode == "nearest":
+    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, nearest=not averaged)
+    if not averaged:
         yield "crop", Encoded((("padding", None),), numbers)
     else:
         yield "resized_crop", Encoded((), numbers)

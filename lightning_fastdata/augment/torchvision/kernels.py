@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import product
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -106,12 +105,14 @@ def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: 
 
 def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
-    # Compiled, along rows and then along columns, which makes fewer sums.
-    kernel, names = arrays["kernel"], ("across", "down") if is_compiling() else ("kernel",)
+    kernel = arrays["kernel"]
     down, across = (size // 2 for size in kernel.shape[-2:])
     out = pad(images.to(kernel.dtype), [across, across, down, down], mode="reflect")
-    for name in names:
-        out = _correlated(out, arrays[name])
+    if is_compiling():  # along columns and rows, which makes fewer sums, for any number of samples
+        out = _summed(_summed(out, arrays["across"], -1), arrays["down"], -2)
+    else:
+        flat, weights = out.flatten(0, 1).unsqueeze(0), kernel.flatten(0, 1).unsqueeze(1)
+        out = conv2d(flat, weights, groups=len(weights)).view(images.shape)
     return out if images.is_floating_point() else out.round_().to(images.dtype)
 
 
@@ -249,24 +250,17 @@ def _sampled(planes: Tensor, places: Tensor, mode: str) -> Tensor:
     return (1.0 - below) * upper + below * lower
 
 
-def _correlated(planes: Tensor, kernels: Tensor) -> Tensor:
-    """Return planes of floats, each correlated with its kernel, without their borders."""
-    if is_compiling():  # a convolution would be compiled for each number of samples
-        (rows, columns), (height, width) = kernels.shape[-2:], planes.shape[-2:]
-        height, width = height - rows + 1, width - columns + 1
-        total = torch.zeros_like(planes[..., :height, :width])
-        for i, j in product(range(rows), range(columns)):
-            values = planes[..., i : i + height, j : j + width]
-            total = total + values * kernels[..., i : i + 1, j : j + 1]
-        return total
-    weights = kernels.flatten(0, 1).unsqueeze(1)
-    flat = planes.reshape(1, -1, *planes.shape[-2:])
-    made = conv2d(flat, weights, groups=len(weights))
-    return made.view(*planes.shape[:2], *made.shape[-2:])
+def _summed(planes: Tensor, weights: Tensor, axis: int) -> Tensor:
+    """Return sums of neighbours along an axis, with the weights ``[n, taps]`` of each sample."""
+    size = planes.shape[axis] - weights.shape[1] + 1
+    total = torch.zeros_like(planes.narrow(axis, 0, size))
+    for tap in range(weights.shape[1]):
+        total = total + planes.narrow(axis, tap, size) * _each(weights[:, tap])
+    return total
 
 
 def window_numbers(
-    box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str
+    box: Sequence[int], whole: Sequence[int], size: Sequence[int], *, nearest: bool
 ) -> Mapping[str, np.ndarray]:
     """Return what a window ``top, left, height, width`` is made of, resized to a size.
 
@@ -274,16 +268,16 @@ def window_numbers(
         box: the window, in pixels.
         whole: height and width of the image that it is cut out of.
         size: height and width of the result.
-        mode: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
+        nearest: whether single pixels are read, so that the numbers are those of a crop; else they
+            are interpolated, and what is made smaller is averaged.
     """
     numbers: dict[str, np.ndarray] = {}
     for axis, name in enumerate(("rows", "columns")):
         first, length = box[axis], box[axis + 2]
-        if mode == "nearest":
+        if nearest:
             numbers[name] = first + _nearest(length, size[axis])
         else:
-            smooth = mode == "antialias"
-            numbers[name], weights = _averages(first, length, whole[axis], size[axis], smooth)
+            numbers[name], weights = _averages(first, length, whole[axis], size[axis])
             numbers |= _rounded(name, weights)
     return numbers
 
@@ -301,16 +295,14 @@ def _nearest(length: int, size: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _averages(
-    first: int, length: int, whole: int, size: int, smooth: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _averages(first: int, length: int, whole: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
 
-    All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
+    All windows of a batch have as many taps.
     """
     scale = length / size
-    wide = max(scale, 1.0) if smooth else 1.0
-    taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
+    wide = max(scale, 1.0)
+    taps = min(whole, math.ceil(max(1.0, whole / size)) * 2 + 1)
     center = (np.arange(size) + 0.5) * scale
     begin = np.maximum((center - wide + 0.5).astype(np.int64), 0)
     end = np.minimum((center + wide + 0.5).astype(np.int64), length)

@@ -35,7 +35,7 @@ from lightning_fastdata.augment.stage_transform import (
     plain_tensors,
 )
 from lightning_fastdata.augment.taped import TapedWorker
-from lightning_fastdata.augment.torchvision.costs import NO_COST, USUAL, costs_of
+from lightning_fastdata.augment.torchvision.costs import USUAL, costs_of
 from lightning_fastdata.augment.torchvision.forms import device_ops
 from lightning_fastdata.augment.torchvision.kernels import plain
 from lightning_fastdata.augment.torchvision.plan import (
@@ -98,12 +98,12 @@ class TorchvisionTransform(PipelineTransform):
 
         Functions have no times.
         """
-        costs = costs_of(self.plan, self._forms)
+        slow = {number for number, cost in costs_of(self.plan, self._forms).items() if cost.grouped}
         return [
             (leaf.name, leaf.transform)
             for leaf in self.plan.leaves
             if isinstance(leaf.transform, torch.nn.Module)
-            and (kind_of(leaf.transform) == "pixels" or costs.get(leaf.number, NO_COST).grouped)
+            and (leaf.number in slow or kind_of(leaf.transform) == "pixels")
         ]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
