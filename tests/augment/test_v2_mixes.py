@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -191,6 +192,24 @@ def test_a_training_gets_the_same_in_both_places_and_from_any_loader(tmp_path):
     others = seen(train_dataloaders=plain, callbacks=[watch])
     assert others[0][1].shape == (SIZE, CLASSES)
     assert same(prefetch(plain, "cpu", pipeline, seed=SEED), wanted, gap=1e-5)
+
+
+def test_behind_another_library_it_draws_by_the_number_of_the_batch(tmp_path):
+    def seen():
+        model = Keeps()
+        options = LoaderOptions(num_workers=0)
+        first = A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
+        data = FastDataModule.from_datasets(
+            Pictures(), batch_size=SIZE, augment=first, options=options, shuffle=False
+        )
+        data.register_transform(MIXES["CutMix"])
+        quiet_trainer(tmp_path).fit(model, datamodule=data)
+        return model.seen
+
+    once = seen()
+    torch.rand(3)
+    assert same(once, seen())
+    assert once[0][1].shape == (SIZE, CLASSES)
 
 
 def test_the_packages_own_mixing_runs_behind_a_v2_pipeline():

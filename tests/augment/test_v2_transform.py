@@ -95,11 +95,29 @@ def test_explain_names_what_takes_a_call_for_each_sample_and_what_runs_in_the_wo
     assert "no form for batches: runs by itself on each sample" in text
 
 
-def test_a_pipeline_of_v1_is_told_how_it_is_written_with_v2():
-    given = v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor()])
-    for one in (given, nn.Sequential(given.transforms[0]), v1.RandAugment()):
-        with pytest.raises(TransformError, match="transforms import v2 as transforms"):
-            as_batch_transform(one)
+def test_a_pipeline_of_v1_is_told_its_form_in_v2():
+    given = v1.Compose(
+        [
+            v1.RandomResizedCrop(24, scale=(0.5, 1)),
+            v1.RandomApply([v1.ColorJitter(0.4, hue=0.1)], p=0.8),
+            v1.ToTensor(),
+            v1.Normalize([0.5] * 3, [0.25] * 3),
+            v1.RandomErasing(),
+        ]
+    )
+    with pytest.raises(TransformError) as error:
+        as_batch_transform(given)
+    text = str(error.value)
+    code = text[text.index("v2.Compose") : text.index("\n\nIts pixels")]
+    rewritten = eval(code, {"v2": v2, "torch": torch})  # as a user pastes it
+    for image, key in zip(images(4, 40, 44), keys(4), strict=True):
+        torch.manual_seed(key.index)
+        wanted = v1.Compose([v1.ToPILImage(), *given.transforms])(image)
+        torch.manual_seed(key.index)
+        # Pixels of PIL images differ a little from those of tensors.
+        assert (rewritten(image) - wanted).abs().mean() < 0.05
+    with pytest.raises(TransformError, match=r"\.\.\.,  # Lambda has no form in v2"):
+        as_batch_transform(v1.Compose([v1.Lambda(abs)]))
 
 
 def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
@@ -108,6 +126,14 @@ def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
         assert not isinstance(as_batch_transform(one), TorchvisionTransform)
     assert isinstance(as_batch_transform(nn.Sequential(v2.RandomInvert())), TorchvisionTransform)
     assert isinstance(as_batch_transform(Halved()), TorchvisionTransform)
+
+
+def test_what_draws_nothing_may_run_on_batches_behind_another_transform():
+    normal = as_batch_transform(v2.Compose([FLOAT, v2.Normalize([0.5], [0.5])]))
+    assert not normal.behind().starts_in_worker
+    for one in (v2.RandomInvert(), v2.ColorJitter(0.1), Halved(), v2.RandAugment()):
+        drawing = as_batch_transform(v2.Compose([FLOAT, one]))
+        assert drawing.behind() is drawing
 
 
 BATCHED = {

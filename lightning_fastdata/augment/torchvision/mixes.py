@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
-from lightning_fastdata.augment.stage_transform import plain_tensors
+from lightning_fastdata.augment.stage_transform import CallableTransform, plain_tensors
 from lightning_fastdata.augment.torchvision.plan import (
     MIXES,
     Leaf,
@@ -24,6 +24,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     leaves_of,
     may_draw,
 )
+from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
@@ -52,12 +53,10 @@ def stage_transform(
     if is_v1(transform):
         raise TransformError(
             f"{type(transform).__name__} is of torchvision's first interface "
-            "(torchvision.transforms), which draws once for a whole batch. augment= takes that of "
-            "v2, whose transforms have the same names and arguments: write `from "
-            "torchvision.transforms import v2 as transforms`, begin with transforms.ToImage(), and "
-            "have transforms.ToDtype(torch.float32, scale=True) in the place of ToTensor(). Its "
-            "pixels are those of tensors, which differ a little from those of PIL images. To keep "
-            "the latter, leave the pipeline in the dataset."
+            "(torchvision.transforms), which draws once for a whole batch. Its form in v2, which "
+            f"augment= runs with draws for each sample, is\n\n{rewritten(transform)}\n\nIts pixels "
+            "are those of tensors, which differ a little from those of PIL images. To keep the "
+            "latter, leave the pipeline in the dataset."
         )
     if not mixing:
         return TorchvisionTransform(transform, fields) if is_v2(transform) else None
@@ -68,7 +67,7 @@ def stage_transform(
                 f"({mixing[0]!r}), where it would draw once for all of them. Put it before."
             )
     pipeline = TorchvisionTransform(v2.Compose(before), fields) if before else None
-    return MixedTransform(pipeline, _OwnMixer(mixing, fields))
+    return _OwnMixes(pipeline, _OwnMixer(mixing, fields))
 
 
 def _mixes(leaf: Leaf) -> bool:
@@ -79,6 +78,14 @@ def _flat(transform: Any) -> list[Any]:
     if type(transform) not in {v2.Compose, nn.Sequential}:
         return [transform]
     return [step for child in children_of(transform) or () for step in _flat(child)]
+
+
+class _OwnMixes(MixedTransform):
+    def behind(self) -> StageTransform:
+        """Return what mixes behind another transform, by the number of the batch."""
+        if self.pipeline is not None:
+            return self
+        return CallableTransform(v2.Compose(self._mixer.steps), self._mixer.fields)
 
 
 class _OwnMixer(Mixer):

@@ -31,7 +31,9 @@ from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
+    CallableTransform,
     PipelineTransform,
+    StageTransform,
     plain_tensors,
 )
 from lightning_fastdata.augment.taped import TapedWorker
@@ -47,6 +49,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     kind_of,
     leaves_of,
     make_plan,
+    may_draw,
 )
 from lightning_fastdata.augment.torchvision.tape import Form, Recorder, form_of
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
@@ -120,6 +123,11 @@ class TorchvisionTransform(PipelineTransform):
         fitted._forms = (forms_of(typed(given[0], self._fields)) if given else ()) or self._forms
         fitted.take_in()
         return fitted
+
+    def behind(self) -> StageTransform:
+        """Return what runs behind another transform, on whole batches; itself, if it draws."""
+        draws = any(map(may_draw, self.plan.leaves))
+        return self if draws else CallableTransform(self.pipeline, self._fields)
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if v2 would leave a sample, or a part of it, as it is."""
