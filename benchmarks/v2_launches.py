@@ -37,12 +37,16 @@ OPERATIONS: Final[Mapping[str, v2.Transform]] = {
     "contrast": v2.ColorJitter(contrast=0.4),
     "saturation": v2.ColorJitter(saturation=0.4),
     "hue": v2.ColorJitter(hue=0.2),
+    "sharpness": v2.RandAugment(),
+    "posterize": v2.RandAugment(),
+    "solarize": v2.RandAugment(),
     "permute": v2.RandomChannelPermutation(),
     "blur": v2.GaussianBlur(9),
     "erase": v2.RandomErasing(1),
     "crop": v2.RandomCrop(200),
     "crop, padded": v2.RandomCrop(224, padding=8),
     "resized crop, nearest": v2.RandomResizedCrop(192, interpolation=NEAREST),
+    "resized crop, not smoothed": v2.RandomResizedCrop(192, antialias=False),
     "resized crop": v2.RandomResizedCrop(192),
     "rotation": v2.RandomRotation(30),
     "affine, bilinear": v2.RandomAffine(30, (0.1, 0.1), (0.8, 1.2), 5, BILINEAR),
@@ -50,7 +54,8 @@ OPERATIONS: Final[Mapping[str, v2.Transform]] = {
     "perspective, nearest": v2.RandomPerspective(0.5, 1, NEAREST),
     "perspective": v2.RandomPerspective(0.5, 1),
 }
-"""The operations that have a form for batches, each as one transform that every sample takes."""
+"""The operations that have a form for batches, each as one transform that every sample takes. Of
+the policies it is the operation of that name."""
 _CALLS: Final = re.compile(r"\b(?:extern_kernels|aten|torch\.ops)\.[\w.]+\(|\.copy_\(")
 """What code that Inductor has made calls besides its own kernels."""
 _NO_LAUNCH: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"})
@@ -97,18 +102,18 @@ class Counted:
 
 
 def tapes_of(name: str, size: int, batch: int, dtype: torch.dtype) -> list[Tape]:
-    """Return what the samples of a batch of square images draw for one of the operations.
-
-    Nothing is returned where it has no form for such images.
-    """
+    """Return what the samples of a batch of square images draw for one of the operations."""
     transform, form = OPERATIONS[name], Form("Image", (3, size, size), dtype)
     tapes = []
     for row in range(batch):
         torch.manual_seed(row)
-        given = transform.make_params([form.phantom().as_subclass(tv_tensors.Image)])
-        steps = encode(transform, (given,), form)
-        if not steps:
-            return []
+        if isinstance(transform, v2.RandAugment):
+            magnitude = 4 + row % 4 if name == "posterize" else float(torch.rand(()))
+            given = (name.capitalize(), magnitude, NEAREST, None)
+        else:
+            given = (transform.make_params([form.phantom().as_subclass(tv_tensors.Image)]),)
+        steps = encode(transform, given, form)
+        assert steps, f"{name} has no form for batches"
         tapes.append({(): Track("image", tuple(TapeOp(0, *step) for step in steps))})
     return tapes
 
@@ -195,11 +200,7 @@ def table(size: int = 224, batch: int = 256) -> str:
     for name in OPERATIONS:
         cells = []
         for dtype in (torch.uint8, torch.float32):
-            tapes = tapes_of(name, size, batch, dtype)
-            if not tapes:
-                cells += ["own kernel", "", ""]
-                continue
-            found = counted(compile_tapes(tapes), size, dtype)
+            found = counted(compile_tapes(tapes_of(name, size, batch, dtype)), size, dtype)
             made = str(fused_batches(name, size, dtype).launches) if is_compiled(name) else "-"
             cells += [str(len(found.operators)), f"{found.share:.1f} x", made]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -33,7 +33,7 @@ OPERATIONS = {
     "crop, padded": v2.RandomCrop(60, padding=(4, 9), pad_if_needed=True, fill=7),
     "crop, mirrored": v2.RandomCrop(44, padding=6, padding_mode="reflect"),
     "resized crop": v2.RandomResizedCrop((32, 20)),
-    "resized crop, enlarged": v2.RandomResizedCrop(70),
+    "resized crop, enlarged": v2.RandomResizedCrop(70, antialias=False),
     "resized crop, nearest": v2.RandomResizedCrop(24, interpolation=NEAREST),
     "resize": v2.Resize((24, 60)),
     "rotation": v2.RandomRotation(180, fill=0.5),
@@ -90,8 +90,21 @@ def test_a_transform_is_one_call_whatever_each_sample_drew(name):
         assert max(map(names.count, names)) <= STEPS.get(name, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_leave_to_torchvision_what_has_no_magnitude_of_a_sample(name, dtype):
+    _, _, draws = deferred(v2.Compose([POLICIES[name]]), photos(16, dtype, "tuple") * 16)
+    steps = draws.programs[0,].steps
+    own = {
+        chosen(dict(part.static)) for step in steps if step.name not in FORMS for part in step.parts
+    }
+    assert own <= {"AutoContrast", "Equalize", "Invert", "Rotate"}  # by quarters
+    assert {"posterize", "solarize", "sharpness"} <= {step.name for step in steps}
+
+
 @pytest.mark.parametrize("size", [(3, 5), (40, 44), (90, 61)])
-def test_windows_of_any_size_are_resized_as_torchvision_does(size):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
     """Of one pixel, of one row, of the size that is asked for, and of the whole image."""
     boxes = [
         (0, 0, 40, 44),
@@ -102,23 +115,26 @@ def test_windows_of_any_size_are_resized_as_torchvision_does(size):
         (5, 9, 20, 31),
     ]
     boxes = [(top, left, min(h, 40 - top), min(w, 44 - left)) for top, left, h, w in boxes]
-    batch = torch.stack([one["image"] for one in photos(len(boxes))])
-    for mode in (BILINEAR, NEAREST):
+    batch = torch.stack([one["image"] for one in photos(len(boxes), dtype)])
+    for mode, smooth in ((BILINEAR, True), (BILINEAR, False), (NEAREST, False)):
         wanted = [
-            v2.functional.resized_crop(one, *box, list(size), interpolation=mode)
+            v2.functional.resized_crop(one, *box, list(size), interpolation=mode, antialias=smooth)
             for one, box in zip(batch, boxes, strict=True)
         ]
-        nearest = mode is NEAREST
-        numbers = [window_numbers(box, (40, 44), size, nearest=nearest) for box in boxes]
+        name = "nearest" if mode is NEAREST else "antialias" if smooth else "bilinear"
+        floats = dtype.is_floating_point
+        numbers = [window_numbers(box, (40, 44), size, name, floats=floats) for box in boxes]
         arrays = {
             key: torch.from_numpy(np.stack([one[key] for one in numbers])) for key in numbers[0]
         }
         run, static = (crop, {"padding": None}) if mode is NEAREST else (resized_crop, {})
-        assert torch.equal(run(batch, static, arrays), torch.stack(wanted))
+        made = run(batch, static, arrays)
+        assert made.dtype == dtype
+        gaps = (made.double() - torch.stack(wanted).double()).abs()
+        assert float(gaps.max()) <= (1e-6 if dtype.is_floating_point else 0)
 
 
 LEFT = {
-    "not averaged": v2.RandomResizedCrop(9, antialias=False),
     "noise": v2.RandomErasing(1, value="random"),
     "quarters": v2.RandomRotation((90, 90)),
     "bicubic": v2.RandomResizedCrop(9, interpolation=InterpolationMode.BICUBIC),
@@ -183,10 +199,28 @@ def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
     assert_same(transform.apply(batch, draws), wanted)
 
 
-@pytest.mark.parametrize("size", [v2.RandomResizedCrop(9), v2.Resize((9, 9))])
-def test_floats_are_resized_by_torchvision_itself_to_the_last_bit(size):
-    samples = photos(COUNT, torch.float32)
-    pipeline = v2.Compose([size, v2.RandomPosterize(3, p=1)])
+LEVELS = {
+    "posterize": v2.RandomPosterize(3, p=1),
+    "solarize": v2.RandomSolarize(0.5, p=1),
+    "policy": v2.RandAugment(1, 12),
+    "bytes": v2.ToDtype(torch.uint8, scale=True),
+    "halves": v2.ToDtype(torch.float16),
+    "bytes of images": v2.ToDtype({tv_tensors.Image: torch.uint8, "others": None}, scale=True),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_what_rounds_behind_a_resized_float_gets_torchvisions_last_bit(name):
+    samples = photos(COUNT, torch.float32, form="tuple")
+    pipeline = v2.Compose([v2.RandomResizedCrop(9), LEVELS[name]])
     transform, batch, draws = deferred(pipeline, samples)
+    assert "resized_crop" not in [step.name for step in draws.programs[0,].steps]
     wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
     assert_same(transform.apply(batch, draws), wanted)
+
+
+def test_floats_are_resized_in_one_call_where_nothing_rounds_them():
+    floats = v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64})
+    for steps in ([v2.RandomResizedCrop(9), floats], [LEVELS["posterize"], v2.Resize((9, 9))]):
+        _, _, draws = deferred(v2.Compose(steps), photos(2, torch.float32))
+        assert "resized_crop" in [step.name for step in draws.programs["image",].steps]

@@ -20,7 +20,6 @@ from lightning_fastdata.augment.torchvision.forms import FORMS
 
 SIZE, FEW = 224, 3
 COMPILED = [name for name in OPERATIONS if is_compiled(name)]
-FOR_BYTES = ("resized crop",)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -28,8 +27,6 @@ def test_an_operation_takes_as_many_launches_for_any_batch_and_few_or_is_compile
     """A tensor without memory has no values: whoever waits for one gets an error."""
     for dtype in (torch.uint8, torch.float32):
         tapes = tapes_of(name, SIZE, 32, dtype)
-        if not tapes and name in FOR_BYTES:
-            continue
         launches = {
             len(counted(compile_tapes(batch), SIZE, dtype).operators)
             for batch in (tapes[:4], tapes, tapes * 8)
@@ -46,8 +43,6 @@ def test_an_operation_takes_as_many_launches_for_any_batch_and_few_or_is_compile
 def test_what_is_compiled_is_few_kernels_for_any_batch_and_right(
     name, dtype, tmp_path, monkeypatch
 ):
-    if dtype.is_floating_point and name in FOR_BYTES:
-        pytest.skip("floats are resized by torchvision's own kernel")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     made = fused_batches(name, 160, dtype, (5, 32, 256))
     assert made.right

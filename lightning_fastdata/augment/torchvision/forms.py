@@ -21,7 +21,14 @@ from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.replay.compiled import Compiled
 from lightning_fastdata.augment.torchvision import kernels
 from lightning_fastdata.augment.torchvision.kernels import TYPES, as_type, plain
-from lightning_fastdata.augment.torchvision.plan import DTYPES, METHODS, Leaf, kind_of, leaves_of
+from lightning_fastdata.augment.torchvision.plan import (
+    DTYPES,
+    METHODS,
+    NEARLY,
+    Leaf,
+    kind_of,
+    leaves_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +50,7 @@ _MOST_CHANNELS: Final = 4
 _BOX: Final = ("top", "left", "height", "width")
 _HALVES: Final = np.array([[0.5], [0.5], [1.0]], np.float32)
 """By which a matrix takes column and row in halves of pixels, with nothing rounded."""
+_SMOOTHING: Final = (np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13).astype(np.float32)
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -50,17 +58,23 @@ class UnknownFormError(Exception):
     """The parameters have no form for batches; never seen by users."""
 
 
-def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
+def encode(
+    transform: Any, given: tuple[Any, ...], form: Form, *, exact: bool = False
+) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
     Args:
         transform: of torchvision's v2 itself.
         given: what it was called with besides the tensor: parameters, or those of a policy.
         form: of the image or mask.
+        exact: whether floats have to be torchvision's to the last bit.
     """
-    known = _OF_TRANSFORMS.get(type(transform).__name__)
+    name = type(transform).__name__
     if form.dtype not in DTYPES[form.role]:
         return None
+    if exact and form.dtype.is_floating_point and name in NEARLY:
+        return None
+    known = _OF_TRANSFORMS.get(name)
     try:
         if known is not None:
             return list(known(transform, given[0], form))
@@ -112,9 +126,9 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
             yield _factor(name, factor)
 
 
-def _factor(name: str, factor: float) -> tuple[str, Encoded]:
+def _factor(name: str, factor: float, **more: Any) -> tuple[str, Encoded]:
     """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
-    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor))
+    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor), **more)
 
 
 def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -136,7 +150,7 @@ def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     across, down = map(_gaussian, transform.kernel_size, params["sigma"])
     kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
-    yield _number("blur", kernel=kernel, across=across, down=down)
+    yield _number("blur", kernel=kernel, across=across[None, None], down=down[None, :, None])
 
 
 def _gaussian(size: int, sigma: float) -> torch.Tensor:
@@ -171,21 +185,23 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    """Resize a window, or all, as torch resizes bytes on CPUs, on any device."""
+    """Resize a window, or all, as bytes are resized on CPUs, on any device."""
     if transform.size is None or len(transform.size) != 2:
         raise UnknownFormError
     how = getattr(transform.interpolation, "value", transform.interpolation)
-    if form.type_name == "Mask" and how != "nearest-exact":
-        how = "nearest"
-    averaged = how == "bilinear" and transform.antialias
-    if how != "nearest" and not (
-        averaged and form.dtype == torch.uint8 and form.shape[0] <= _MOST_CHANNELS
-    ):
+    smooth = "antialias" if transform.antialias else "bilinear"
+    mode = {"nearest": "nearest", "bilinear": smooth}.get(how)
+    if form.type_name == "Mask":
+        mode = None if how == "nearest-exact" else "nearest"
+    elif form.shape[0] > _MOST_CHANNELS:
+        mode = None
+    if mode is None:
         raise UnknownFormError
     whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
     box = [params.get(name, place) for name, place in whole.items()]
-    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, nearest=not averaged)
-    if not averaged:
+    floats = form.dtype.is_floating_point
+    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    if mode == "nearest":
         yield "crop", Encoded((("padding", None),), numbers)
     else:
         yield "resized_crop", Encoded((), numbers)
@@ -286,7 +302,18 @@ def _policy(given: tuple[Any, ...], form: Form) -> Noted:
     name, magnitude, *reading = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
-        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude)
+        kernel = np.broadcast_to(_SMOOTHING, (form.shape[0], 3, 3))
+        more = {"kernel": kernel} if name == "Sharpness" else {}
+        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude, **more)
+    elif name == "Posterize":
+        bits = int(magnitude)
+        step, mask = 0.5**bits, 255 << (8 - bits) & 255
+        levels = np.array([step, 0.0, 1.0 - step], np.float32)
+        floats = form.dtype.is_floating_point
+        yield _number("posterize", **({"levels": levels} if floats else {"mask": np.uint8(mask)}))
+    elif name == "Solarize":
+        bound = 1.0 if form.dtype.is_floating_point else 255
+        yield _number("solarize", threshold=np.float32(bound * magnitude))
     elif name in _POLICY_WARPS:
         yield from _POLICY_WARPS[name](magnitude, (*reading, form))
     else:
@@ -303,6 +330,7 @@ _POLICY_FACTORS: Final = {
     "Brightness": "brightness",
     "Color": "saturation",
     "Contrast": "contrast",
+    "Sharpness": "sharpness",
 }
 _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
     "Rotate": lambda by, how: _rotation(by, None, how),
@@ -319,14 +347,14 @@ def device_op(name: str, run: Run, *, compiled: bool = False) -> DeviceOp:
     return DeviceOp(name=name, encode=lambda *_: None, image=image, mask=mask)
 
 
-_SHORT: Final = frozenset({"brightness", "crop", "erase", "permute"})
+_SHORT: Final = frozenset({"brightness", "crop", "erase", "permute", "posterize", "solarize"})
 """What is three operators of torch at most, so that nothing is compiled."""
 FORMS: Final[Mapping[str, DeviceOp]] = {
     run.__name__: device_op(run.__name__, run, compiled=run.__name__ not in _SHORT)
     for run in (
         *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
-        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.resized_crop),
-        kernels.saturation,
+        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),
+        *(kernels.saturation, kernels.sharpness, kernels.solarize, kernels.resized_crop),
     )
 }
 """Operations with parameters of each sample's own, by name."""

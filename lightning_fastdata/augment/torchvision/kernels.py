@@ -8,9 +8,11 @@ operators as these roundings need; none of them waits for the host.
 ``torch.compile`` joins products with sums, and makes a ``grid_sample`` of its own, which would now
 and then take the next pixel. Compiled, the steps are written such that it cannot.
 
-Of windows that are resized (bytes alone) what each row and column is made of is computed with the
-draws, in the arithmetic of torch's own kernels for the CPU, and the sums are taken in their order:
-first along rows, then along columns. Weights have 16 bits, and each pass is rounded to bytes.
+Of windows that are resized what each row and column is made of is computed with the draws, in the
+arithmetic of torch's own kernels for the CPU, and the sums are taken in their order: first along
+rows, then along columns. Bytes have weights of 16 bits, and each pass is rounded to bytes. So a
+device has the same pixels. Of floats the last bit may be another one: compilers round products and
+sums at once, or apart.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -97,6 +100,32 @@ def hue(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG0
     return turned
 
 
+def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Blend with the image that a kernel smooths, except for the outermost pixels."""
+    if min(images.shape[-2:]) <= 2:
+        return images
+    sharp = images.to(arrays["kernel"].dtype)
+    smooth = _correlated(sharp, arrays["kernel"])
+    smooth = smooth if images.is_floating_point() else smooth.round_()
+    further = pad(smooth - sharp[..., 1:-1, 1:-1], [1, 1, 1, 1])
+    return _limited(_multiply_add(sharp, _each(arrays["share"]), further), images)
+
+
+def posterize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Keep some bits of each value."""
+    if not images.is_floating_point():
+        return images & _each(arrays["mask"])
+    # Of a power of two everything here is exact.
+    step, lowest, highest = map(_each, arrays["levels"].unbind(1))
+    return images.clamp(lowest, highest).floor_divide_(step).mul_(step)
+
+
+def solarize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Invert what is at a threshold or above."""
+    above = images >= _each(arrays["threshold"])
+    return torch.where(above, functional.invert(images), images)
+
+
 def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Put the channels into another order."""
     rows = torch.arange(len(images), device=images.device)[:, None]
@@ -105,14 +134,12 @@ def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: 
 
 def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
-    kernel = arrays["kernel"]
+    # Compiled, along rows and then along columns, which makes fewer sums.
+    kernel, names = arrays["kernel"], ("across", "down") if is_compiling() else ("kernel",)
     down, across = (size // 2 for size in kernel.shape[-2:])
     out = pad(images.to(kernel.dtype), [across, across, down, down], mode="reflect")
-    if is_compiling():  # along columns and rows, which makes fewer sums, for any number of samples
-        out = _summed(_summed(out, arrays["across"], -1), arrays["down"], -2)
-    else:
-        flat, weights = out.flatten(0, 1).unsqueeze(0), kernel.flatten(0, 1).unsqueeze(1)
-        out = conv2d(flat, weights, groups=len(weights)).view(images.shape)
+    for name in names:
+        out = _correlated(out, arrays[name])
     return out if images.is_floating_point() else out.round_().to(images.dtype)
 
 
@@ -196,7 +223,7 @@ def _read(batch: Tensor, places: Tensor, static: Values, arrays: Arrays) -> Tens
 
 def _multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
     """Return ``values + shares * others``, rounded once, as ``Tensor.add(alpha=)`` does it."""
-    if values.device.type != "cpu":
+    if values.device.type != "cpu" or not shares.is_floating_point():
         return torch.addcmul(values, others, shares)
     return (values.double() + shares.double() * others.double()).float()
 
@@ -250,17 +277,24 @@ def _sampled(planes: Tensor, places: Tensor, mode: str) -> Tensor:
     return (1.0 - below) * upper + below * lower
 
 
-def _summed(planes: Tensor, weights: Tensor, axis: int) -> Tensor:
-    """Return sums of neighbours along an axis, with the weights ``[n, taps]`` of each sample."""
-    size = planes.shape[axis] - weights.shape[1] + 1
-    total = torch.zeros_like(planes.narrow(axis, 0, size))
-    for tap in range(weights.shape[1]):
-        total = total + planes.narrow(axis, tap, size) * _each(weights[:, tap])
-    return total
+def _correlated(planes: Tensor, kernels: Tensor) -> Tensor:
+    """Return planes of floats, each correlated with its kernel, without their borders."""
+    if is_compiling():  # a convolution would be compiled for each number of samples
+        (rows, columns), (height, width) = kernels.shape[-2:], planes.shape[-2:]
+        height, width = height - rows + 1, width - columns + 1
+        total = torch.zeros_like(planes[..., :height, :width])
+        for i, j in product(range(rows), range(columns)):
+            values = planes[..., i : i + height, j : j + width]
+            total = total + values * kernels[..., i : i + 1, j : j + 1]
+        return total
+    weights = kernels.flatten(0, 1).unsqueeze(1)
+    flat = planes.reshape(1, -1, *planes.shape[-2:])
+    made = conv2d(flat, weights, groups=len(weights))
+    return made.view(*planes.shape[:2], *made.shape[-2:])
 
 
 def window_numbers(
-    box: Sequence[int], whole: Sequence[int], size: Sequence[int], *, nearest: bool
+    box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str, *, floats: bool
 ) -> Mapping[str, np.ndarray]:
     """Return what a window ``top, left, height, width`` is made of, resized to a size.
 
@@ -268,22 +302,23 @@ def window_numbers(
         box: the window, in pixels.
         whole: height and width of the image that it is cut out of.
         size: height and width of the result.
-        nearest: whether single pixels are read, so that the numbers are those of a crop; else they
-            are interpolated, and what is made smaller is averaged.
+        mode: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
+        floats: whether pixels are floats, and not bytes.
     """
     numbers: dict[str, np.ndarray] = {}
     for axis, name in enumerate(("rows", "columns")):
         first, length = box[axis], box[axis + 2]
-        if nearest:
+        if mode == "nearest":
             numbers[name] = first + _nearest(length, size[axis])
         else:
-            numbers[name], weights = _averages(first, length, whole[axis], size[axis])
-            numbers |= _rounded(name, weights)
+            made = _averages(first, length, whole[axis], size[axis], mode == "antialias", floats)
+            numbers[name], weights = made
+            numbers |= {f"{name} weights": weights} if floats else _rounded(name, weights)
     return numbers
 
 
 def resized_crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Return windows of bytes ``[n, C, H, W]``, resized; of :func:`window_numbers`, stacked."""
+    """Return windows of images ``[n, C, H, W]``, resized; of :func:`window_numbers`, stacked."""
     return _blended(_blended(batch, 3, "columns", arrays), 2, "rows", arrays)
 
 
@@ -295,22 +330,27 @@ def _nearest(length: int, size: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _averages(first: int, length: int, whole: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _averages(
+    first: int, length: int, whole: int, size: int, smooth: bool, floats: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
 
-    All windows of a batch have as many taps.
+    All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
     """
-    scale = length / size
-    wide = max(scale, 1.0)
-    taps = min(whole, math.ceil(max(1.0, whole / size)) * 2 + 1)
-    center = (np.arange(size) + 0.5) * scale
-    begin = np.maximum((center - wide + 0.5).astype(np.int64), 0)
-    end = np.minimum((center + wide + 0.5).astype(np.int64), length)
+    kind: Any = np.float32 if floats else np.float64
+    scale = kind(length) / kind(size)
+    wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
+    taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
+    half = np.array([0.5])  # as in torch, of doubles, whatever is added to it
+    center = ((np.arange(size) + half) * scale).astype(kind)
+    begin = np.maximum((center - wide + half).astype(np.int64), 0)
+    end = np.minimum((center + wide + half).astype(np.int64), length)
     # Taps before the window or behind it weigh nothing.
     start = np.minimum(first + begin, whole - taps)
-    at = start - first + np.arange(taps)[:, None]
-    away = np.abs((at - center + 0.5) * (1.0 / wide))
-    weights = np.where((at >= begin) & (at < end) & (away < 1.0), 1.0 - away, 0.0)
+    at = (start - first + np.arange(taps)[:, None]).astype(kind)
+    away = np.abs(((at - center + half) * kind(1.0 / np.float64(wide))).astype(kind))
+    inside = (at >= begin) & (at < end) & (away < 1.0)
+    weights = np.where(inside, kind(1.0) - away, kind(0.0))
     return start, weights / np.add.accumulate(weights)[-1]
 
 
@@ -325,16 +365,18 @@ def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
-    """Return weighted sums along an axis of bytes ``[n, C, H, W]``, rounded to bytes."""
+    """Return weighted sums along an axis of ``[n, C, H, W]``, rounded as the dtype needs."""
     places, weights = arrays[name], arrays[f"{name} weights"]
-    half, bits = arrays[f"{name} rounding"].view(-1, 2, 1, 1, 1).unbind(1)
+    rounding = arrays.get(f"{name} rounding")
     one, made = [len(planes), 1, 1, 1], [*planes.shape]
     one[axis] = made[axis] = places.shape[-1]
     first = places.view(one).expand(made)
-    total = half
+    total = planes.new_zeros(()) if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
     for tap in range(weights.shape[1]):
         # The place of a tap is that of the first one in a batch that begins so much later.
         later = planes.narrow(axis, tap, planes.shape[axis] - tap)
-        total = torch.addcmul(total, later.gather(axis, first), weights[:, tap].view(one))
-    # Weights add up to one, nearly, so that no sum is above 255.
-    return total.bitwise_right_shift_(bits).to(planes.dtype)
+        total = _multiply_add(total, weights[:, tap].view(one), later.gather(axis, first))
+    if rounding is None:
+        return total
+    # Weights of bytes add up to one, nearly, so that no sum is above 255.
+    return total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)

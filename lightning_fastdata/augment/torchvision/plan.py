@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 from torchvision.transforms import v2
+from torchvision.tv_tensors import Mask
 
 from lightning_fastdata.augment.pipeline.plan import OpPlacement, Placements
 from lightning_fastdata.tree import name_of
@@ -77,6 +78,11 @@ NEED_BOXES: Final = frozenset({*_TARGETS, *_MASKS, "RandomIoUCrop"})
 """Transforms that make no sense without boxes or keypoints."""
 MOVES: Final = _WARP | _RESIZE | _VARY_SIZE | {"ElasticTransform"}
 """Transforms that move the pixels of an image."""
+
+NEARLY: Final = frozenset({"RandomResizedCrop", "Resize"})
+"""Transforms whose form for batches has not always torchvision's last bit of floats."""
+_ROUND: Final = _POLICIES | {"RandomEqualize", "RandomPosterize", "RandomSolarize"}
+"""Transforms that show it; so do those to whole numbers or shorter floats."""
 
 _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(LEAVE_MASKS | _WARP | _CHANGE_FORM, "noted"),
@@ -203,6 +209,15 @@ def fixes_size(transform: Any) -> bool:
     name = type(transform).__name__
     whole = name == "Resize" and transform.size is not None and len(transform.size) == 2
     return is_own(transform) and (whole or name in _FIX_SIZE)
+
+
+def rounds(transform: Any) -> bool:
+    """Return whether a transform may show the last bit of a float: by levels, or other dtypes."""
+    given = getattr(transform, "dtype", None)
+    kinds = given if isinstance(given, dict) else {None: given}
+    made = {one for kind, one in kinds.items() if kind is not Mask and isinstance(one, torch.dtype)}
+    coarse = made - {torch.float32, torch.float64}
+    return is_own(transform) and (bool(coarse) or type(transform).__name__ in _ROUND)
 
 
 def changes_form(transform: Any) -> bool:

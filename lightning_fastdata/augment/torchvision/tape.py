@@ -31,6 +31,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     Leaf,
     children_of,
     kind_of,
+    rounds,
     with_children,
 )
 from lightning_fastdata.tree import replace_leaves
@@ -95,6 +96,8 @@ class Recorder:
         """The form behind an operation, by its number, its name in a policy, the form before."""
         # Else masks are real, for a transform that reads them.
         self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
+        rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
+        self._rounding = max(rounding, default=-1)
         self.done_here: set[int] = set()
         """Numbers of transforms that were to be noted, and met what nothing can be noted of."""
         self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
@@ -163,7 +166,8 @@ class Recorder:
         if leaves_it or (given and given[0] == "Identity"):
             return target.shown
         after = self._form_after(leaf, form, call, given, named)
-        steps = encode(leaf.transform, (*given, *named.values()), form)
+        exact = leaf.number < self._rounding
+        steps = encode(leaf.transform, (*given, *named.values()), form, exact=exact)
         if steps is None:
             steps = [(general_name(leaf), general(form.type_name, given, named))]
         target.noted += [TapeOp(leaf.number, step, encoded) for step, encoded in steps]
