@@ -4,7 +4,7 @@
 ``collate.collate_tensor_fn``, ``collate.default_collate_fn_map``, ``pin_memory.pin_memory``; of
 ``DataLoader`` ``_get_iterator`` and ``_iterator``; of its iterator over workers ``_task_info``,
 ``_rcvd_idx``, ``_send_idx``, ``_data_queue``; ``torch.distributed.distributed_c10d``:
-``_get_default_store``; ``torch._dynamo``.
+``_get_default_store``; ``torch._dynamo``; ``torch.utils._python_dispatch``, ``OpOverload._schema``.
 
 ``tests/test_torch_internals.py`` pins each of them against the installed torch.
 """
@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
@@ -109,3 +110,21 @@ def not_compiled() -> AbstractContextManager[object]:
     # What compiles takes a second to load.
     loaded = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that give a device something to do: all but views and empty memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func._schema.returns
+        view = results and all(one.alias_info and not one.alias_info.is_write for one in results)
+        self.count += not view and "empty" not in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(run: Callable[[], _Value]) -> tuple[_Value, int]:
+    """Return what a function returns, and how many operators it gave to devices."""
+    with _Operators() as seen:  # type: ignore[no-untyped-call]
+        return run(), seen.count

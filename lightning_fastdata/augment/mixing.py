@@ -29,6 +29,7 @@ from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.record.targets import size_of
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
+    PipelineTransform,
     StageTransform,
     WorkerTransform,
     plain_tensors,
@@ -452,8 +453,7 @@ class MixedTransform(StageTransform):
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        plan = getattr(self.pipeline, "plan", None)
-        rows = [] if plan is None else plan.rows
+        rows = self.pipeline.rows() if isinstance(self.pipeline, PipelineTransform) else []
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
         return table(rows + steps)
 

@@ -147,7 +147,11 @@ class PipelineTransform(StageTransform):
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
-        return table([] if self.plan is None else self.plan.rows)
+        return table(self.rows())
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return operation, place and reason of each."""
+        return [] if self.plan is None else self.plan.rows
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""

@@ -329,7 +329,7 @@ def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> 
     if facts.cost is None:
         return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
     if spec.transformed:  # which is not part of what was measured
-        return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
+        return ExecutorChoice(aside, f"a pipeline of augment= runs on each sample{lacks}")
     return _by_cost(spec, facts, machine, facts.cost, keyed=keyed, forked=forked)
 
 

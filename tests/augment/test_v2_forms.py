@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,11 @@ from augment.v2_pipelines import assert_same, eager, images, keys, sample
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
-from lightning_fastdata import as_batch_transform
-from lightning_fastdata.augment.torchvision.forms import FORMS
-from lightning_fastdata.augment.torchvision.kernels import crop
-from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
+from lightning_fastdata import FastDataWarning, as_batch_transform
+from lightning_fastdata.augment.replay.compiled import Compiled
+from lightning_fastdata.augment.torchvision import kernels
+from lightning_fastdata.augment.torchvision.forms import FORMS, chosen
+from lightning_fastdata.augment.torchvision.kernels import crop, resized_crop, window_numbers
 from lightning_fastdata.batches.collate import collate_samples
 
 NEAREST, BILINEAR = InterpolationMode.NEAREST, InterpolationMode.BILINEAR
@@ -77,15 +81,25 @@ def test_operations_are_torchvisions_on_images_and_masks(name, dtype):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_transform_is_one_call_whatever_each_sample_drew(name):
-    assert "one call" in as_batch_transform(OPERATIONS[name]).for_samples(photos(2)).explain()
-    few = photos(4)
-    _, _, draws = deferred(v2.Compose([OPERATIONS[name]]), few * 8)
+    _, _, draws = deferred(v2.Compose([OPERATIONS[name]]), photos(4) * 8)
     for program in draws.programs.values():
         for step in program.steps:
             assert step.name in FORMS
             assert len(step.parts) == 1
         names = [step.name for step in program.steps]
         assert max(map(names.count, names)) <= STEPS.get(name, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_leave_to_torchvision_what_has_no_magnitude_of_a_sample(name, dtype):
+    _, _, draws = deferred(v2.Compose([POLICIES[name]]), photos(16, dtype, "tuple") * 16)
+    steps = draws.programs[0,].steps
+    own = {
+        chosen(dict(part.static)) for step in steps if step.name not in FORMS for part in step.parts
+    }
+    assert own <= {"AutoContrast", "Equalize", "Invert", "Rotate"}  # by quarters
+    assert {"posterize", "solarize", "sharpness"} <= {step.name for step in steps}
 
 
 @pytest.mark.parametrize("size", [(3, 5), (40, 44), (90, 61)])
@@ -120,8 +134,63 @@ def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
         assert float(gaps.max()) <= (1e-6 if dtype.is_floating_point else 0)
 
 
+LEFT = {
+    "noise": v2.RandomErasing(1, value="random"),
+    "quarters": v2.RandomRotation((90, 90)),
+    "bicubic": v2.RandomResizedCrop(9, interpolation=InterpolationMode.BICUBIC),
+    "exactly the nearest": v2.RandomResizedCrop(9, interpolation=InterpolationMode.NEAREST_EXACT),
+    "flip": v2.RandomHorizontalFlip(),
+    "sharpness": v2.RandomAdjustSharpness(2),
+    "gray": v2.RandomGrayscale(0.5),
+}
+
+
+def rows_of(transform):
+    return [line.split("  ")[-1] for line in transform.explain().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POLICIES, *LEFT])
+def test_explain_names_what_is_left_to_torchvisions_own_kernels_and_how_often(name, dtype):
+    """Where samples make groups, or are computed alone, it says so; else nothing does."""
+    step, count = (OPERATIONS | POLICIES | LEFT)[name], 24
+    samples = photos(4, dtype, "tuple" if name in POLICIES else "masks") * (count // 4)
+    transform = as_batch_transform(v2.Compose([step])).for_samples(samples)
+    [row] = rows_of(transform)
+    worker = transform.in_worker(on_device=True)
+    tapes = [worker(one, key)[1] for one, key in zip(samples, keys(count), strict=True)]
+    steps = [one for each in worker.collate(tapes).programs.values() for one in each.steps]
+    own = [part for one in steps if one.name not in FORMS for part in one.parts]
+    assert ("own kernel on each sample in the worker" in row) is (dtype == torch.float64)
+    assert ("own kernel" in row) is bool(own) or dtype == torch.float64
+    for part in own:
+        assert (chosen(dict(part.static)) or "") in row
+    groups = max((len(one.parts) for one in steps if one.name not in FORMS), default=0)
+    assert groups <= 1 or "calls for 64 samples" in row.split("own kernel")[1]
+
+
+def test_explain_names_what_is_left_to_torchs_operators_as_its_compiled_form_was_refused(
+    monkeypatch,
+):
+    def refuse(run):
+        raise RuntimeError("no compiler")
+
+    hue = Compiled(kernels.hue, compiler=refuse, suits=lambda batch: True)
+    monkeypatch.setitem(FORMS, "hue", replace(FORMS["hue"], image=hue))
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.1, hue=0.1)])
+    transform, batch, draws = deferred(pipeline, photos(COUNT))
+    assert "operators" not in transform.explain()
+    with pytest.warns(FastDataWarning, match="operators of torch compute hue on cpu"):
+        made = transform.apply(batch, draws)
+    assert_same(made, collate_samples(eager(pipeline, photos(COUNT), keys(COUNT))), floats=1e-5)
+    flip, jitter = rows_of(transform)
+    assert "operators" not in flip
+    found = re.search(r"hue by (\d+) operators of torch on cpu: RuntimeError: no compiler", jitter)
+    assert 3 < int(found[1]) < 100
+
+
 def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
-    pipeline = v2.Compose([v2.RandomErasing(1, value="random"), v2.RandomRotation((90, 90))])
+    pipeline = v2.Compose([LEFT["noise"], LEFT["quarters"]])
     samples = photos(COUNT, form="tuple")
     transform, batch, draws = deferred(pipeline, samples)
     steps = draws.programs[0,].steps
@@ -135,6 +204,7 @@ LEVELS = {
     "solarize": v2.RandomSolarize(0.5, p=1),
     "policy": v2.RandAugment(1, 12),
     "bytes": v2.ToDtype(torch.uint8, scale=True),
+    "halves": v2.ToDtype(torch.float16),
     "bytes of images": v2.ToDtype({tv_tensors.Image: torch.uint8, "others": None}, scale=True),
 }
 
@@ -154,17 +224,3 @@ def test_floats_are_resized_in_one_call_where_nothing_rounds_them():
     for steps in ([v2.RandomResizedCrop(9), floats], [LEVELS["posterize"], v2.Resize((9, 9))]):
         _, _, draws = deferred(v2.Compose(steps), photos(2, torch.float32))
         assert "resized_crop" in [step.name for step in draws.programs["image",].steps]
-
-
-@pytest.mark.parametrize(
-    ("transform", "own"),
-    [
-        (v2.RandomResizedCrop(9), False),
-        (v2.RandomResizedCrop(9, interpolation=InterpolationMode.BICUBIC), True),
-        (v2.RandomErasing(value="random"), True),
-        (v2.RandomGrayscale(), False),
-    ],
-)
-def test_explain_says_what_takes_a_call_for_each_sample(transform, own):
-    text = as_batch_transform(transform).for_samples(photos(2)).explain()
-    assert ("own kernel on samples with equal parameters" in text) is own

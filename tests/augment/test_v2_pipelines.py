@@ -78,23 +78,46 @@ ENDS = st.one_of(
 )
 
 
+TYPES = st.one_of(
+    st.builds(
+        v2.ToDtype,
+        st.sampled_from([torch.float32, torch.uint8, torch.float64, torch.float16]),
+        scale=st.just(True),
+    ),
+    st.builds(
+        lambda image, mask: v2.ToDtype(
+            {tv_tensors.Image: image, tv_tensors.Mask: mask, "others": None}, scale=True
+        ),
+        st.sampled_from([torch.float32, torch.uint8]),
+        st.sampled_from([torch.int64, torch.bool, torch.int32]),
+    ),
+)
+
+
+def nested(*steps):
+    """Return steps within each other, as people nest them."""
+
+    def containers(inside):
+        some = st.lists(inside, min_size=1, max_size=3)
+        return st.one_of(
+            st.builds(v2.RandomApply, some, p=numbers(0, 1)),
+            st.builds(v2.RandomChoice, some),
+            st.builds(v2.RandomOrder, some),
+            st.builds(lambda inside: nn.Sequential(*inside), some),
+            st.builds(v2.Compose, some),
+        )
+
+    return st.recursive(st.one_of(*steps), containers, max_leaves=4)
+
+
 def pipelines(*steps):
-    """Return pipelines of some steps, nested as people nest them."""
-    one = st.one_of(*steps)
-    some = st.lists(one, min_size=1, max_size=3)
-    nested = st.one_of(
-        one,
-        st.builds(v2.RandomApply, some, p=numbers(0, 1)),
-        st.builds(v2.RandomChoice, some),
-        st.builds(v2.RandomOrder, some),
-        st.builds(lambda inside: nn.Sequential(*inside), some),
-        st.builds(v2.Compose, some),
-    )
+    """Return pipelines of some steps."""
+    one = nested(*steps)
     return st.builds(
         lambda before, size, behind, end: v2.Compose([*before, size, *behind, *end]),
-        st.lists(nested, max_size=2),
+        st.lists(one, max_size=2),
         SIZES,
-        st.lists(nested, max_size=4),
+        st.lists(one, max_size=4),
         ENDS,
     )
 
@@ -132,14 +155,29 @@ def check(pipeline, samples):
         assert_same(list(each), wanted, floats=FLOATS)
 
 
-@max_examples(100)
+def check_each(pipeline, samples):
+    """Check samples that make no tensors of a batch; return them."""
+    own_keys = keys(len(samples))
+    wanted = eager(pipeline, samples, own_keys)
+    transform = as_batch_transform(pipeline)
+    for on_device in (False, True):
+        worker = transform.in_worker(on_device=on_device)
+        pairs = [worker(copied(one), key) for one, key in zip(samples, own_keys, strict=True)]
+        made, tapes = map(list, zip(*pairs, strict=True))
+        done = worker.finish_each(made, tapes)[0] if on_device else made
+        assert_same(done, wanted, floats=FLOATS if on_device else 0.0)
+    return done
+
+
+@max_examples(150)
 @given(
-    pipelines(COLOURS, MOVES),
+    pipelines(COLOURS, MOVES, TYPES),
     st.sampled_from([torch.uint8, torch.float32]),
-    st.sampled_from(["tuple", "tensor", "masks"]),
+    st.sampled_from(["tuple", "tensor", "masks", "boxes"]),
     st.booleans(),
 )
 def test_random_pipelines_are_v2s_own(pipeline, dtype, form, several):
+    """Of boxes, keypoints and masks, too; what v2 refuses is refused."""
     samples = [
         sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44, dtype))
     ]
@@ -148,7 +186,15 @@ def test_random_pipelines_are_v2s_own(pipeline, dtype, form, several):
             sample(image, number, form)
             for number, image in enumerate(images(COUNT // 2, 52, 36, dtype))
         ]
-    check(pipeline, samples)
+    try:
+        eager(pipeline, samples, keys(COUNT))
+    except (RuntimeError, TypeError, ValueError):
+        for on_device in (False, True):
+            worker = as_batch_transform(pipeline).in_worker(on_device=on_device)
+            with pytest.raises((RuntimeError, TypeError, ValueError)):
+                [worker(copied(one), key) for one, key in zip(samples, keys(COUNT), strict=True)]
+    else:
+        (check_each if form == "boxes" else check)(pipeline, samples)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import PIL.Image
 import pytest
 import torch
-from augment.test_v2_pipelines import carried_out, check
-from augment.v2_pipelines import assert_same, copied, eager, images, keys, sample
+from augment.test_v2_pipelines import carried_out, check, check_each
+from augment.v2_pipelines import assert_same, eager, images, keys, sample
 from torchvision import tv_tensors
 from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
@@ -54,20 +54,6 @@ DETECTION = {
         v2.SanitizeBoundingBoxes(),
     ],
 }
-
-
-def check_each(pipeline, samples):
-    """Check samples that make no tensors of a batch; return them."""
-    own_keys = keys(len(samples))
-    wanted = eager(pipeline, samples, own_keys)
-    transform = as_batch_transform(pipeline)
-    for on_device in (False, True):
-        worker = transform.in_worker(on_device=on_device)
-        pairs = [worker(copied(one), key) for one, key in zip(samples, own_keys, strict=True)]
-        made, tapes = map(list, zip(*pairs, strict=True))
-        done = worker.finish_each(made, tapes)[0] if on_device else made
-        assert_same(done, wanted)
-    return done
 
 
 @pytest.mark.parametrize("name", DETECTION)

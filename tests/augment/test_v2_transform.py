@@ -14,11 +14,8 @@ from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
 from lightning_fastdata import as_batch_transform
-from lightning_fastdata.augment.pipeline.fields import Fields
-from lightning_fastdata.augment.torchvision import kinds, plan
+from lightning_fastdata.augment.torchvision import plan
 from lightning_fastdata.augment.torchvision import transform as home
-from lightning_fastdata.augment.torchvision.collated import run_collated
-from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.errors import BatchError, TransformError
@@ -171,24 +168,22 @@ def test_batches_of_other_loaders_draw_by_sample(name, form):
         pipeline = v2.Compose([BATCHED[name][0], BATCHED[name][2]])
     wanted = eager(pipeline, given, keys(6))
     batch = collate_samples(samples)
-    recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True))
-    for recorded in (False, True, True):
-        own = recorder if recorded else None
-        made = run_collated(pipeline, batch, Fields(), keys(6)[0], own)
+    transform = as_batch_transform(pipeline)
+    for on_device in (False, True, True):
+        made = transform.run_collated(batch, keys(6)[0], on_device=on_device)
         found = made[0] if form == "tuple" else {n: made[n] for n in ("image", "mask")}
         assert_same(found, collate_samples(wanted), types=False, floats=1e-5)
         rest = made[1] if form == "tuple" else made["label"]
         assert rest.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("several", [v2.FiveCrop(20), lambda image: (image, image.flip(-1))])
-def test_several_views_are_batches_of_views_as_torch_collates_them(recorded, several):
+def test_several_views_are_batches_of_views_as_torch_collates_them(on_device, several):
     pipeline = v2.Compose([v2.RandomInvert(), several])
     samples = [(image[..., :44], number) for number, image in enumerate(images(4, 40, 44))]
-    recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True)) if recorded else None
-    batch = collate_samples(samples)
-    views, labels = run_collated(pipeline, batch, Fields(), keys(4)[0], recorder)
+    transform, batch = as_batch_transform(pipeline), collate_samples(samples)
+    views, labels = transform.run_collated(batch, keys(4)[0], on_device=on_device)
     wanted = collate_samples(eager(pipeline, [image for image, _ in samples], keys(4)))
     assert_same(views, wanted, types=False)
     assert labels.tolist() == [0, 1, 2, 3]
@@ -197,9 +192,9 @@ def test_several_views_are_batches_of_views_as_torch_collates_them(recorded, sev
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_images_of_other_dtypes_are_computed_sample_by_sample(dtype):
     pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomAffine(9)])
-    recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True))
     given = [image[..., :44].to(dtype) for image in images(4, 40, 44)]
-    made = run_collated(pipeline, torch.stack(given), Fields(), keys(4)[0], recorder)
+    transform = as_batch_transform(pipeline)
+    made = transform.run_collated(torch.stack(given), keys(4)[0], on_device=True)
     assert_same(made, torch.stack(eager(pipeline, given, keys(4))), types=False)
 
 
@@ -250,16 +245,8 @@ def test_workers_travel_to_other_processes():
         )
 
 
-def test_without_parameters_by_name_all_runs_in_the_workers(monkeypatch):
-    """Older torchvisions draw in a method that is not public."""
-    monkeypatch.delattr(v2.Transform, "make_params")
-    transform = as_batch_transform(v2.Compose([v2.RandomInvert()]))
-    assert not transform.defers
-    assert "torchvision before 0.21" in transform.explain()
-
-
 def test_policies_run_in_the_worker_where_their_method_has_another_name(monkeypatch):
     for policy in (v2.RandAugment(), v2.AutoAugment(), v2.TrivialAugmentWide()):
-        assert kinds.kind_of(policy) == "policy"  # of the installed version
-    monkeypatch.setattr(kinds, "POLICY_METHOD", "_of_another_version")
+        assert plan.kind_of(policy) == "policy"  # of the installed version
+    monkeypatch.setattr(plan, "POLICY_METHOD", "_of_another_version")
     assert places(v2.Compose([v2.RandAugment()])) == ["worker"]

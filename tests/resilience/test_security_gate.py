@@ -13,7 +13,7 @@ ROOT = Path(lightning_fastdata.__file__).parent
 PIPE = "messages between our own processes, over pipes that have no name"
 
 ALLOWED = {
-    ("augment/torchvision/operations.py", "pickle.loads"): f"what was drawn for a batch: {PIPE}",
+    ("augment/torchvision/forms.py", "pickle.loads"): f"what was drawn for a batch: {PIPE}",
     ("executors/pool/wire.py", "pickle.loads"): PIPE,
     ("planning/facts/probe_process.py", "pickle.loads"): PIPE,
     ("planning/facts/probe.py", "pickle.loads"): "of what it has just pickled itself",

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.torch_internals import count_operators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +29,7 @@ Told: TypeAlias = "Callable[[Tensor, Values, Arrays], tuple[Tensor, bool]]"
 _NEAR: Final = 1e-5
 """By how much floats may differ, as a share of their range, which is 1 or more."""
 _LEFT: Final = (
-    "Torch's operators compute {name} on {device} one after the other, without kernels of "
+    "{count} operators of torch compute {name} on {device} one after the other, without kernels of "
     "torch.compile: {why}. The images are the same, but it is slower."
 )
 
@@ -64,6 +66,8 @@ class Compiled:
         self._compiled: Told | None = None
         self._right: dict[object, bool] = {}
         """Whether what was compiled is used, by the form of a batch; what is not there is tried."""
+        self.left: str | None = None
+        """What goes on where what was compiled was refused last, and why; None: it never was."""
 
     def __call__(self, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         """Return a batch after the operation."""
@@ -71,23 +75,25 @@ class Compiled:
         right = self._right.get(form, form is not None)
         if not right:
             return self.run(batch, static, arrays)
+        made, why = None, ""
         try:
             if self._compiled is None:
                 self._compiled = self._compiler(self._told)
                 # Of one sample less, as torch takes numbers that are equal by chance for the same.
                 self._compiled(*_alone(batch, static, arrays, len(batch) - 1))
             made, compiled = self._compiled(*_alone(batch, static, arrays, len(batch)))
-        except Exception as error:
-            if not isinstance(error, torch.OutOfMemoryError):  # the next batch may fit
-                self._leave(form, f"{type(error).__name__}: {error}".splitlines()[0], batch)
+            if form in self._right or not compiled:  # in a block in which torch compiles nothing
+                return made
+        except torch.OutOfMemoryError:  # the next batch may fit
             return self.run(batch, static, arrays)
-        if form in self._right or not compiled:  # in a block in which torch compiles nothing
-            return made
-        wanted = self.run(batch, static, arrays)
-        if self.same(made, wanted):
-            self._right[form] = True
-        else:
-            self._leave(form, "they made other pixels", batch)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+        wanted, operators = count_operators(partial(self.run, batch, static, arrays))
+        if made is not None and not self.same(made, wanted):
+            why = "they made other pixels"
+        self._right[form] = not why
+        if why:
+            self._leave(operators, why, batch)
         return wanted
 
     def _told(self, batch: Tensor, static: Values, arrays: Arrays) -> tuple[Tensor, bool]:
@@ -104,11 +110,12 @@ class Compiled:
             return torch.allclose(made, wanted, rtol=0, atol=_NEAR * widest, equal_nan=True)
         return int(torch.where(made > wanted, made - wanted, wanted - made).max()) <= 1
 
-    def _leave(self, form: object, why: str, batch: Tensor) -> None:
-        said = False in self._right.values()
-        self._right[form] = False
-        if not said:
-            text = _LEFT.format(name=self.run.__name__, device=batch.device, why=why)
+    def _leave(self, operators: int, why: str, batch: Tensor) -> None:
+        said, self.left = self.left, f"{operators} operators of torch on {batch.device}: {why}"
+        if said is None:
+            text = _LEFT.format(
+                name=self.run.__name__, count=operators, device=batch.device, why=why
+            )
             warnings.warn(text, FastDataWarning, stacklevel=2)
 
 

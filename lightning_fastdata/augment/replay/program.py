@@ -80,6 +80,8 @@ class StepPart:
 class ProgramStep:
     """One operation of the pipeline on all samples that take it now; none is in two parts."""
 
+    leaf: int
+    """Number of the transform in its pipeline."""
     name: str
     """Class name of the transform."""
     parts: tuple[StepPart, ...]
@@ -227,7 +229,7 @@ def _schedule(
             arrays = packer.stack(encoded)
             parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
             groups.append(StepGroup(rows, encoded, arrays))
-        steps.append(ProgramStep(name=name, parts=tuple(parts)))
+        steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
         known.append(ScheduledStep(name, groups))
     return tuple(steps), known
 

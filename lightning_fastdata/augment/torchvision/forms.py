@@ -1,13 +1,16 @@
-"""Which operations on batches a transform of v2 comes down to, with what it drew.
+"""What a transform of v2 does to a batch, with what it drew.
 
-A transform, or a set of parameters, that is not known here has the general form of
-:mod:`~lightning_fastdata.augment.torchvision.operations`.
+Every transform has a general form: torchvision's own code, on the samples that share parameters. It
+is right by construction. Those that are known here come down to operations with parameters of each
+sample's own, which are one call for all samples.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -15,16 +18,28 @@ import torch
 from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.replay.compiled import Compiled
 from lightning_fastdata.augment.torchvision import kernels
-from lightning_fastdata.augment.torchvision.kinds import NEARLY
-from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
-from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
+from lightning_fastdata.augment.torchvision.kernels import TYPES, as_type, plain
+from lightning_fastdata.augment.torchvision.plan import (
+    DTYPES,
+    METHODS,
+    NEARLY,
+    Leaf,
+    kind_of,
+    leaves_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
     from lightning_fastdata.augment.torchvision.tape import Form
 
+Call: TypeAlias = Callable[..., torch.Tensor]
+"""What carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
 Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
@@ -55,6 +70,8 @@ def encode(
         exact: whether floats have to be torchvision's to the last bit.
     """
     name = type(transform).__name__
+    if form.dtype not in DTYPES[form.role]:
+        return None
     if exact and form.dtype.is_floating_point and name in NEARLY:
         return None
     known = _OF_TRANSFORMS.get(name)
@@ -66,11 +83,29 @@ def encode(
         return None
 
 
-def has_form(transform: Any) -> bool:
-    """Return whether samples that take a transform share a call, whatever each of them drew."""
-    mode = getattr(transform, "interpolation", "nearest")
-    known = type(transform).__name__ in _OF_TRANSFORMS and getattr(mode, "value", mode) in _MODES
-    return known and getattr(transform, "value", ()) is not None  # by which an erasing is noise
+def general_name(leaf: Leaf) -> str:
+    """Return the name of the operation that is a transform itself."""
+    return f"{leaf.number} {type(leaf.transform).__name__}"
+
+
+def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Encoded:
+    """Return a call of a transform, as it is packed for a batch."""
+    # Equal parameters are equal bytes, by which samples are put together.
+    return Encoded((("type", type_name), ("call", pickle.dumps((given, dict(named))))), {})
+
+
+def chosen(static: Values) -> str | None:
+    """Return which operation a policy has chosen, of a packed call; None: it is no policy's."""
+    given, _ = pickle.loads(static["call"])
+    return given[0] if isinstance(given[0], str) else None
+
+
+def _run(transform: Any, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    given, named = pickle.loads(static["call"])
+    batch = batch.clone() if getattr(transform, "inplace", False) else batch
+    call: Call = getattr(transform, METHODS[kind_of(transform)])
+    made = plain(call(as_type(batch, static["type"]), *given, **named))
+    return made.contiguous()  # of gray images all channels are one memory
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
@@ -165,7 +200,7 @@ def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
     box = [params.get(name, place) for name, place in whole.items()]
     floats = form.dtype.is_floating_point
-    numbers = window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
     if mode == "nearest":
         yield "crop", Encoded((("padding", None),), numbers)
     else:
@@ -306,6 +341,12 @@ _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
 }
 
 
+def device_op(name: str, run: Run, *, compiled: bool = False) -> DeviceOp:
+    """Return an operation that is the same for images and masks, and is encoded elsewhere."""
+    image, mask = (Compiled(run), Compiled(run, exact=True)) if compiled else (run, run)
+    return DeviceOp(name=name, encode=lambda *_: None, image=image, mask=mask)
+
+
 _SHORT: Final = frozenset({"brightness", "crop", "erase", "permute", "posterize", "solarize"})
 """What is three operators of torch at most, so that nothing is compiled."""
 FORMS: Final[Mapping[str, DeviceOp]] = {
@@ -313,7 +354,16 @@ FORMS: Final[Mapping[str, DeviceOp]] = {
     for run in (
         *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
         *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),
-        *(kernels.saturation, kernels.sharpness, kernels.solarize, resized_crop),
+        *(kernels.saturation, kernels.sharpness, kernels.solarize, kernels.resized_crop),
     )
 }
 """Operations with parameters of each sample's own, by name."""
+
+
+def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
+    """Return the operations that a pipeline may note, by name."""
+    ops = dict(FORMS)
+    for leaf in leaves_of(pipeline):
+        if kind_of(leaf.transform) in METHODS:
+            ops[general_name(leaf)] = device_op(general_name(leaf), partial(_run, leaf.transform))
+    return ops

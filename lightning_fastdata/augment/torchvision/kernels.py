@@ -4,26 +4,56 @@ Each computes what the kernel of ``torchvision.transforms.v2.functional`` comput
 the same order, with the same roundings. Batches are ``[n, C, H, W]``, of masks also ``[n, H, W]``.
 What is computed of a sample's parameters alone comes with them, so that a device is given as few
 operators as these roundings need; none of them waits for the host.
+
+``torch.compile`` joins products with sums, and makes a ``grid_sample`` of its own, which would now
+and then take the next pixel. Compiled, the steps are written such that it cannot.
+
+Of windows that are resized what each row and column is made of is computed with the draws, in the
+arithmetic of torch's own kernels for the CPU, and the sums are taken in their order: first along
+rows, then along columns. Bytes have weights of 16 bits, and each pass is rounded to bytes. So a
+device has the same pixels. Of floats the last bit may be another one: compilers round products and
+sums at once, or apart.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch.compiler import is_compiling
-from torch.nn.functional import pad
+from torch.nn.functional import conv2d, grid_sample, pad
+from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
-
-from lightning_fastdata.augment.ops.planes import correlated, multiply_add, places_of, sampled
-from lightning_fastdata.augment.torchvision.operations import as_type, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_fastdata.augment.ops.operation import Arrays, Values
 
+TYPES: Final[Mapping[str, type[torch.Tensor]]] = {
+    "Tensor": torch.Tensor,
+    "Image": tv_tensors.Image,
+    "Mask": tv_tensors.Mask,
+}
+"""Types of tensors whose pixels may be left to a device."""
 _RGB: Final = 3
+_MOST_BITS: Final = 22
+_WEIGHT_LIMIT: Final = 1 << 15
+
+
+def as_type(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Return a tensor as one of the types by name."""
+    return tensor.as_subclass(TYPES[type_name])
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as torch's own."""
+    return tensor.as_subclass(torch.Tensor)
 
 
 def brightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
@@ -75,10 +105,10 @@ def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa
     if min(images.shape[-2:]) <= 2:
         return images
     sharp = images.to(arrays["kernel"].dtype)
-    smooth = correlated(sharp, arrays["kernel"])
+    smooth = _correlated(sharp, arrays["kernel"])
     smooth = smooth if images.is_floating_point() else smooth.round_()
     further = pad(smooth - sharp[..., 1:-1, 1:-1], [1, 1, 1, 1])
-    return _limited(multiply_add(sharp, _each(arrays["share"]), further), images)
+    return _limited(_multiply_add(sharp, _each(arrays["share"]), further), images)
 
 
 def posterize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
@@ -109,7 +139,7 @@ def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG
     down, across = (size // 2 for size in kernel.shape[-2:])
     out = pad(images.to(kernel.dtype), [across, across, down, down], mode="reflect")
     for name in names:
-        out = correlated(out, arrays[name])
+        out = _correlated(out, arrays[name])
     return out if images.is_floating_point() else out.round_().to(images.dtype)
 
 
@@ -135,12 +165,12 @@ def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
 def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that a matrix ``[3, 2]`` says, from the middle of the image."""
     height, width = batch.shape[-2:]
-    return _read(batch, places_of(batch, arrays["matrix"], 1 - height, 1 - width), static, arrays)
+    return _read(batch, _places_of(batch, arrays["matrix"], 1 - height, 1 - width), static, arrays)
 
 
 def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that two matrices ``[3, 2]`` say: a point, and its divisors."""
-    above, below = (places_of(batch, arrays[name], 1, 1) for name in ("above", "below"))
+    above, below = (_places_of(batch, arrays[name], 1, 1) for name in ("above", "below"))
     if is_compiling():  # which divides floats in its own way
         above, below = above.double(), below.double()
     return _read(batch, above.div_(below).float().sub_(1.0), static, arrays)
@@ -168,18 +198,18 @@ def _gray(images: Tensor) -> Tensor:
 
 def _blend(images: Tensor, other: Tensor, arrays: Arrays) -> Tensor:
     own = images * _each(arrays["factor"])
-    return _limited(multiply_add(own, _each(arrays["share"]), other), images)
+    return _limited(_multiply_add(own, _each(arrays["share"]), other), images)
 
 
 def _read(batch: Tensor, places: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Return the pixels of a batch at places ``[n, H, W, 2]``, from -1 to 1 across the image."""
     planes, mode = batch if batch.ndim == 4 else batch.unsqueeze(1), static["mode"]
-    values, around = sampled(planes.to(places.dtype), places, mode), arrays.get("fill")
+    values, around = _sampled(planes.to(places.dtype), places, mode), arrays.get("fill")
     if around is not None:
         # Compiled, all channels are computed alike: in one kernel.
         count = planes.shape[1] if is_compiling() else 1
         ones = places.new_ones(1).expand(len(planes), count, *planes.shape[-2:])
-        inside, around = sampled(ones, places, mode), around[:, :, None, None]
+        inside, around = _sampled(ones, places, mode), around[:, :, None, None]
         if mode == "nearest":
             values = torch.where(inside < 0.5, around, values)
         elif static["black"]:
@@ -189,3 +219,164 @@ def _read(batch: Tensor, places: Tensor, static: Values, arrays: Arrays) -> Tens
     if not batch.is_floating_point() and mode != "nearest":
         values = values.round_()
     return values.to(batch.dtype).view(batch.shape)
+
+
+def _multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
+    """Return ``values + shares * others``, rounded once, as ``Tensor.add(alpha=)`` does it."""
+    if values.device.type != "cpu" or not shares.is_floating_point():
+        return torch.addcmul(values, others, shares)
+    return (values.double() + shares.double() * others.double()).float()
+
+
+def _places_of(batch: Tensor, matrix: Tensor, top: int, left: int) -> Tensor:
+    """Return places ``[n, H, W, 2]``: the column, the row and one of each pixel, times a matrix.
+
+    Rows begin at ``top``, columns at ``left``, and both count halves of pixels.
+    """
+    height, width = batch.shape[-2:]
+    # Products of doubles are exact, and rounded where they become floats.
+    kind = torch.float64 if is_compiling() else torch.float32
+    down = torch.arange(top, top + 2 * height - 1, 2, dtype=kind, device=batch.device)
+    across = torch.arange(left, left + 2 * width - 1, 2, dtype=kind, device=batch.device)
+    if batch.is_cpu and not is_compiling():  # as torchvision, to the last bit
+        rows, columns = torch.meshgrid(down, across, indexing="ij")
+        base = torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
+        return base.expand(len(batch), -1, -1).bmm(matrix).view(-1, height, width, 2)
+    # On a device a product of matrices would have the precision that a setting of the user's says.
+    by_column, by_row, moved = (one[:, None, None] for one in matrix.unbind(1))
+    columns, rows = across[:, None] * by_column, down[:, None, None] * by_row
+    return (columns.float() + rows.float()).add_(moved)
+
+
+def _sampled(planes: Tensor, places: Tensor, mode: str) -> Tensor:
+    """Return planes of floats at places ``[n, H, W, 2]`` from -1 to 1, zeros outside.
+
+    ``mode``: ``"nearest"`` or ``"bilinear"``, as of ``grid_sample``.
+    """
+    if not is_compiling():
+        return grid_sample(planes, places, mode=mode, padding_mode="zeros", align_corners=False)
+    (count, height, width), less = planes.shape[1:], planes.new_full((), -1.0)
+    each = places[:, None].expand(-1, count, -1, -1, -1)  # all channels alike: in one kernel
+    column, row = (
+        _multiply_add(less, less.new_full((), size), at + 1.0) * 0.5
+        for size, at in zip((width, height), each.unbind(-1), strict=True)
+    )
+
+    def at(y: Tensor, x: Tensor) -> Tensor:
+        inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        y, x = (torch.where(inside, one, 0.0).long() for one in (y, x))  # what is no number, too
+        found = planes.flatten(2).gather(-1, (y * width + x).flatten(2))
+        return torch.where(inside, found.view(inside.shape), 0.0)
+
+    if mode == "nearest":
+        return at(row.round(), column.round())
+    top, left = row.floor(), column.floor()
+    below, right = row - top, column - left
+    upper = (1.0 - right) * at(top, left) + right * at(top, left + 1)
+    lower = (1.0 - right) * at(top + 1, left) + right * at(top + 1, left + 1)
+    return (1.0 - below) * upper + below * lower
+
+
+def _correlated(planes: Tensor, kernels: Tensor) -> Tensor:
+    """Return planes of floats, each correlated with its kernel, without their borders."""
+    if is_compiling():  # a convolution would be compiled for each number of samples
+        (rows, columns), (height, width) = kernels.shape[-2:], planes.shape[-2:]
+        height, width = height - rows + 1, width - columns + 1
+        total = torch.zeros_like(planes[..., :height, :width])
+        for i, j in product(range(rows), range(columns)):
+            values = planes[..., i : i + height, j : j + width]
+            total = total + values * kernels[..., i : i + 1, j : j + 1]
+        return total
+    weights = kernels.flatten(0, 1).unsqueeze(1)
+    flat = planes.reshape(1, -1, *planes.shape[-2:])
+    made = conv2d(flat, weights, groups=len(weights))
+    return made.view(*planes.shape[:2], *made.shape[-2:])
+
+
+def window_numbers(
+    box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str, *, floats: bool
+) -> Mapping[str, np.ndarray]:
+    """Return what a window ``top, left, height, width`` is made of, resized to a size.
+
+    Args:
+        box: the window, in pixels.
+        whole: height and width of the image that it is cut out of.
+        size: height and width of the result.
+        mode: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
+        floats: whether pixels are floats, and not bytes.
+    """
+    numbers: dict[str, np.ndarray] = {}
+    for axis, name in enumerate(("rows", "columns")):
+        first, length = box[axis], box[axis + 2]
+        if mode == "nearest":
+            numbers[name] = first + _nearest(length, size[axis])
+        else:
+            made = _averages(first, length, whole[axis], size[axis], mode == "antialias", floats)
+            numbers[name], weights = made
+            numbers |= {f"{name} weights": weights} if floats else _rounded(name, weights)
+    return numbers
+
+
+def resized_crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Return windows of images ``[n, C, H, W]``, resized; of :func:`window_numbers`, stacked."""
+    return _blended(_blended(batch, 3, "columns", arrays), 2, "rows", arrays)
+
+
+def _nearest(length: int, size: int) -> np.ndarray:
+    """Return the places along an axis that are read, int64 ``[size]``."""
+    scale = np.float32(length) / np.float32(size)
+    places = (np.arange(size, dtype=np.float32) * scale).astype(np.int64)
+    return np.minimum(places, length - 1)
+
+
+@lru_cache(maxsize=64)
+def _averages(
+    first: int, length: int, whole: int, size: int, smooth: bool, floats: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
+
+    All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
+    """
+    kind: Any = np.float32 if floats else np.float64
+    scale = kind(length) / kind(size)
+    wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
+    taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
+    half = np.array([0.5])  # as in torch, of doubles, whatever is added to it
+    center = ((np.arange(size) + half) * scale).astype(kind)
+    begin = np.maximum((center - wide + half).astype(np.int64), 0)
+    end = np.minimum((center + wide + half).astype(np.int64), length)
+    # Taps before the window or behind it weigh nothing.
+    start = np.minimum(first + begin, whole - taps)
+    at = (start - first + np.arange(taps)[:, None]).astype(kind)
+    away = np.abs(((at - center + half) * kind(1.0 / np.float64(wide))).astype(kind))
+    inside = (at >= begin) & (at < end) & (away < 1.0)
+    weights = np.where(inside, kind(1.0) - away, kind(0.0))
+    return start, weights / np.add.accumulate(weights)[-1]
+
+
+def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Return weights as whole numbers, and how sums of them are rounded: what is added, bits."""
+    scaled = weights.max() * 2.0 ** np.arange(1, _MOST_BITS + 1) + 0.5
+    bits = int((scaled.astype(np.int64) < _WEIGHT_LIMIT).sum())
+    return {
+        f"{name} weights": (weights * 2.0**bits + 0.5).astype(np.int32),
+        f"{name} rounding": np.array([1 << (bits - 1), bits], np.int32),
+    }
+
+
+def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
+    """Return weighted sums along an axis of ``[n, C, H, W]``, rounded as the dtype needs."""
+    places, weights = arrays[name], arrays[f"{name} weights"]
+    rounding = arrays.get(f"{name} rounding")
+    one, made = [len(planes), 1, 1, 1], [*planes.shape]
+    one[axis] = made[axis] = places.shape[-1]
+    first = places.view(one).expand(made)
+    total = planes.new_zeros(()) if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
+    for tap in range(weights.shape[1]):
+        # The place of a tap is that of the first one in a batch that begins so much later.
+        later = planes.narrow(axis, tap, planes.shape[axis] - tap)
+        total = _multiply_add(total, weights[:, tap].view(one), later.gather(axis, first))
+    if rounding is None:
+        return total
+    # Weights of bytes add up to one, nearly, so that no sum is above 255.
+    return total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)

@@ -15,14 +15,14 @@ from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
 from lightning_fastdata.augment.stage_transform import CallableTransform, plain_tensors
-from lightning_fastdata.augment.torchvision.kinds import may_draw
-from lightning_fastdata.augment.torchvision.pipeline import (
+from lightning_fastdata.augment.torchvision.plan import (
     MIXES,
     Leaf,
     children_of,
     is_v1,
     is_v2,
     leaves_of,
+    may_draw,
 )
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform

@@ -1,4 +1,4 @@
-"""Where each transform of a v2 pipeline runs, and why; decided before any sample.
+"""What a v2 pipeline is made of, and where each transform of it runs; decided before any sample.
 
 A pipeline is cut in two. In the worker, on pixels, runs all up to the last transform that
 
@@ -6,39 +6,236 @@ A pipeline is cut in two. In the worker, on pixels, runs all up to the last tran
    images of a dataset may vary in size. Without such a transform they can only be collated if they
    have one size already, so that nothing is held back for it;
 2. is not torchvision's own, draws numbers for pixels, or makes each image another size;
-3. changes the size, channels or dtype of some images only: a batch is one tensor;
-4. makes a dtype that forms for batches are not for, before others.
+3. changes the size, channels or dtype of some images only: a batch is one tensor.
 
 A ``RandomOrder`` runs as a whole on one side. What comes behind it is noted for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torchvision.transforms import v2
+from torchvision.tv_tensors import Mask
 
 from lightning_fastdata.augment.pipeline.plan import OpPlacement, Placements
-from lightning_fastdata.augment.torchvision.forms import has_form
-from lightning_fastdata.augment.torchvision.kinds import (
-    FROM_PIL,
-    METHODS,
-    NEARLY,
-    changes_form,
-    draws_parameters,
-    fixes_size,
-    kind_of,
-    makes_other_dtype,
-    varies_size,
-    why_pixels,
-)
-from lightning_fastdata.augment.torchvision.pipeline import Leaf, leaves_of
+from lightning_fastdata.tree import name_of
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+MIXES: Final = (v2.CutMix, v2.MixUp)
+"""Transforms of whole batches."""
+_V1: Final = frozenset({"torchvision.transforms.autoaugment", "torchvision.transforms.transforms"})
+_V2: Final = "torchvision.transforms.v2"
+Kind: TypeAlias = Literal["noted", "policy", "types", "targets", "masks", "pixels"]
+"""What a transform is to the recorder. ``noted``: it is written down for the batch. ``policy``: so
+are the operations that it chooses. ``types``: it changes the type of a tensor. ``targets``: it
+leaves pixels alone. ``masks``: so it does, but for masks. ``pixels``: it needs them."""
 
-_ALONE: Final = (
-    "torchvision's own kernel on samples with equal parameters: up to a call for each sample"
+DTYPES: Final = {
+    "image": frozenset({torch.uint8, torch.float32}),
+    "mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
+}
+"""What forms for batches are for."""
+LEAVE_MASKS: Final = frozenset(
+    {
+        *("ColorJitter", "GaussianBlur", "Normalize", "RandomAdjustSharpness"),
+        *("RandomAutocontrast", "RandomChannelPermutation", "RandomEqualize", "RandomErasing"),
+        *("RandomGrayscale", "RandomInvert", "RandomPhotometricDistort", "RandomPosterize"),
+        "RandomSolarize",
+    }
 )
+"""Transforms that pass masks through as they are."""
+_WARP: Final = frozenset(
+    {
+        *("RandomAffine", "RandomHorizontalFlip", "RandomPerspective", "RandomRotation"),
+        "RandomVerticalFlip",
+    }
+)
+_FIX_SIZE: Final = frozenset({"CenterCrop", "RandomCrop", "RandomResizedCrop"})
+_RESIZE: Final = _FIX_SIZE | {"Pad", "Resize"}
+_CHANGE_FORM: Final = _RESIZE | {"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"}
+"""Transforms after which all images of one form have one other form."""
+_POLICIES: Final = frozenset({"AutoAugment", "RandAugment", "TrivialAugmentWide"})
+FROM_PIL: Final = frozenset({"ToImage", "PILToTensor", "ToTensor"})
+"""Transforms that make tensors of PIL images."""
+_TARGETS: Final = frozenset(
+    {
+        *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "SetClampingMode"),
+        "SetKeyPointsClampingMode",
+    }
+)
+_MASKS: Final = frozenset({"SanitizeBoundingBoxes", "SanitizeKeyPoints"})
+_VARY_SIZE: Final = frozenset(
+    {
+        *("FiveCrop", "RandomIoUCrop", "RandomResize", "RandomShortestSize", "RandomZoomOut"),
+        *("ScaleJitter", "TenCrop"),
+    }
+)
+NEED_BOXES: Final = frozenset({*_TARGETS, *_MASKS, "RandomIoUCrop"})
+"""Transforms that make no sense without boxes or keypoints."""
+MOVES: Final = _WARP | _RESIZE | _VARY_SIZE | {"ElasticTransform"}
+"""Transforms that move the pixels of an image."""
+
+NEARLY: Final = frozenset({"RandomResizedCrop", "Resize"})
+"""Transforms whose form for batches has not always torchvision's last bit of floats."""
+_ROUND: Final = _POLICIES | {"RandomEqualize", "RandomPosterize", "RandomSolarize"}
+"""Transforms that show it; so do those to whole numbers or shorter floats."""
+
+_KINDS: Final[dict[str, Kind]] = {
+    **dict.fromkeys(LEAVE_MASKS | _WARP | _CHANGE_FORM, "noted"),
+    **dict.fromkeys(_POLICIES, "policy"),
+    **dict.fromkeys({*FROM_PIL, "ToPureTensor"}, "types"),
+    **dict.fromkeys({*_TARGETS, "Identity"}, "targets"),
+    **dict.fromkeys(_MASKS, "masks"),
+}
+POLICY_METHOD: Final = "_apply_image_or_video_transform"
+"""What a policy calls with each operation that it has chosen; without it, it runs in the worker."""
+METHODS: Final[dict[Kind, str]] = {"noted": "transform", "policy": POLICY_METHOD}
+"""What is noted of a transform: the calls of this method."""
+_PIL_LANCZOS: Final = 1
+
+
+class Leaf(NamedTuple):
+    """One transform of a pipeline, that is no container."""
+
+    number: int
+    """Its place in the order in which they are written."""
+    transform: Any
+    """A ``v2.Transform``, or any callable."""
+    conditional: bool
+    """Whether some samples may go without it, or take it in another order."""
+    last: int
+    """Number of the last one that may come before it: in a ``RandomOrder`` any of the others."""
+
+    @property
+    def name(self) -> str:
+        """What messages and reports call it."""
+        return name_of(self.transform)
+
+
+def is_v2(transform: object) -> bool:
+    """Return whether this is a torchvision v2 pipeline, or a single transform of v2.
+
+    An ``nn.Sequential`` is one if all that it holds is. What mixes the samples of a batch is none.
+    """
+    if type(transform) is nn.Sequential:
+        return len(transform) > 0 and all(map(is_v2, transform))
+    return isinstance(transform, v2.Transform) and not isinstance(transform, MIXES)
+
+
+def is_v1(transform: object) -> bool:
+    """Return whether this is a pipeline or a transform of torchvision's first interface."""
+    if type(transform) is nn.Sequential:
+        return len(transform) > 0 and all(map(is_v1, transform))
+    return type(transform).__module__ in _V1
+
+
+def is_own(transform: object) -> bool:
+    """Return whether a transform is torchvision's v2 itself, and not of a class derived from it."""
+    return type(transform).__module__.startswith(f"{_V2}.")
+
+
+def children_of(transform: Any) -> Sequence[Any] | None:
+    """Return what a container of torchvision or torch holds; None: it is no container."""
+    kind = type(transform)
+    if kind in {v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder}:
+        held: Sequence[Any] = transform.transforms
+        return list(held)
+    return list(transform) if kind is nn.Sequential else None
+
+
+def with_children(transform: Any, children: Sequence[Any]) -> Any:
+    """Return a container like another one that holds something else."""
+    kind = type(transform)
+    if kind is nn.Sequential:
+        return kind(*children)
+    twin = kind(children)
+    if hasattr(transform, "p"):
+        twin.p = transform.p
+    return twin
+
+
+def leaves_of(transform: Any) -> list[Leaf]:
+    """Return the transforms of a pipeline in the order in which they are written.
+
+    One that stands in several places is listed for each.
+    """
+    return list(_walk(transform, 0, conditional=False))
+
+
+def _walk(transform: Any, number: int, *, conditional: bool) -> Iterator[Leaf]:
+    inside = children_of(transform)
+    if inside is None:
+        yield Leaf(number, transform, conditional or getattr(transform, "p", 1) != 1, number)
+        return
+    always, found = type(transform) in {v2.Compose, nn.Sequential}, list[Leaf]()
+    for child in inside:
+        found += _walk(child, number + len(found), conditional=conditional or not always)
+    any_order = type(transform) is v2.RandomOrder
+    yield from (leaf._replace(last=found[-1].number) if any_order else leaf for leaf in found)
+
+
+def kind_of(transform: Any) -> Kind:
+    """Return what a transform is to the recorder."""
+    return "pixels" if why_pixels(transform) else _KINDS[type(transform).__name__]
+
+
+def why_pixels(transform: Any) -> str | None:
+    """Return why a transform needs the pixels of each sample, as it is set; None: it does not."""
+    name = type(transform).__name__
+    if not is_own(transform):
+        return "not torchvision's v2: runs by itself on each sample"
+    if varies_size(transform):
+        return "makes each image another size"
+    mode = getattr(transform, "interpolation", None)
+    if "lanczos" in str(getattr(mode, "value", mode)).lower() or mode == _PIL_LANCZOS:
+        return "torchvision's Lanczos filter is for CPUs"
+    if name not in _KINDS or (name in _POLICIES and not hasattr(transform, POLICY_METHOD)):
+        return "no form for batches: runs by itself on each sample"
+    return None
+
+
+def varies_size(transform: Any) -> bool:
+    """Return whether a transform may give images of one size several sizes."""
+    known = is_own(transform) and type(transform).__name__ not in _VARY_SIZE
+    return not known or getattr(transform, "expand", False)
+
+
+def fixes_size(transform: Any) -> bool:
+    """Return whether images of any size have one size behind a transform."""
+    name = type(transform).__name__
+    whole = name == "Resize" and transform.size is not None and len(transform.size) == 2
+    return is_own(transform) and (whole or name in _FIX_SIZE)
+
+
+def rounds(transform: Any) -> bool:
+    """Return whether a transform may show the last bit of a float: by levels, or other dtypes."""
+    given = getattr(transform, "dtype", None)
+    kinds = given if isinstance(given, dict) else {None: given}
+    made = {one for kind, one in kinds.items() if kind is not Mask and isinstance(one, torch.dtype)}
+    coarse = made - {torch.float32, torch.float64}
+    return is_own(transform) and (bool(coarse) or type(transform).__name__ in _ROUND)
+
+
+def changes_form(transform: Any) -> bool:
+    """Return whether a transform may change the size, channels or dtype of images."""
+    return not is_own(transform) or type(transform).__name__ in _CHANGE_FORM
+
+
+def may_draw(leaf: Leaf) -> bool:
+    """Return whether a transform may do one thing to a sample and another to the next one."""
+    known = kind_of(leaf.transform) in {"noted", "types", "targets"}
+    return leaf.conditional or not known or draws_parameters(leaf.transform)
+
+
+def draws_parameters(transform: Any) -> bool:
+    """Return whether samples that take a transform may have parameters of their own."""
+    base = v2.Transform.make_params
+    alike = type(transform).__name__ == "RandomGrayscale"  # whose parameters are the image's form
+    return not alike and getattr(type(transform), "make_params", base) is not base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +247,19 @@ class Plan(Placements):
     """Number of the last one that runs before anything is noted, or -1."""
 
 
-def make_plan(
-    pipeline: Any, *, one_size: bool = False, pil: bool = False, refusal: str | None = None
-) -> Plan:
+def make_plan(pipeline: Any, *, one_size: bool = False, pil: bool = False) -> Plan:
     """Decide where each transform of a pipeline runs.
 
     Args:
         pipeline: of v2.
         one_size: whether all images are known to have one size.
         pil: whether they are PIL images.
-        refusal: a reason to run everything in the worker.
     """
     leaves = leaves_of(pipeline)
     sized = -1 if one_size else _one_size_from(leaves)
     makers = (leaf.number for leaf in leaves if type(leaf.transform).__name__ in FROM_PIL)
     tensors = next(makers, len(leaves)) if pil else -1
-    noted = max((leaf.number for leaf in leaves if kind_of(leaf.transform) in METHODS), default=-1)
-    own = [refusal or _why_in_worker(leaf, sized, tensors, noted) for leaf in leaves]
+    own = [_why_in_worker(leaf, sized, tensors) for leaf in leaves]
     boundary = max((leaf.last for leaf, why in zip(leaves, own, strict=True) if why), default=-1)
     needs = max((number for number, why in enumerate(own) if why), default=-1)
     placed = []
@@ -93,15 +286,13 @@ def _one_size_from(leaves: Sequence[Leaf]) -> int:
     return boundary
 
 
-def _why_in_worker(leaf: Leaf, sized: int, tensors: int, noted: int) -> str | None:
+def _why_in_worker(leaf: Leaf, sized: int, tensors: int) -> str | None:
     if leaf.number < tensors:
         return "takes PIL images"
     if leaf.number == sized:
         return "makes the images one size"
     if leaf.conditional and kind_of(leaf.transform) == "noted" and changes_form(leaf.transform):
         return "changes the form of some images only"
-    if leaf.number < noted and makes_other_dtype(leaf.transform):
-        return "makes a dtype that others behind it have no forms for"
     return why_pixels(leaf.transform)
 
 
@@ -109,17 +300,5 @@ def _place(leaf: Leaf, why: str | None) -> OpPlacement:
     if why is None and kind_of(leaf.transform) in {"types", "targets", "masks"}:
         why = "changes no pixels of images"
     if why is None:
-        return OpPlacement(name=leaf.name, where="device", why=_how_on_batch(leaf.transform))
+        return OpPlacement(name=leaf.name, where="device", why="on the batch")
     return OpPlacement(name=leaf.name, where="worker", why=why)
-
-
-def _how_on_batch(transform: Any) -> str:
-    """Return how a transform is carried out on a batch, and what that costs."""
-    if has_form(transform):
-        floats = "; of floats that are rounded behind it, up to a call for each"
-        return "one call for all samples" + floats * (type(transform).__name__ in NEARLY)
-    if kind_of(transform) == "policy":
-        return "for each operation, a call for all samples or for each group of equal parameters"
-    if draws_parameters(transform):
-        return _ALONE
-    return "torchvision's own kernel, one call for all samples"

@@ -22,23 +22,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
-from lightning_fastdata.augment.torchvision.forms import encode
-from lightning_fastdata.augment.torchvision.kinds import (
+from lightning_fastdata.augment.torchvision.forms import Call, encode, general, general_name
+from lightning_fastdata.augment.torchvision.kernels import TYPES, as_type, plain
+from lightning_fastdata.augment.torchvision.plan import (
     DTYPES,
     LEAVE_MASKS,
     METHODS,
+    Leaf,
+    children_of,
     kind_of,
     rounds,
+    with_children,
 )
-from lightning_fastdata.augment.torchvision.operations import (
-    TYPES,
-    Call,
-    as_type,
-    general,
-    general_name,
-    plain,
-)
-from lightning_fastdata.augment.torchvision.pipeline import Leaf, children_of, with_children
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
@@ -103,8 +98,8 @@ class Recorder:
         self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
         rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
         self._rounding = max(rounding, default=-1)
-        self.needs_pixels = plan.boundary >= 0
-        """Whether it has to be given the pixels of samples; else phantoms will do."""
+        self.done_here: set[int] = set()
+        """Numbers of transforms that were to be noted, and met what nothing can be noted of."""
         self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
     def __call__(self, sample: Batch) -> tuple[Batch, Tape]:
@@ -164,6 +159,7 @@ class Recorder:
     def _note(self, leaf: Leaf, call: Call, value: Any, /, *given: Any, **named: Any) -> Any:
         target = self._known(value) or self._taken(value)
         if target is None:
+            self.done_here.add(leaf.number)
             return call(value, *given, **named)
         form = target.form
         leaves_it = form.type_name == "Mask" and type(leaf.transform).__name__ in LEAVE_MASKS

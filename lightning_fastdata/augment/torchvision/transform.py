@@ -1,15 +1,34 @@
-"""A torchvision v2 pipeline as a transform of batches."""
+"""A torchvision v2 pipeline as a transform of batches, and its part in the workers."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import PIL.Image
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.data import default_collate
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.pipeline.fields import first_device
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    check_named,
+    describe,
+    find_fields,
+    first_device,
+    get_field,
+    put_fields,
+)
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
@@ -17,28 +36,37 @@ from lightning_fastdata.augment.stage_transform import (
     StageTransform,
     plain_tensors,
 )
-from lightning_fastdata.augment.torchvision.collated import run_collated
-from lightning_fastdata.augment.torchvision.kinds import may_draw
-from lightning_fastdata.augment.torchvision.operations import device_ops, plain
-from lightning_fastdata.augment.torchvision.plan import Plan, make_plan
-from lightning_fastdata.augment.torchvision.samples import (
-    Traits,
-    check_convertible,
-    check_roles,
-    image_of,
-    size_of,
-    typed,
+from lightning_fastdata.augment.taped import TapedWorker
+from lightning_fastdata.augment.torchvision.costs import USUAL, costs_of
+from lightning_fastdata.augment.torchvision.forms import device_ops
+from lightning_fastdata.augment.torchvision.kernels import plain
+from lightning_fastdata.augment.torchvision.plan import (
+    MOVES,
+    NEED_BOXES,
+    Leaf,
+    Plan,
+    is_own,
+    leaves_of,
+    make_plan,
+    may_draw,
 )
-from lightning_fastdata.augment.torchvision.tape import Recorder
-from lightning_fastdata.augment.torchvision.worker import PipelineWorker
-from lightning_fastdata.tree import at_path, put_leaves
+from lightning_fastdata.augment.torchvision.tape import Form, Recorder, form_of
+from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
+from lightning_fastdata.randomness.global_generators import GENERATORS
+from lightning_fastdata.randomness.seeds import keyed_draws
+from lightning_fastdata.tree import at_path, children, put_leaves, with_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
+    from lightning_fastdata.augment.ops.operation import Tape
     from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, SampleKey
+
+_FROM_ARRAYS: Final = frozenset({"ToImage", "ToTensor"})
+_KINDS: Final = {"image": tv_tensors.Image, "mask": tv_tensors.Mask}
 
 
 class TorchvisionTransform(PipelineTransform):
@@ -52,26 +80,33 @@ class TorchvisionTransform(PipelineTransform):
     plan: Plan
     _one_size = _pil = False
     """Whether all images that were seen have one size, and whether they are PIL images."""
+    _forms = USUAL
+    """Of the images and masks of a sample."""
 
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
-        self.plan = make_plan(
-            self.pipeline, one_size=self._one_size, pil=self._pil, refusal=_refusal()
-        )
-        self._recorder: Recorder | None = None
-        """For batches of other loaders."""
+        self.plan = make_plan(self.pipeline, one_size=self._one_size, pil=self._pil)
+        self._collated: dict[bool, PipelineWorker] = {}
+        """For batches of other loaders, by whether what can be is left to the device."""
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return operation, place, and why or at what cost, of each."""
+        costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.rows)
+        return [(*row[:2], costs[n].how if n in costs else row[2]) for n, row in placed]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
 
         Where they have one size, nothing has to be done to them before they make a batch.
         """
-        seen = [image_of(sample) for sample in samples]
+        given = list(samples)
+        seen = [image_of(sample) for sample in given]
         sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
+        fitted._forms = (forms_of(typed(given[0], self._fields)) if given else ()) or self._forms
         fitted.take_in()
         return fitted
 
@@ -107,27 +142,313 @@ class TorchvisionTransform(PipelineTransform):
         return put_leaves(batch, done)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Draw and compute here, for a batch ``[n, C, H, W]``.
+        """Draw and compute here, for a batch ``[n, C, H, W]`` of another loader.
+
+        Its samples go the way of any others. On the CPU it is faster to run the whole pipeline on
+        one sample after the other.
 
         Raises:
-            BatchError: there is no image batch.
-            TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
+            BatchError: there is no image ``[n, C, H, W]``, or something would stay behind it.
+            TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost,
+                or makes what cannot be stacked.
         """
         self.follow(key.epoch)
-        # On the CPU it is faster to run the pipeline on one sample after the other.
-        records = _refusal() is None and first_device(batch) != torch.device("cpu")
-        if records and self._recorder is None:
-            self._recorder = Recorder(self.pipeline, make_plan(self.pipeline, one_size=True))
-        recorder = self._recorder if records else None
         with plain_tensors():
-            return run_collated(self.pipeline, batch, self._fields, key, recorder)
+            return self.run_collated(
+                batch, key, on_device=first_device(batch) != torch.device("cpu")
+            )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_recorder": None}
+    def run_collated(self, batch: Batch, key: SampleKey, *, on_device: bool) -> Batch:
+        """Do as :meth:`apply_unprepared`; ``on_device``: what can be is done to the whole batch."""
+        traits = Traits.of(self.plan.leaves)
+        if traits.boxes is not None:
+            raise TransformError(
+                f"The pipeline transforms boxes or keypoints, too ({traits.boxes}), and those "
+                "cannot be told apart in a batch that another loader has collated. Give the "
+                "pipeline to FastDataModule(augment=...) and let FastDataModule load the data."
+            )
+        places = {"image": (found := find_fields(batch, self._fields, batched=True)).image}
+        places |= {} if found.mask is None else {"mask": found.mask}
+        given = {
+            name: _checked_tensor(get_field(batch, where), where) for name, where in places.items()
+        }
+        image = given["image"]
+        if image.ndim != 4 or (image.shape[-1] in {1, 3, 4} and image.shape[1] not in {1, 3, 4}):
+            raise BatchError(
+                f"The images are {describe(image)}, and torchvision takes [n, C, H, W]. Let the "
+                "dataset return images [C, H, W], or begin its own transforms with v2.ToImage()."
+            )
+        if traits.mover is not None and found.image is not None:
+            known = {*places.values(), *self._fields.stays}
+            size = (int(image.shape[-2]), int(image.shape[-1]))
+            check_beside(batch, known, size, traits.mover, samples=len(image))
+        made = self._made(given, key, on_device=on_device)
+        return put_fields(batch, {places[name]: made[name] for name in places})
+
+    def _made(
+        self, given: Mapping[str, Tensor], key: SampleKey, *, on_device: bool
+    ) -> Mapping[str, Batch]:
+        """Return images and masks of a batch, transformed, where they lie."""
+        if on_device not in self._collated:
+            plan = make_plan(self.pipeline, one_size=True) if on_device else None
+            self._collated[on_device] = PipelineWorker(self.pipeline, Fields(), plan)
+        worker = self._collated[on_device]
+        # What only draws needs no pixels, and the host need not wait for them.
+        known = all(form_of(typed_row) for typed_row in _sample(given, 0).values())
+        blind = known and on_device and worker.needs_no_pixels
+        rows = {name: one.to("meta" if blind else "cpu") for name, one in given.items()}
+        keys = [key._replace(index=key.index + row) for row in range(len(rows["image"]))]
+        samples = [_whole(_sample(rows, row)) for row in range(len(keys))]
+        made, tapes = zip(*map(worker, samples, keys), strict=True)
+        if on_device and not worker.stacks(made, tapes):
+            return self._made(given, key, on_device=False)
+        whole = _whole(given) if blind else _stacked(made, given["image"].device)
+        draws = worker.collate(tapes).to(given["image"].device, non_blocking=True)
+        whole = self.apply(whole, draws)
+        return whole if "mask" in given else {"image": whole}
 
 
-def _refusal() -> str | None:
-    """Return why no pipeline may be recorded with the installed torchvision, or None."""
-    if hasattr(v2.Transform, "make_params") and hasattr(v2.Transform, "transform"):
+def _checked_tensor(value: Any, place: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise BatchError(f"The field {place!r} is {describe(value)}. Expected a tensor of samples.")
+    return plain(value)
+
+
+def _sample(rows: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    # Copies: transforms may write to what they are given.
+    return {name: batch[row].clone().as_subclass(_KINDS[name]) for name, batch in rows.items()}
+
+
+def _whole(parts: Mapping[str, Batch]) -> Batch:
+    """Return what the pipeline is given: an image, or an image and a mask by their names."""
+    return parts if "mask" in parts else parts["image"]
+
+
+def _stacked(samples: Sequence[Batch], device: torch.device) -> Batch:
+    try:
+        whole = default_collate([tree_map_only(Tensor, plain, one) for one in samples])
+    except (RuntimeError, TypeError) as error:
+        raise TransformError(
+            f"What the pipeline makes of the samples of a batch cannot be stacked: {error}. End it "
+            "with transforms that make tensors of one size: Resize, RandomCrop, ToImage, ..."
+        ) from error
+    return tree_map_only(Tensor, lambda one: one.to(device), whole)
+
+
+class PipelineWorker(TapedWorker):
+    """The part of a pipeline that runs on each sample in the side process; picklable.
+
+    ``plan`` is that of a device; None: all of the pipeline runs here, as v2 runs it.
+    """
+
+    def __init__(self, pipeline: Any, fields: Fields, plan: Plan | None) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self._fields = fields
+        self._plan = plan
+        self._traits = Traits.of(leaves_of(pipeline))
+
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
+        """Return the sample as the worker leaves it, and what the device has still to do to it.
+
+        The tape is None when everything was done here.
+
+        Raises:
+            BatchError: a named field is missing, or one would be left behind by its image.
+        """
+        sample = typed(sample, self._fields)
+        check_roles(sample, self._fields, self._traits)
+        alone = None if self._traits.function is None else only_image(sample)
+        given = sample if alone is None else at_path(sample, alone)
+        if self._traits.writes:  # the dataset may hold these tensors, and hand them out again
+            given = tree_map_only(Tensor, lambda tensor: tensor.clone(), given)
+        with plain_tensors(), keyed_draws(key, self._traits.generators):
+            made, tape = self._run(given)
+        if alone is None:
+            return made, tape
+        whole = put_leaves(sample, {alone: made})
+        return whole, tape and {(*alone, *path): track for path, track in tape.items()}
+
+    @property
+    def needs_no_pixels(self) -> bool:
+        """Whether samples without pixels will do."""
+        return self._plan is not None and self._plan.boundary < 0
+
+    def _run(self, given: Batch) -> tuple[Batch, Tape | None]:
+        if self._plan is None:
+            return self._pipeline(given), None
+        if not hasattr(self._local, "recorder"):
+            self._local.recorder = Recorder(self._pipeline, self._plan)
+        recorder: Recorder = self._local.recorder
+        return recorder(given)
+
+    def waiting(self, item: Batch, names: Collection[Path], **_: bool) -> Mapping[Path, Tensor]:
+        """Return the tensors that lie in a sample or batch at these paths."""
+        found = {path: at_path(item, path) for path in names}
+        return {path: value for path, value in found.items() if isinstance(value, Tensor)}
+
+    def finished(self, sample: Batch, tape: Tape) -> Batch:
+        """Return a sample after what its tape says."""
+        draws, ops = compile_tapes([tape]), device_ops(self._pipeline)
+        done = {}
+        for path, program in draws.programs.items():
+            value = at_path(sample, path)
+            [made] = replay(program, draws.blob, plain(value)[None], ops)
+            done[path] = made.as_subclass(type(value))
+        return put_leaves(sample, done)
+
+
+class Traits(NamedTuple):
+    """What a pipeline does to samples, as far as its transforms tell."""
+
+    mover: Mover | None
+    """What moves pixels in it; None if nothing of torchvision's does."""
+    boxes: str | None
+    """What makes no sense without boxes or keypoints."""
+    function: str | None
+    """What is no transform of v2, nor derived from one: it is written for images as a rule, as
+    torchvision's datasets call their ``transform``."""
+    own: bool
+    """Whether all that runs is torchvision's."""
+    takes_arrays: bool
+    """Whether it makes images of NumPy's arrays before it moves any."""
+    writes: bool
+    """Whether a transform writes to the tensors that it is given."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> Traits:
+        """Return what the transforms of a pipeline tell."""
+        names = [type(leaf.transform).__name__ for leaf in leaves]
+        moves = next((name for name in names if name in MOVES), None)
+        before = names if moves is None else names[: names.index(moves)]
+        boxes = next((name for name in names if name in NEED_BOXES), None)
+        functions = (leaf for leaf in leaves if not isinstance(leaf.transform, v2.Transform))
+        return cls(
+            mover=None if moves is None else Mover(moves, boxes is not None, "torchvision"),
+            boxes=boxes,
+            function=next((leaf.name for leaf in functions), None),
+            own=all(is_own(leaf.transform) and leaf.name != "Lambda" for leaf in leaves),
+            takes_arrays=not _FROM_ARRAYS.isdisjoint(before),
+            writes=any(getattr(leaf.transform, "inplace", False) for leaf in leaves),
+        )
+
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """The global generators that it may draw from."""
+        return ("torch",) if self.own else GENERATORS
+
+
+def typed(sample: Batch, fields: Fields) -> Batch:
+    """Return a sample whose named fields say by their types what they are.
+
+    Of plain tensors v2 takes the first one for the image. Where that is none, and another one is,
+    that one gets its type.
+
+    Raises:
+        BatchError: a named field does not exist.
+    """
+    check_named(sample, fields)
+    kinds: dict[Location, Any] = {fields.mask: tv_tensors.Mask, fields.image: tv_tensors.Image}
+    kinds.pop(None, None)
+    first = image_of(sample)
+    untold = first is not None and not any(map(_has_role, tree_flatten(sample)[0]))
+    if untold and fields.image is None and first.ndim < 3:
+        with suppress(BatchError):
+            kinds[find_fields(sample, fields, batched=False).image] = tv_tensors.Image
+    given = {place: get_field(sample, place) for place in kinds}
+    bare = {place for place, value in given.items() if isinstance(value, Tensor)}
+    values = {place: kinds[place](given[place]) for place in bare if not _has_role(given[place])}
+    return put_fields(sample, values) if values else sample
+
+
+def only_image(sample: Batch) -> Path | None:
+    """Return where the image of a sample is, if v2 would transform nothing else."""
+    leaves = tree_flatten(sample)[0]
+    own = list(filter(_has_role, leaves))
+    own = own or [leaf for leaf in leaves if isinstance(leaf, Tensor)][:1]
+    if len(own) != 1 or own[0] is sample:
         return None
-    return "torchvision before 0.21 does not say what a transform draws"
+    return next((path for path, leaf in with_paths(sample) if leaf is own[0]), None)
+
+
+def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
+    """Raise BatchError if a field as large as the image would stay where it is."""
+    parts, mover, image = children(sample), traits.mover, image_of(sample)
+    size = size_of(image)
+    if mover is None or parts is None or size is None:
+        return
+    held = {place: tree_flatten(part)[0] for place, part in parts}
+
+    def moves(value: Any) -> bool:
+        array = traits.takes_arrays and isinstance(value, np.ndarray)
+        return array or value is image or _has_role(value)
+
+    roles = {place for place, values in held.items() if any(map(moves, values))}
+    boxes = any(isinstance(one, tv_tensors.BoundingBoxes) for part in held.values() for one in part)
+    mover = mover._replace(takes_boxes=mover.takes_boxes or boxes)
+    check_beside(sample, {*roles, *fields.stays}, (size[0], size[1]), mover)
+
+
+def image_of(sample: Batch) -> Any:
+    """Return the image of a sample, as v2 finds it; None: there is none."""
+    values = tree_flatten(sample)[0]
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return next(filter(_is_image, values), next(tensors, None))
+
+
+def forms_of(sample: Batch) -> Sequence[Form]:
+    """Return the forms of the images and masks of a sample."""
+    image, forms = image_of(sample), []
+    for value in tree_flatten(sample)[0]:
+        if isinstance(value, PIL.Image.Image):
+            shape = len(value.getbands()), *(size_of(value) or ())
+            forms.append(Form("Image", shape, torch.uint8))
+        elif value is image or isinstance(value, tv_tensors.Image | tv_tensors.Mask):
+            kind = "Mask" if isinstance(value, tv_tensors.Mask) else "Image"
+            forms.append(Form(kind, tuple(value.shape), value.dtype))
+    return forms
+
+
+def size_of(image: Any) -> tuple[int, ...] | None:
+    """Return height and width of an image; None: it has none."""
+    if isinstance(image, PIL.Image.Image):
+        return image.size[::-1]
+    return None if image is None or image.ndim < 2 else tuple(image.shape[-2:])
+
+
+def check_convertible(sample: Batch, traits: Traits) -> None:
+    """Raise BatchError if v2 would pass a sample through, as it does with arrays.
+
+    A warning comes where the image alone is given to the pipeline, and there is more in the sample.
+    """
+    values = tree_flatten(sample)[0]
+    if traits.function is not None and len(values) > 1 and only_image(sample) is not None:
+        warnings.warn(
+            f"{traits.function} is no transform of v2, so that the pipeline is called with the "
+            "image of a sample alone, and what is beside it stays as it is. If it is to see that, "
+            "too, derive it from v2.Transform.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+    if not traits.own or any(isinstance(one, Tensor | PIL.Image.Image) for one in values):
+        return
+    arrays = [value for value in values if isinstance(value, np.ndarray) and value.ndim in {2, 3}]
+    if not arrays:
+        raise BatchError(
+            f"The first sample is {describe(sample)}, in which torchvision finds nothing to "
+            "transform. It looks for tensors and PIL images in tuples, lists and dicts."
+        )
+    if not traits.takes_arrays:
+        raise BatchError(
+            f"The image of the first sample is {describe(arrays[0])}, and torchvision passes "
+            "arrays through as they are. Begin the pipeline with v2.ToImage(), or return a tensor "
+            "[C, H, W]."
+        )
+
+
+def _has_role(value: object) -> bool:
+    return isinstance(value, tv_tensors.TVTensor | PIL.Image.Image)
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, tv_tensors.Image | tv_tensors.Video | PIL.Image.Image)
