@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.tree import children, name_of, spelled, with_paths
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -108,6 +107,7 @@ def open_datamodule(spec: str) -> Any:
         OptionsError: The text does not name one, or it cannot be made.
     """
     from lightning_fastdata.plugin.module import DataModule
+    from lightning_fastdata.tree import name_of
 
     where, _, name = spec.rpartition(":")
     if not where or not name:
@@ -161,6 +161,8 @@ def _imported(name: str) -> ModuleType:
 
 def _lines(found: ReplayedBatch) -> Iterator[str]:
     """Yield which batch it is, and for each row its sample and what is in its tensors."""
+    from lightning_fastdata.tree import spelled, with_paths
+
     rows = len(found.indices)
     place = f"epoch {found.epoch}, batch {found.number}, rank {found.rank}"
     yield f"{place}: {rows} samples"
@@ -192,6 +194,8 @@ def _as_plain(value: Any) -> Any:
     Dataclasses become dicts, named tuples tuples, and anything else its ``repr``.
     """
     import torch
+
+    from lightning_fastdata.tree import children
 
     if isinstance(value, torch.Tensor):
         return value.detach().as_subclass(torch.Tensor).clone()

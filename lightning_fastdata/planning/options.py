@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -141,8 +142,13 @@ def _no_dataset(given: object) -> str | None:
             f"a {kind} of datasets, not a dataset. Join them with "
             "torch.utils.data.ConcatDataset, or return one flat list or dict of datasets."
         )
-    text = isinstance(given, str | bytes)  # such as a path
-    if isinstance(given, _Indexed) and not text:
+    if isinstance(given, bytes | os.PathLike) or (isinstance(given, str) and _is_path(given)):
+        path = os.fsdecode(given)
+        return (
+            f"the path {path!r:.200}, not a dataset. Open what is there: a folder of images with "
+            f"FastImageFolder({path!r:.200}, ...), other files with a Dataset of your own."
+        )
+    if isinstance(given, _Indexed):
         return None
     return (
         f"the {kind} {given!r:.200}, not a dataset. A dataset has __getitem__() and __len__(), or "
@@ -154,6 +160,11 @@ def _holds_datasets(given: object, levels: int) -> bool:
     return (levels > 0 and isinstance(given, list | tuple)) and any(
         isinstance(each, Dataset) or _holds_datasets(each, levels - 1) for each in given
     )
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a string is surely no row of letters, which torch would take for a dataset."""
+    return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

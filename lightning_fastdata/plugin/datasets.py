@@ -41,7 +41,7 @@ from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import MAKES_BATCHES
-from lightning_fastdata.tree import is_a
+from lightning_fastdata.tree import held_by, is_a
 from lightning_fastdata.types import STAGES, has_own_order
 
 if TYPE_CHECKING:
@@ -144,12 +144,20 @@ def told_of_pipelines(dataset: object, name: str) -> list[str]:
         *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
         *loaded_classes("torchvision.transforms.v2", "Transform"),
     )
-    return [
-        f"{name} holds a {type(held).__name__} of {type(held).__module__.partition('.')[0]}, which "
-        "runs in the workers. To have it computed on the device, give it to the data module as "
-        "augment=, and None to the dataset in its place."
-        for held in find_instances(dataset, kinds)
-    ]
+    return [_told_of(dataset, name, pipeline) for pipeline in find_instances(dataset, kinds)]
+
+
+def _told_of(dataset: object, name: str, pipeline: object) -> str:
+    library = type(pipeline).__module__.partition(".")[0]
+    attribute = next((key for key, one in held_by(dataset).items() if one is pipeline), None)
+    where, how = f"A part of {name}", "give it to the data module as augment="
+    if attribute is not None:
+        where = f"{name}.{attribute}"
+        how = f"write augment=dataset.{attribute}, and give the dataset {attribute}=None"
+    return (
+        f"{where} is a {type(pipeline).__name__} of {library} that runs in the workers. To have it "
+        f"computed on the device, {how}."
+    )
 
 
 class Constant:

@@ -199,18 +199,18 @@ def test_row_40_every_argument_has_a_help_text():
     for said in (
         "Number of images.",
         "Samples per batch and rank",
-        'How to load; every ``"auto"`` is chosen for this machine.',
+        'How to load, in all stages; every ``"auto"`` is chosen',
         "What runs on the batches",
         "Where the pixels of a pipeline in",
         "Where the image is in a sample",
         "Where the mask is",
-        "What to do if the batch is predicted not to fit",
+        "What to do about a training batch that does not fit",
         "Samples to batch.",
         "Leave out the last training batch",
         "Seed of order and augmentation",
     ):
         assert said in text
-    options = printed("--data.options.help=lightning_fastdata.LoaderOptions")
+    options = printed("--data.options.help")
     for name in LoaderOptions.__dataclass_fields__:
         assert f"--data.options.{name}" in options
     for said in ("Processes that read samples", "Seconds after which"):

@@ -96,7 +96,7 @@ def train(module, tmp_path, callbacks=()):
 NO_WORKERS = LoaderOptions(num_workers=0)
 
 DATASETS = {
-    "a path": ("/data/train", "the str '/data/train', not a dataset. A dataset has __getitem__"),
+    "a path": ("/data/train", "the path .*Open what is there"),
     "a class": (Samples, r"the class Samples, not a dataset. Make one of it: Samples\(...\)"),
     "a generator": ((i for i in range(3)), "the generator .*not a dataset.*IterableDataset"),
     "no length": (NoLength(), "NoLength, of which no order.*no __len__.*sampler.*IterableDataset"),

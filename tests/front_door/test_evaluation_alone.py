@@ -79,7 +79,10 @@ def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, o
         getattr(trainer, method)(Model(), datamodule=module)
     else:
         getattr(trainer, method)(Model(), DataLoader(data, 2))
-    assert [file.name for file in tmp_path.iterdir()] == [f"report-{method}.json"]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"report-{method}.json",
+        f"report-{method}.html",
+    }
     report = read(tmp_path / f"report-{method}.json")
     assert list(report["stages"]) == [stage]
     told = report["stages"][stage]
@@ -143,12 +146,13 @@ def test_what_comes_after_a_fit_leaves_its_report_alone(tmp_path):
     assert callback.reports["fit"].stages[0].stage == "train"
 
 
-def test_a_path_of_ones_own_gets_the_method_in_its_name(tmp_path):
-    callback = DataThroughputCallback(summary=False, report=tmp_path / "mine.json")
+@pytest.mark.parametrize("suffix", [".json", ".html"])
+def test_a_path_of_ones_own_gets_the_method_in_its_name(tmp_path, suffix):
+    callback = DataThroughputCallback(summary=False, report=tmp_path / f"mine{suffix}")
     trainer, model = trainer_of(tmp_path / "elsewhere", callback), Model()
     trainer.fit(model, DataLoader(Rows(), 2))
     trainer.test(model, DataLoader(Rows(), 2))
-    names = {"mine.json", "mine-test.json"}
+    names = {"mine.json", "mine.html", "mine-test.json", "mine-test.html"}
     assert {file.name for file in tmp_path.iterdir()} - {"elsewhere"} == names
 
 

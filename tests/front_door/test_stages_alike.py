@@ -78,7 +78,7 @@ LEFT_OUT = {
     "floats": (UNIT, UNIT, lambda: A.Compose([A.Normalize(max_pixel_value=1.0)])),
     "ToFloat": (BYTES, BYTES, lambda: A.Compose([A.ToFloat(255)])),
     "a pipeline that does not": (BYTES, BYTES, lambda: {"train": normalise(), "val": flip()}),
-    "behind options": (BYTES, BYTES, lambda: as_batch_transform(normalise(), same_pixels=True)),
+    "behind options": (BYTES, BYTES, lambda: as_batch_transform(normalise())),
     "mixed": (BYTES, BYTES, lambda: mixed(normalise(), CutMix(), num_classes=3)),
     "torchvision": (as_tensor(BYTES), as_tensor(BYTES), scaled_and_normalised),
 }

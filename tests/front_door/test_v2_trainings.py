@@ -141,7 +141,7 @@ def test_a_pipeline_in_the_dataset_stays_there_and_explain_says_where_it_could_b
 
     data = FastDataModule.from_datasets(Own(), batch_size=BATCH, seed=SEED, num_workers=0)
     text = data.explain()
-    assert "train_dataset().transform is a torchvision v2.Compose that runs in the workers" in text
+    assert "train_dataset().transform is a Compose of torchvision that runs in the workers" in text
     assert "write augment=dataset.transform, and give the dataset transform=None" in text
 
 

@@ -256,9 +256,10 @@ class WithClient(Rows):
         return super().__getitem__(i)
 
 
-def test_what_a_client_does_not_survive_is_an_error_that_says_what_to_do():
+def test_what_a_client_does_not_survive_is_read_here_or_an_error_that_says_what_to_do():
+    assert "not fork-safe" in inspect(WithClient(Forked())).here
     with pytest.raises(DatasetError, match=r"not fork-safe.*first use.*forkserver"):
-        inspect(WithClient(Forked()))
+        inspect(WithClient(Forked()), num_workers=1)
     assert inspect(WithClient(Forked()), started="forkserver").sample is not None
 
 

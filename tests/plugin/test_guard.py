@@ -844,19 +844,6 @@ def test_nobody_would_choose_it():
         FastDataModule("auto", guard="off")
 
 
-def test_a_saved_hyperparameter_says_so_as_well():
-    class Own(FastDataModule):
-        def __init__(self, batch_size="auto"):
-            super().__init__(options=INLINE)
-            self.save_hyperparameters()
-
-        def train_dataset(self):
-            return numbered(4000)
-
-    device = Steps(fixed=0, per_row=MIB)
-    assert Run(Takes(device), device, data=Own(), max_steps=1)().decision.batch_size == 64
-
-
 class Sentences(torch.utils.data.Dataset):
     """Short ones first, the longest of 64 words in the end."""
 

@@ -282,7 +282,7 @@ def test_without_streams_nothing_changes_and_explain_says_so(tmp_path):
 
 
 def test_an_unknown_way_is_refused():
-    with pytest.raises(OptionsError, match="is not one of 'auto', 'off'"):
+    with pytest.raises(OptionsError, match="allowed are 'auto', 'off'"):
         FastDataModule(prefetch="lookahead")
 
 

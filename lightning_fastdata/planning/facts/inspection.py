@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import Subset
 
@@ -126,11 +126,12 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     place = _of_place(failure)
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
-    if spec.leaves_workers_open and place:
+    key = findings.values.get("key", 0)
+    if spec.leaves_workers_open and (place or _works_here(spec, key, failure)):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
         return replace(facts, here=here)
     if failure.error is not None and questions.sample:
-        raise _unreadable(spec, findings.values.get("key", 0), failure)
+        raise _unreadable(spec, key, failure)
     decided_without = (
         f"a process that tried the dataset {failure.what}, so settings are chosen without having "
         "measured it. If the training hangs or fails at its first batch, look for what the "
@@ -237,6 +238,22 @@ def _of_place(failure: Failure) -> bool:
     if failure.error is None:
         return failure.kind == "not started"
     return fails_for_its_place(failure.error)
+
+
+def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
+    """Whether the training process may read what a side process could not, as a fork does harm.
+
+    A sample that raised is tried. One that waits for ever is left to the first batch, and what ends
+    its process is not tried, as it would end the training.
+    """
+    if failure.error is None or not _suspects_fork(failure):
+        return failure.kind == "late"
+    try:
+        with kept_random_state():
+            spec.dataset[key]
+    except Exception:
+        return False
+    return True
 
 
 def may_start_processes() -> bool:
