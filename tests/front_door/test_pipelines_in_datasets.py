@@ -232,5 +232,5 @@ def test_who_asks_for_the_device_is_warned_of_a_pipeline_that_runs_in_the_worker
     with warnings.catch_warnings():
         warnings.simplefilter("error", FastDataWarning)
         wanted = fit(module("cpu"), tmp_path)
-    with pytest.warns(FastDataWarning, match=r'augment_on="gpu": .*write augment=dataset\.transform'):
+    with pytest.warns(FastDataWarning, match=r'"gpu": .*write augment=dataset\.transform'):
         assert torch.equal(fit(module("gpu"), tmp_path), wanted)
