@@ -57,6 +57,7 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
+    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -72,6 +73,7 @@ def as_batch_transform(
             in tuples ``{"2": "image"}`` names the third element.
         stays: for a pipeline, keys or indices of what is to stay as it is beside an image that
             is moved. Anything else of the image's height and width is an error.
+        same_pixels: without effect: pixels are those of the pipeline's own library in any case.
 
     Raises:
         TransformError: it is none of these.
@@ -134,6 +136,7 @@ class BatchTransform(PipelineTransform):
         mask: int | str | None = None,
         stays: int | str | Sequence[int | str] = (),
         on_cpu: OnCpu = "albumentations",
+        same_pixels: bool = True,  # noqa: ARG003 - of calls written before
     ) -> Self:
         """Return a transform of batches to call yourself.
 
@@ -145,6 +148,7 @@ class BatchTransform(PipelineTransform):
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, as on a device, to see without one what it would do; that takes many
                 times as long.
+            same_pixels: without effect: pixels are Albumentations' in any case.
 
         Raises:
             TransformError: it is no pipeline.
