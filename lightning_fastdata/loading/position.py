@@ -884,16 +884,19 @@ def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
             "or begin the epoch anew."
         )
     seconds = clock.monotonic() - began_s
+    why, remedy = "it has none", "give it state_dict() and load_state_dict()"
+    if isinstance(stream, Stateful):
+        why, remedy = "torch's own loader read it", 'set executor="inline", which saves its state'
     _warn(
         f"To go on where the training was saved, {found} batches of {name} that were delivered "
-        f"before were read again and dropped, in {seconds:.1f} s, as no state of it was saved "
-        "(state_dict() and load_state_dict())."
+        f"before were read again and dropped, in {seconds:.1f} s. No state of it was saved, as "
+        f"{why}."
     )
     if state.digest not in (None, batches.digest):
         _warn(
             f"{name} gave other samples than before the training was saved, when they were read "
             "again to go on behind them. So the training goes on, but in this epoch some samples "
             "come twice and others not at all. Have it shuffle by a seed and by the epoch, which "
-            "on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed), or give it "
-            "state_dict() and load_state_dict()."
+            "on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed), or "
+            f"{remedy}."
         )

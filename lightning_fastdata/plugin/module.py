@@ -586,6 +586,11 @@ class DataModule:
 
         Lightning's usual data module calls ``super().__init__()`` and ``save_hyperparameters()``.
         """
+        if "_received" not in vars(self):
+            raise OptionsError(
+                f"{type(self).__name__}.__init__() does not call super().__init__(), which makes a "
+                "data module of it. Call it first, with what it takes of the arguments."
+            )
         saved: Mapping[str, Any] = self.hparams_initial  # type: ignore[attr-defined]
         received, self._received = self._received, {}
         lost = []

@@ -297,3 +297,12 @@ def test_a_list_of_hugging_face_datasets_is_a_list_of_datasets(tmp_path):
     splits = type("DatasetDict", (dict,), {})(train=several[0], test=several[1])
     with pytest.raises(FastDataError, match=r"DatasetDict of all splits \(train, test\)"):
         train(FastDataModule.from_datasets(splits), tmp_path)
+
+
+def test_a_constructor_without_that_of_the_data_module_is_named():
+    class Own(FastDataModule):
+        def __init__(self):
+            pass
+
+    with pytest.raises(FastDataError, match=r"Own.__init__\(\) does not call super\(\).__init__"):
+        Own().explain()

@@ -10,7 +10,7 @@ import io
 import random
 import warnings
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 
 import albumentations as A
@@ -667,3 +667,32 @@ def test_another_rank_reads_its_own_part_and_is_told_that_the_state_is_of_none(e
         state = TrainingRun(data).resumed(loader)
     assert (state.batches, state.lanes, state.digest) == (2, [], None)
     assert [str(one.message).count("was saved on rank 0") for one in caught] == [1] * told
+
+
+class GoesOnFromItsCount(IterableDataset):
+    at = 0
+
+    def __iter__(self):
+        while self.at < LENGTH:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_stream_with_a_state_that_torch_itself_reads_is_told_what_saves_it():
+    for executor, known in (("auto", False), ("inline", True)):
+        loader = FastDataLoader(GoesOnFromItsCount(), BATCH, num_workers=0, executor=executor)
+        batches = iter(loader)
+        seen = [next(batches).tolist() for _ in range(3)]
+        loader.load_state_dict(loader.state_dict())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            seen += [next(iter(loader)).tolist()]
+        assert ([*chain(*seen)] == list(range(4 * BATCH))) is known
+        assert any('executor="inline"' in str(one.message) for one in caught) is not known
