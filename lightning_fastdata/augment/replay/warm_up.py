@@ -41,7 +41,7 @@ def has_kernels(device: torch.device) -> bool:
 def kernel_fault(device: torch.device) -> str | None:
     """Return why no kernel can be compiled and launched on a device, or None."""
     try:
-        from lightning_fastdata.augment.replay.trial_kernel import trial_kernel
+        from lightning_fastdata.augment.replay.triton import trial_kernel
 
         with current(device):
             trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
