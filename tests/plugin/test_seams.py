@@ -239,6 +239,24 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
         assert "get_instance" not in vars(selector)
 
 
+def doubled(batch):
+    x, i = batch
+    return 2 * x, i
+
+
+def test_transforms_of_two_callbacks_run_in_the_order_of_the_callbacks(tmp_path):
+    callbacks = [
+        DataThroughputCallback(augment=augment, summary=False, report=False)
+        for augment in (add_one, doubled)
+    ]
+    model = Linear()
+    make_trainer(tmp_path, limit_val_batches=0, callbacks=callbacks).fit(
+        model, datamodule=Foreign()
+    )
+    x, i = model.seen["train"][-1]
+    assert torch.equal(x[:, 0], 2 * (i + 1.0))
+
+
 @pytest.mark.parametrize("profiler", [None, "simple"])
 @pytest.mark.parametrize("end", ["begin", "end"])
 def test_what_a_listener_raises_is_told_and_the_training_goes_on(tmp_path, profiler, end):

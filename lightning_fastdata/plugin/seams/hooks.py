@@ -13,6 +13,7 @@ from lightning_fastdata.plugin.seams.internals import (
     hook_selector,
     replace_for_one_run,
 )
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
 _BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
 """Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
 _HOOK: Final = HOOKS[2]
+_STEPS: Final = "fastdata_steps"
+"""Attribute of the function that takes its place: what runs before the hook."""
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
@@ -82,14 +85,12 @@ def augment_foreign_batches(
     """
     datamodule = attributes_of(trainer).datamodule
     owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule
-    earlier = getattr(owner, _HOOK)
     epoch, samples = -1, 0  # of this epoch that were augmented
 
-    # A plain function without __wrapped__: Lightning compares its code with the default hook's.
-    def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
+    def augment(batch: Batch) -> Batch:
         nonlocal epoch, samples
         if batch is None or not trainer.training or not in_transfer():
-            return earlier(batch, dataloader_idx)
+            return batch
         if trainer.current_epoch != epoch:
             epoch, samples = trainer.current_epoch, 0
         key = SampleKey(seed, epoch, samples)
@@ -98,6 +99,20 @@ def augment_foreign_batches(
         # floating point only now.
         with told_of_shared_draws(transform, batch):
             batch = transform.apply_unprepared(batch, key)
-        return earlier(trainer.precision_plugin.convert_input(batch), dataloader_idx)
+        return trainer.precision_plugin.convert_input(batch)
 
+    earlier = getattr(owner, _HOOK)
+    steps: list[Callable[[Batch], Batch]] | None = held(earlier, _STEPS)
+    if steps is not None:  # of another callback, which comes first
+        steps.append(augment)
+        return
+    steps = [augment]
+
+    # A plain function without __wrapped__: Lightning compares its code with the default hook's.
+    def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
+        for step in steps:
+            batch = step(batch)
+        return earlier(batch, dataloader_idx)
+
+    setattr(on_after_batch_transfer, _STEPS, steps)
     replace_for_one_run(trainer, owner, _HOOK, on_after_batch_transfer)
