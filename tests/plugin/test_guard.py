@@ -584,6 +584,15 @@ def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path, batch_size, rows, 
     assert (again.data.batch_size, again.trainer.accumulate_grad_batches) == (32, 1)
 
 
+@each("guard", ["warn", "raise"])
+def test_a_run_goes_on_with_the_sizes_that_it_was_saved_with(tmp_path, guard):
+    first = fit(narrow())
+    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = fit(narrow(), guard, ckpt=tmp_path / "one.ckpt", max_epochs=2)
+    assert set(again.module.sizes) == set(first.module.sizes) == {8}
+    assert again.trainer.global_step == 2 * first.trainer.global_step
+
+
 def test_a_run_that_resumes_without_sizes_is_not_tried(tmp_path):
     first = fit(narrow(), "off", batch_size=8)
     first.trainer.save_checkpoint(tmp_path / "one.ckpt")

@@ -89,7 +89,8 @@ class GuardHooks:
         datamodule = own_datamodule(trainer)
         if datamodule is None or datamodule.guard == "off":
             return
-        if datamodule.chooses_batch_size or datamodule.guard == "accumulate":
+        chooses = datamodule.chooses_batch_size or datamodule.guard == "accumulate"
+        if chooses or self._resumed is not None:
             device = trainer.strategy.root_device
             reader = self.reader or memory_reader(device)
             if reader is not None:
@@ -100,6 +101,7 @@ class GuardHooks:
             why = f'guard="{datamodule.guard}" tries nothing before the fit'
             accumulate = trainer.accumulate_grad_batches
             self.decision = skipped(datamodule.batch_size, accumulate, why)
+            datamodule.notes.clear()
         if datamodule.guard != "raise":
             move = ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
             replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
