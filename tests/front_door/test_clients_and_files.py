@@ -100,7 +100,8 @@ def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, tmp_path):
 
 
 def test_threads_that_a_fork_loses_are_got_round(tmp_path):
-    data = fit(WithRuntime(tmp_path, at_once=True), epochs=1)
+    with pytest.warns(FastDataWarning, match=r"took more than .*here it is read as by torch"):
+        data = fit(WithRuntime(tmp_path, at_once=True), epochs=1)
     assert "here it is read as by torch" in data.explain()
 
 

@@ -263,6 +263,12 @@ def test_what_a_client_does_not_survive_is_read_here_or_an_error_that_says_what_
     assert inspect(WithClient(Forked()), started="forkserver").sample is not None
 
 
+def test_what_no_forked_process_can_read_is_no_bad_sample():
+    options = LoaderOptions(on_bad_sample="skip")
+    spec = LoaderSpec(dataset=WithClient(Forked()), name="d", options=options, batch_size=1)
+    assert "not fork-safe" in inspect_dataset(spec, EVERYTHING).here
+
+
 def starts_a_pool():
     with multiprocessing.get_context("fork").Pool(1) as pool:
         pool.apply(abs, (1,))

@@ -120,16 +120,18 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         return facts_of(Findings(values=values))
     findings = try_apart(_answer, spec, questions, start_method=method)
     facts, failure = facts_of(findings), findings.failure
-    reads_on = BadSamples.of(spec.options.on_bad_sample).policy != "raise"
-    if failure is None or (reads_on and failure.error is not None):
+    if failure is None:
         return facts
     place = _of_place(failure)
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
     key = findings.values.get("key", 0)
-    if spec.leaves_workers_open and (place or _works_here(spec, key, failure)):
+    late = failure.kind == "late" and method == "fork"
+    if spec.leaves_workers_open and (place or late or _works_here(spec, key, failure)):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
-        return replace(facts, here=here)
+        return replace(facts, here=here, warnings=(here,) if late else ())
+    if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
+        return facts
     if failure.error is not None and questions.sample:
         raise _unreadable(spec, key, failure)
     decided_without = (
@@ -241,13 +243,12 @@ def _of_place(failure: Failure) -> bool:
 
 
 def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
-    """Whether the training process may read what a side process could not, as a fork does harm.
+    """Whether the training process can read a sample that has raised in a side process.
 
-    A sample that raised is tried. One that waits for ever is left to the first batch, and what ends
-    its process is not tried, as it would end the training.
+    What waits for ever or ends its process is not tried, as it would do so here.
     """
     if failure.error is None or not _suspects_fork(failure):
-        return failure.kind == "late"
+        return False
     try:
         with kept_random_state():
             spec.dataset[key]
