@@ -80,6 +80,7 @@ from lightning_fastdata.planning.options import (
     check_dataset,
     check_loader,
     checked_seed,
+    given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.randomness.search import find_composes
@@ -240,18 +241,19 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             ordered=sampler is not None or batch_sampler is not None,
             shuffle=shuffle,
         )
-        asked = LoaderOptions.asked(
-            num_workers=num_workers,
-            pin_memory=bool(pin_memory),
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            multiprocessing_context=multiprocessing_context,
-            timeout=timeout,
-            in_order=in_order,
-            executor=executor,
-            on_bad_sample=on_bad_sample,
-            split=split,
-        )
+        given = {
+            "num_workers": num_workers,
+            "pin_memory": bool(pin_memory),
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+            "multiprocessing_context": multiprocessing_context,
+            "timeout": timeout,
+            "in_order": in_order,
+            "executor": executor,
+            "on_bad_sample": on_bad_sample,
+            "split": split,
+        }
+        asked = LoaderOptions(**given_options(given))
         check_loader(
             batch_size,
             transform=transform,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -167,6 +167,15 @@ def _is_path(text: str) -> bool:
     return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
 
 
+def given_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a loader that are given; a context is its start method."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    method = given.get("multiprocessing_context", "")
+    if not isinstance(method, str):
+        given["multiprocessing_context"] = method.get_start_method()
+    return given
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
     """What you may set about a loader; ``"auto"`` chooses for this machine and says why.
@@ -242,19 +251,6 @@ class LoaderOptions:
         wait = self.timeout
         fine = isinstance(wait, int | float) and type(wait) is not bool and 0 <= wait < math.inf
         check("timeout", wait, fine or wait == "auto", 'seconds from 0 (no timeout), or "auto"')
-
-    @classmethod
-    def asked(cls, *, multiprocessing_context: Any, **given: Any) -> Self:
-        """Return the options that a loader was given by its arguments; None: not given.
-
-        Raises:
-            OptionsError: A value is impossible.
-        """
-        method = multiprocessing_context
-        if method is not None and not isinstance(method, str):
-            method = method.get_start_method()
-        given["multiprocessing_context"] = method
-        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def set_by_user(self) -> frozenset[str]:
         """Return the names of the options that are set, to other than the default."""

@@ -229,7 +229,10 @@ class LoaderPlan:
         rows = [("option", "value", "by", "why")]
         theirs = self.asked.set_by_user()
         for name in (field.name for field in fields(LoaderOptions)):
-            by = ("you", SET) if name in theirs else ("auto", self.reasons.get(name, "the default"))
+            by = ("auto", self.reasons.get(name, "the default"))
+            if name in theirs:
+                unused = name in _OF_WORKERS and not self.num_workers
+                by = ("you", _NO_WORKERS if unused else SET)
             rows.append((name, str(getattr(self.options, name)), *by))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
@@ -252,9 +255,8 @@ def plan_for(
     """Read the limits of this machine, and make the plan of a loader.
 
     What the plan rests on is found out now, and warned of, unless there are ``facts``.
-    ``accelerator`` is
-    ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine), ``local_ranks`` the
-    training processes on this host.
+    ``accelerator`` is ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine),
+    ``local_ranks`` the training processes on this host.
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))

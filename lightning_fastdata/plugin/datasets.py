@@ -135,7 +135,7 @@ def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
         )
 
 
-def told_of_pipelines(dataset: object, name: str) -> list[str]:
+def told_of_pipelines(dataset: object, name: str, stage: Stage) -> list[str]:
     """Return, for each pipeline that a dataset holds itself, how to have a device compute it.
 
     They are of Albumentations, or of torchvision's v2. ``name`` is how the user knows the dataset.
@@ -144,16 +144,17 @@ def told_of_pipelines(dataset: object, name: str) -> list[str]:
         *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
         *loaded_classes("torchvision.transforms.v2", "Transform"),
     )
-    return [_told_of(dataset, name, pipeline) for pipeline in find_instances(dataset, kinds)]
+    return [_told_of(dataset, name, stage, each) for each in find_instances(dataset, kinds)]
 
 
-def _told_of(dataset: object, name: str, pipeline: object) -> str:
+def _told_of(dataset: object, name: str, stage: Stage, pipeline: object) -> str:
     library = type(pipeline).__module__.partition(".")[0]
     attribute = next((key for key, one in held_by(dataset).items() if one is pipeline), None)
-    where, how = f"A part of {name}", "give it to the data module as augment="
+    where, how = f"A part of {name}", f"give it to the data module as the {stage} of augment="
     if attribute is not None:
-        where = f"{name}.{attribute}"
-        how = f"write augment=dataset.{attribute}, and give the dataset {attribute}=None"
+        where, given = f"{name}.{attribute}", f"dataset.{attribute}"
+        given = given if stage == "train" else f"{{{stage!r}: {given}}}"
+        how = f"write augment={given}, and give the dataset {attribute}=None"
     return (
         f"{where} is a {type(pipeline).__name__} of {library} that runs in the workers. To have it "
         f"computed on the device, {how}."
@@ -250,7 +251,7 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
     if loader.generator is not None:
         # Torch draws a seed from it in each epoch, unless the workers stay, and often the order.
         arguments["generator"] = loader.generator
-        arguments["persistent_workers"] = loader.persistent_workers
+        arguments["persistent_workers"] = _keeps(loader)
     if loader.drop_last:
         arguments["drop_last"] = True
     if isinstance(loader, FastDataLoader):
@@ -298,7 +299,14 @@ def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
     if stays and not left_open:
         names = _WORKERS if loader.num_workers else _WORKERS[:1]
         taken |= {name: getattr(loader, name) for name in names}
+        if "persistent_workers" in taken:
+            taken["persistent_workers"] = _keeps(loader)
     return taken
+
+
+def _keeps(loader: DataLoader[Any]) -> object:
+    """Return whether workers stay, as it was said: those of this package maybe while unchanged."""
+    return getattr(loader, "keeps", loader.persistent_workers)
 
 
 # -- what becomes of a loader's order and of its bad samples ---------------------------------------

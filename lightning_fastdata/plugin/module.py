@@ -33,6 +33,7 @@ from lightning_fastdata.planning.options import (
     check_callable,
     check_dataset,
     checked_seed,
+    given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.plugin.caching import kept
@@ -375,11 +376,11 @@ class DataModule:
             **arguments: The other arguments of the constructor.
         """
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        given = {"num_workers": num_workers, "shuffle": shuffle, **arguments}
+        given = {"num_workers": num_workers, "shuffle": shuffle}
         given = {name: value for name, value in given.items() if value is not None}
         if batch_size is not _OF_THE_CLASS:
             given["batch_size"] = batch_size
-        module = cls(**given)  # type: ignore[arg-type]
+        module = cls(**given, **arguments)  # type: ignore[arg-type]
         for stage, dataset in zip(STAGES, datasets, strict=True):
             if dataset is not None:
                 setattr(module, DATASET_METHOD[stage], Constant(dataset))
@@ -437,8 +438,14 @@ class DataModule:
         }
         sizes = [one.batch_size for form in given.values() for _, one in named(form, "")]
         base = next((size for size in sizes if size is not None), None)
-        known = {"num_workers": num_workers, "batch_size": base, **arguments}
-        module = cls(**{n: v for n, v in known.items() if v is not None})  # type: ignore[arg-type]
+        known = {"num_workers": num_workers, "batch_size": base}
+        known = {name: value for name, value in known.items() if value is not None}
+        module = cls(**known, **arguments)  # type: ignore[arg-type]
+        if base is not None and module.batch_size != base:
+            raise OptionsError(
+                f"The loaders have batches of {base}, and {cls.__name__} has not passed batch_size "
+                "on. Have its constructor call super().__init__(batch_size=batch_size)."
+            )
         for stage, form in given.items():
             based = [replace(one, base=base) for _, one in named(form, stage)]
             setattr(module, DATASET_METHOD[stage], Constant(in_form_of(form, based)))
@@ -511,7 +518,7 @@ class DataModule:
         for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
         if self.placing.asked == "gpu" and transform is None:
-            for line in told_of_pipelines(spec.dataset, name):
+            for line in told_of_pipelines(dataset, name, stage):
                 warnings.warn(f'augment_on="gpu": {line}', FastDataWarning, stacklevel=2)
         self._prefetching.decide(self)
         run = TrainingRun(self) if stage == "train" else None
@@ -629,10 +636,7 @@ class DataModule:
         The arguments of one loader win over the options of the data module; ``None`` and a context
         for ``multiprocessing_context`` are none.
         """
-        options = {n: v for n, v in overrides.items() if n in _OPTIONS and v is not None}
-        context = options.get("multiprocessing_context")
-        if context is not None and not isinstance(context, str):
-            options["multiprocessing_context"] = context.get_start_method()
+        options = given_options({n: v for n, v in overrides.items() if n in _OPTIONS})
         others = {n: v for n, v in overrides.items() if n not in _OPTIONS}
         check_dataset(dataset, name, ordered=has_order(others))
         batch_sampler = others.get("batch_sampler")
@@ -715,11 +719,11 @@ class DataModule:
         Loaders that were not built yet are planned for, which calls the dataset methods.
         """
         self._warn_of_lost_arguments()
-        datasets = {}
+        moved: list[str] = []
         for stage in STAGES:
             for name, item in self._named_datasets(stage)[1]:
                 dataset, known = taken_apart(item, self.batch_size, self.options)
-                datasets[name] = dataset
+                moved += told_of_pipelines(dataset, name, stage)
                 if name not in self._plans:
                     spec, _ = self._spec(dataset, stage, name, known)
                     facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
@@ -735,9 +739,7 @@ class DataModule:
             said = [decided, None if cache is None else cache.explain()]
             parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
         parts += self._transforms.explain(lambda stage: self.placing.where(stage, self._trainer))
-        if self.placing.asked != "cpu":
-            for name, dataset in datasets.items():
-                parts += told_of_pipelines(dataset, name)
+        parts += moved if self.placing.asked != "cpu" else []
         return "\n\n".join([*parts, self._prefetching.explain()])
 
     def batch_at(self, step: int, *, rank: int = 0, ranks: int = 1) -> ReplayedBatch:

@@ -123,7 +123,7 @@ def _apart(module: DataModule, seed: int | None, batch_size: int | None) -> Data
     twin.seed = module.run_seed() if seed is None else seed
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
-    twin._plans, twin._tuners, twin._caches, twin.notes = {}, {}, {}, []
+    twin._plans, twin.notes = {}, []
     # A dataset may open files lazily, which processes must not share that are forked later.
     if "fork" in multiprocessing.get_all_start_methods():
         how = {"executor": "workers", "num_workers": 1, "multiprocessing_context": "fork"}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from misses import each
@@ -27,11 +27,14 @@ from torch.utils.data import (
 )
 from trainers import quiet_trainer
 
-from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
+from lightning_fastdata import FastDataError, FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.errors import OptionsError
 
 
 class Numbers(Dataset):
     """Its samples are their indices; Python code, so that workers read it."""
+
+    first = 0
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -41,7 +44,10 @@ class Numbers(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         info = get_worker_info()
-        return {"x": torch.tensor(index), "workers": 0 if info is None else info.num_workers}
+        return {
+            "x": torch.tensor(self.first + index),
+            "workers": 0 if info is None else info.num_workers,
+        }
 
 
 class Seen(LightningModule):
@@ -392,3 +398,52 @@ def test_a_plain_loop_behind_a_training_shuffles_each_pass_anew_and_leaves_its_c
     assert [sorted(chain(*each)) for each in passes] == 3 * [list(range(20))]
     assert len({str(each) for each in passes}) == 3
     assert place() == before == (1, 0, 0)
+
+
+class Shifts(Callback):
+    """Changes the dataset between two epochs."""
+
+    def __init__(self, data: Numbers) -> None:
+        self.data = data
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        self.data.first += 100
+
+
+def test_workers_that_stay_while_nothing_changes_do_not_stay_in_a_training_that_changes_it() -> (
+    None
+):
+    data, model = Numbers(4), Seen()
+    own = {"persistent_workers": "unchanged", "generator": torch.Generator()}
+    loader = FastDataLoader(data, 4, num_workers=1, **own)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[Shifts(data)])
+    trainer.fit(model, datamodule=FastDataModule.from_loaders(loader, num_workers=1))
+    assert model.batches["train"] == [[0, 1, 2, 3], [100, 101, 102, 103]]
+
+
+class KeepsIt(FastDataModule):
+    """Keeps the batch size to itself, and has a pipeline of its own."""
+
+    def __init__(self, batch_size: int = 2, **arguments: Any) -> None:
+        super().__init__(**{"augment": plain, **arguments})
+
+
+def test_loaders_in_a_class_that_keeps_the_batch_size_to_itself_are_refused() -> None:
+    with pytest.raises(
+        OptionsError, match=r"batches of 8, and KeepsIt has not passed batch_size on"
+    ):
+        KeepsIt.from_loaders(DataLoader(Numbers(), 8))
+    assert KeepsIt.from_loaders(DataLoader(Numbers(), 32)).batch_size == 32
+
+
+def test_an_argument_that_is_none_is_given_all_the_same() -> None:
+    assert KeepsIt.from_datasets(Numbers()).augment is plain
+    assert KeepsIt.from_datasets(Numbers(), augment=None).augment is None
+    with pytest.raises(OptionsError, match="guard"):
+        FastDataModule.from_datasets(Numbers(), guard=None)
+
+
+def test_options_of_workers_say_that_there_are_none() -> None:
+    data = FastDataModule.from_datasets(Numbers(), num_workers=0, prefetch_factor=4)
+    (line,) = [line for line in data.explain().splitlines() if line.startswith("prefetch_factor")]
+    assert line.split(maxsplit=3)[1:] == ["4", "you", "not used: no workers"]

@@ -190,6 +190,8 @@ def test_it_does_so_for_each_stage_and_each_dataset(tmp_path):
         text = data.explain()
         assert "val_dataset()['b'].transform is a Compose of albumentations" in text
         assert text.count(MOVED) == 2
+        assert "write augment=dataset.transform, and give the dataset transform=None" in text
+        assert "write augment={'val': dataset.transform}, and give" in text
         fit(data, tmp_path)
 
 
