@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 from misses import each
 from resilience.runs import Recorder, first_difference, lines, lines_before, train
 from thoroughness import some
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from virtual_time import virtual_time
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
@@ -686,7 +686,7 @@ class GoesOnFromItsCount(IterableDataset):
 
 
 def test_a_stream_with_a_state_that_torch_itself_reads_is_told_what_saves_it():
-    for executor, known in (("auto", False), ("inline", True)):
+    for executor, known in (("torch", False), ("auto", True), ("inline", True)):
         loader = FastDataLoader(GoesOnFromItsCount(), BATCH, num_workers=0, executor=executor)
         batches = iter(loader)
         seen = [next(batches).tolist() for _ in range(3)]
@@ -696,3 +696,26 @@ def test_a_stream_with_a_state_that_torch_itself_reads_is_told_what_saves_it():
             seen += [next(iter(loader)).tolist()]
         assert ([*chain(*seen)] == list(range(4 * BATCH))) is known
         assert any('executor="inline"' in str(one.message) for one in caught) is not known
+
+
+class CountsAndDraws(CountsPasses):
+    """Has a state, and draws from torch's global generator."""
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample, torch.rand(())
+
+
+def test_a_stream_with_a_state_without_workers_gives_the_batches_of_torch():
+    found = []
+    for loader in (
+        DataLoader(CountsAndDraws(), BATCH + 1),
+        FastDataLoader(CountsAndDraws(), BATCH + 1),
+        FastDataModule.from_datasets(
+            CountsAndDraws(), batch_size=BATCH + 1, num_workers=0
+        ).train_dataloader(),
+    ):
+        torch.manual_seed(5)
+        found.append([text(batch) for _ in range(EPOCHS) for batch in loader])
+    assert found[0] == found[1] == found[2]
+    assert loader.executor == "inline"
