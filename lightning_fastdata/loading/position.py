@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -869,8 +870,10 @@ def _some_of(leaf: object) -> str:
     return repr(values[:: len(values) // 64 | 1].tolist())
 
 
-def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
+def read_again(batches: ReadBatches, state: Position, stream: object, *, by_torch: bool) -> None:
     """Drop the batches of a stream that were delivered before a state, and say what that took.
+
+    ``by_torch``: torch's own iterator reads it.
 
     Raises:
         DatasetError: There are fewer.
@@ -884,19 +887,20 @@ def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
             "or begin the epoch anew."
         )
     seconds = clock.monotonic() - began_s
-    why, remedy = "it has none", "give it state_dict() and load_state_dict()"
-    if isinstance(stream, Stateful):
-        why, remedy = "torch's own loader read it", 'set executor="inline", which saves its state'
+    why, remedy = ", as it has none", ", or give it state_dict() and load_state_dict()"
+    if tells_state(stream):
+        why, remedy = " that it could go on from", ""
+        if by_torch:
+            why = ", as torch's own loader read it"
+            remedy = ', or set executor="inline", which saves its state'
     _warn(
         f"To go on where the training was saved, {found} batches of {name} that were delivered "
-        f"before were read again and dropped, in {seconds:.1f} s. No state of it was saved, as "
-        f"{why}."
+        f"before were read again and dropped, in {seconds:.1f} s. No state of it was saved{why}."
     )
     if state.digest not in (None, batches.digest):
         _warn(
             f"{name} gave other samples than before the training was saved, when they were read "
             "again to go on behind them. So the training goes on, but in this epoch some samples "
             "come twice and others not at all. Have it shuffle by a seed and by the epoch, which "
-            "on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed), or "
-            f"{remedy}."
+            f"on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed){remedy}."
         )

@@ -719,3 +719,26 @@ def test_a_stream_with_a_state_without_workers_gives_the_batches_of_torch():
         found.append([text(batch) for _ in range(EPOCHS) for batch in loader])
     assert found[0] == found[1] == found[2]
     assert loader.executor == "inline"
+
+
+class OfItsTimeWithAState(OfItsTime):
+    """Has a state that no checkpoint gives back."""
+
+    def state_dict(self):
+        return {"random": random.Random(1)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.filterwarnings(
+    "ignore:OfItsTimeWithAState.state_dict:lightning_fastdata.FastDataWarning"
+)
+@pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("workers", 1), ("torch", 0)])
+def test_torch_is_named_only_where_it_reads_what_has_a_state(executor, workers):
+    state = saved_after(3, OfItsTimeWithAState(0), workers, executor=executor)
+    texts, _ = told_by(resumed(state, OfItsTimeWithAState(1), workers, executor=executor))
+    by_torch = executor == "torch"
+    assert ["torch's own loader read it" in said for said in texts] == [by_torch, False]
+    assert ['executor="inline"' in said for said in texts] == [False, by_torch]
+    assert not any("it has none" in said or "give it state_dict" in said for said in texts)
