@@ -117,9 +117,12 @@ class StreamFetcher:
         while self._skip:
             self._drop_one(ask, mark)
         samples = self._next_samples(ask, mark)
+        ended = not samples or (self._ended and self.plan.drop_last)
+        batch = END_OF_STREAM if ended else self._collated(ask, samples)
         self._drew |= watches and self._draws.drew()
-        if not samples or (self._ended and self.plan.drop_last):
-            return END_OF_STREAM
+        return batch
+
+    def _collated(self, ask: StreamAsk, samples: list[Any]) -> Batch:
         self.position = -1
         if self.stamps is not None:
             self.stamps.all_read()

@@ -86,7 +86,8 @@ class Position:
     """Of each part of a stream a :class:`LanePosition`; empty: its batches are counted; None: its
     state is not known."""
     draws: bool = False
-    """The stream draws from global generators, whose states are not saved."""
+    """The stream, or its ``collate_fn``, draws from global generators, whose states are not
+    saved."""
     base_seed: int | None = None
     """What the side processes were seeded from."""
     quarantine: list[int] = field(default_factory=list)
@@ -683,10 +684,11 @@ def check_order(state: Position) -> None:
 def tell_draws(stream: object) -> None:
     """Warn that a stream draws from generators that no state holds."""
     _warn(
-        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), "
-        "whose states are not saved. So after this resume it may draw other numbers than without "
-        "a break. Have it draw from a generator of its own that is seeded by the epoch, which "
-        "on_train_epoch_start can tell it, or that its state_dict() holds."
+        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), or "
+        "its collate_fn does, and their states are not saved. So after this resume it may draw "
+        "other numbers than without a break. Have it draw from a generator of its own that is "
+        "seeded by the epoch, which on_train_epoch_start can tell it, or that its state_dict() "
+        "holds."
     )
 
 

@@ -453,9 +453,16 @@ def test_a_stream_that_is_read_again_and_gives_others_is_told(executor, workers,
     assert sum("gave other samples" in said for said in texts) == time
 
 
+def with_noise(samples):
+    return torch.tensor(samples) + torch.rand(())
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_draws_that_no_state_holds_are_told(workers):
-    texts, _ = told_by(resumed(saved_after(3, Drawing, workers), Drawing, workers))
+@pytest.mark.parametrize(
+    ("stream", "how"), [(Drawing, {}), (CountsPasses, {"collate_fn": with_noise})]
+)
+def test_draws_that_no_state_holds_are_told(workers, stream, how):
+    texts, _ = told_by(resumed(saved_after(3, stream, workers, **how), stream, workers, **how))
     assert sum("draws from global generators" in said for said in texts) == 1
 
 
