@@ -26,7 +26,9 @@ from virtual_time import virtual_time
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.stream_state import StreamState
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.inline import StreamAsk, StreamFetcher
+from lightning_fastdata.executors.stream_state import LanePosition, StreamState
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.module import KEY, TrainingRun
 
@@ -596,6 +598,24 @@ def test_a_stream_that_has_become_shorter_is_an_error(workers):
     state = saved_after(5, Plain, workers)
     with pytest.raises(DatasetError, match=r"Short has ended after 2 batches, and 5 were"):
         next(iter(resumed(state, Short, workers)))
+
+
+def test_the_rest_of_a_pass_that_is_read_first_is_no_stall():
+    """Each sample is noted, as the training may have to wait for it."""
+    noted, then = [], []
+
+    class Waits(CountsPasses):
+        def __iter__(self):
+            for sample in super().__iter__():
+                then.append(noted[-1])
+                yield sample
+
+    stream = Waits()
+    plan = FetchPlan(dataset=stream, collate_fn=list, default_collation=False)
+    ask = StreamAsk(0, BATCH, LanePosition(passes=1))
+    batch = StreamFetcher(plan).batch(ask, 1, noted.append)
+    assert batch == ordered(1)[:BATCH]
+    assert then[:LENGTH] == list(range(LENGTH))
 
 
 class Refusing(CountsPasses):
