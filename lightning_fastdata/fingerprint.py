@@ -445,11 +445,16 @@ class _Digesting(pickle.Pickler):
         self.looks.watch(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
         self.looks.watch(_kinds, namespace)
         found: dict[str, object] = {}
+        others: list[str] = []
         for name, value in list(namespace.items()):
             if not name.startswith("__") or isinstance(value, FunctionType):
                 told = self._of_global(value, method=isinstance(owner, type))
                 if told is not None:
                     found[name] = told
+                elif _holds_others(type(value)):
+                    others.append(name)
+        if others and self.looks.is_whole:  # they may become plain
+            self.looks.fact(lambda names: [_is_plain(names[name]) for name in others], namespace)
         if found:
             self.looks.watch(itemgetter(*found, next(iter(found))), namespace)
         return tuple(found.items())
@@ -479,7 +484,11 @@ class _Digesting(pickle.Pickler):
             within: The functions that keep it.
         """
         if not isinstance(function, FunctionType) or function in within:
-            return (function,) if _is_plain(function) else id(function)
+            if _is_plain(function):
+                return (function,)
+            if self.looks.is_whole and _holds_others(type(function)):
+                self.looks.fact(_is_plain, function)  # which it may become
+            return id(function)
         code, closure, defaults, keywords, attributes = self.looks.parts(_OF_FUNCTION, function)
         closed = self.looks.parts(closed_over, function) if closure else ()
         self._items(keywords or {})
@@ -638,18 +647,19 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
         return all(_is_plain(each, depth - 1) for each in islice(value, _LOOKED_AT))  # type: ignore[call-overload]
     if kind in _MAPPINGS:
         return _are_plain(value, depth)  # type: ignore[arg-type]
-    own = kind in (SimpleNamespace, argparse.Namespace) or _is_of_user(kind)
-    return own and _are_plain(held_by(value), depth)
+    return _holds_others(kind) and _are_plain(held_by(value), depth)
+
+
+def _holds_others(kind: type) -> bool:
+    """Return whether an object may become plain, or no longer be, by what it holds."""
+    if kind in (*_SEQUENCES, *_MAPPINGS, SimpleNamespace, argparse.Namespace):
+        return True
+    return all(owner is object or is_users(owner.__module__) for owner in kind.__mro__)
 
 
 def _are_plain(items: Mapping[Any, object], depth: int) -> bool:
     some = islice(list(items.items()), _LOOKED_AT)
     return all(_is_plain(key, depth - 1) and _is_plain(value, depth - 1) for key, value in some)
-
-
-def _is_of_user(kind: type) -> bool:
-    """Return whether a class is the user's alone: no module, dataset or trainer."""
-    return all(owner is object or is_users(owner.__module__) for owner in kind.__mro__)
 
 
 def _misses(remembers: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -87,7 +87,7 @@ class StreamFetcher:
         generation, lane = self._generation + 1, None if resume is None else resume[0]
         return (StreamAsk(generation, samples, lane) for samples in batches)
 
-    def _start(self, ask: StreamAsk, epoch: int) -> None:
+    def _start(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None) -> None:
         """Begin a pass over the stream; what is left of the one before is dropped."""
         begin = LanePosition() if ask.resume is None else ask.resume
         self._generation, self._ended = ask.generation, False
@@ -97,8 +97,11 @@ class StreamFetcher:
         for earlier in range(begin.passes, 0, -1):
             tell_epoch(self.dataset, epoch - earlier)
             samples, state = self._state.begin(state), None
-            while next(samples, END_OF_STREAM) is not END_OF_STREAM:
-                pass  # what the stream does at the end of a pass is done here, too
+            for number in count():
+                if mark is not None:
+                    mark(number)
+                if next(samples, END_OF_STREAM) is END_OF_STREAM:
+                    break  # what the stream does at the end of a pass is done here, too
         if begin.passes:
             tell_epoch(self.dataset, epoch)
         samples = self._state.begin(state)
@@ -113,13 +116,16 @@ class StreamFetcher:
         if watches:
             self._draws.begin()
         if ask.generation != self._generation:
-            self._start(ask, epoch)
+            self._start(ask, epoch, mark)
         while self._skip:
             self._drop_one(ask, mark)
         samples = self._next_samples(ask, mark)
+        ended = not samples or (self._ended and self.plan.drop_last)
+        batch = END_OF_STREAM if ended else self._collated(ask, samples)
         self._drew |= watches and self._draws.drew()
-        if not samples or (self._ended and self.plan.drop_last):
-            return END_OF_STREAM
+        return batch
+
+    def _collated(self, ask: StreamAsk, samples: list[Any]) -> Batch:
         self.position = -1
         if self.stamps is not None:
             self.stamps.all_read()

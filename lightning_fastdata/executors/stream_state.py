@@ -73,7 +73,7 @@ class StreamNote(NamedTuple):
     refused: str = ""
     """Why the state cannot be taken, to go on with after ``state_dict()``."""
     drew: bool = False
-    """The stream draws from global generators."""
+    """The stream, or its ``collate_fn``, draws from global generators."""
 
 
 def tells_state(stream: object) -> TypeGuard[Stateful]:
@@ -159,7 +159,7 @@ class StreamHistory:
         self._refused = ""
         self._told = False
         self.drew = False
-        """The stream was seen to draw from global generators."""
+        """The stream, or its ``collate_fn``, was seen to draw from global generators."""
 
     def start_epoch(
         self,

@@ -466,7 +466,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if self._indices is None:
             read = ReadBatches(batches, begun, first=begun.handed - again)
             if again and begun.state is not None:
-                read_again(read, begun.state, self.dataset)
+                by_torch = not isinstance(inner, KeptExecutor)
+                read_again(read, begun.state, self.dataset, by_torch=by_torch)
                 if self.records is not None:
                     self.records.clear()
             return read

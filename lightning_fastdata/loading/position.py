@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -85,7 +86,8 @@ class Position:
     """Of each part of a stream a :class:`LanePosition`; empty: its batches are counted; None: its
     state is not known."""
     draws: bool = False
-    """The stream draws from global generators, whose states are not saved."""
+    """The stream, or its ``collate_fn``, draws from global generators, whose states are not
+    saved."""
     base_seed: int | None = None
     """What the side processes were seeded from."""
     quarantine: list[int] = field(default_factory=list)
@@ -682,10 +684,11 @@ def check_order(state: Position) -> None:
 def tell_draws(stream: object) -> None:
     """Warn that a stream draws from generators that no state holds."""
     _warn(
-        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), "
-        "whose states are not saved. So after this resume it may draw other numbers than without "
-        "a break. Have it draw from a generator of its own that is seeded by the epoch, which "
-        "on_train_epoch_start can tell it, or that its state_dict() holds."
+        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), or "
+        "its collate_fn does, and their states are not saved. So after this resume it may draw "
+        "other numbers than without a break. Have it draw from a generator of its own that is "
+        "seeded by the epoch, which on_train_epoch_start can tell it, or that its state_dict() "
+        "holds."
     )
 
 
@@ -869,8 +872,10 @@ def _some_of(leaf: object) -> str:
     return repr(values[:: len(values) // 64 | 1].tolist())
 
 
-def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
+def read_again(batches: ReadBatches, state: Position, stream: object, *, by_torch: bool) -> None:
     """Drop the batches of a stream that were delivered before a state, and say what that took.
+
+    ``by_torch``: torch's own iterator reads it.
 
     Raises:
         DatasetError: There are fewer.
@@ -884,19 +889,20 @@ def read_again(batches: ReadBatches, state: Position, stream: object) -> None:
             "or begin the epoch anew."
         )
     seconds = clock.monotonic() - began_s
-    why, remedy = "it has none", "give it state_dict() and load_state_dict()"
-    if isinstance(stream, Stateful):
-        why, remedy = "torch's own loader read it", 'set executor="inline", which saves its state'
+    why, remedy = ", as it has none", ", or give it state_dict() and load_state_dict()"
+    if tells_state(stream):
+        why, remedy = " that it could go on from", ""
+        if by_torch:
+            why = ", as torch's own loader read it"
+            remedy = ', or set executor="inline", which saves its state'
     _warn(
         f"To go on where the training was saved, {found} batches of {name} that were delivered "
-        f"before were read again and dropped, in {seconds:.1f} s. No state of it was saved, as "
-        f"{why}."
+        f"before were read again and dropped, in {seconds:.1f} s. No state of it was saved{why}."
     )
     if state.digest not in (None, batches.digest):
         _warn(
             f"{name} gave other samples than before the training was saved, when they were read "
             "again to go on behind them. So the training goes on, but in this epoch some samples "
             "come twice and others not at all. Have it shuffle by a seed and by the epoch, which "
-            "on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed), or "
-            f"{remedy}."
+            f"on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed){remedy}."
         )

@@ -339,7 +339,7 @@ class KeptExecutor:
 
     @property
     def draws(self) -> bool:
-        """Whether a stream was seen to draw from global generators."""
+        """Whether a stream, or its ``collate_fn``, was seen to draw from global generators."""
         history = self._last.history if isinstance(self._last, StreamReader) else None
         return history is not None and history.drew
 

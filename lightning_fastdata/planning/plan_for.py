@@ -24,6 +24,7 @@ from lightning_fastdata.executors.kinds import (
     room_elsewhere,
     unsuited,
 )
+from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -319,6 +320,8 @@ def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> 
     if workers == 0:
         # Keys for draws that are not made would cost each step of the training some 20 us.
         keyed |= spec.transformed or BadSamples.of(spec.options.on_bad_sample) != BadSamples()
+        # torch's iterator gives nobody the state of a stream.
+        keyed |= spec.is_stream and tells_state(spec.dataset)
         here: ExecutorName = "inline" if keyed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:

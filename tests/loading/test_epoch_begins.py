@@ -218,3 +218,24 @@ def test_only_what_steps_change_is_warned_of(recwarn) -> None:
 
     list(FastDataLoader(Counts(), 2, num_workers="auto"))
     assert not [each for each in recwarn if each.category is FastDataWarning]
+
+
+CONFIG: dict[str, Any] = {}
+
+
+class Cropped(Rows):
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.tensor([int(index), CONFIG["crop"]])
+
+
+def test_a_global_that_holds_plain_data_by_now_is_read_as_torch_reads_it() -> None:
+    found = []
+    for make, how in (DataLoader, {}), (FastDataLoader, {"persistent_workers": "unchanged"}):
+        CONFIG.update(net=torch.nn.Identity(), crop=20)
+        loader = make(Cropped(), 8, num_workers=1, **how)
+        epochs = [torch.cat(list(loader)).tolist()]
+        del CONFIG["net"]
+        CONFIG["crop"] = 10
+        epochs.append(torch.cat(list(loader)).tolist())
+        found.append(epochs)
+    assert found[0] == found[1]

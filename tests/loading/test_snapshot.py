@@ -575,8 +575,19 @@ def keeps(number=[1]):  # noqa: B006 - what it keeps is the point
     return number
 
 
+WITH_A_MODEL = {"deep": {"model": torch.nn.Identity(), "crop": 20}}
+FUNCTION_WITH_A_MODEL = held_by_a_keyword({"model": torch.nn.Identity(), "crop": 20})
+
+
+def left_alone(held):
+    """Take what is not compared out of a global, and change what is left."""
+    del held["model"]
+    held["crop"] = 10
+
+
 class Global:
     items = [1]  # noqa: RUF012 - as people write them
+    mixed = {"model": torch.nn.Identity(), "crop": 20}  # noqa: RUF012
 
 
 THIS = sys.modules[__name__]
@@ -593,6 +604,9 @@ THIS = sys.modules[__name__]
         (lambda: Global.items.append(2), Global.items.pop),
         (lambda: setattr(Global, "new", 1), lambda: delattr(Global, "new")),
         (lambda: remembered(77), lambda: None),
+        (lambda: left_alone(WITH_A_MODEL["deep"]), lambda: None),
+        (lambda: left_alone(FUNCTION_WITH_A_MODEL.__kwdefaults__["given"]), lambda: None),
+        (lambda: left_alone(Global.mixed), lambda: None),
     ],
 )
 def test_what_a_global_becomes_is_seen(change, undo):

@@ -14,6 +14,15 @@ from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWind
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
 from lightning_fastdata.planning.plan_for import LoaderSpec, choose_executor
 
+
+class WithState(Stream):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 COLUMN = TensorDataset(torch.zeros(4))
 SAMPLES = [torch.zeros(3)] * 8
 
@@ -23,6 +32,7 @@ SAMPLES = [torch.zeros(3)] * 8
     [
         (Stream(), {}, "workers"),
         (Stream(), {"workers": 0}, "torch"),
+        (WithState(), {"workers": 0}, "inline"),
         (COLUMN, {}, "gather"),
         (COLUMN, {"workers": 0}, "torch"),
         (COLUMN, {"collate_fn": list}, "workers"),

@@ -21,12 +21,14 @@ from lightning.pytorch import Callback
 from misses import each
 from resilience.runs import Recorder, first_difference, lines, lines_before, train
 from thoroughness import some
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from virtual_time import virtual_time
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.stream_state import StreamState
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.inline import StreamAsk, StreamFetcher
+from lightning_fastdata.executors.stream_state import LanePosition, StreamState
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.module import KEY, TrainingRun
 
@@ -453,9 +455,16 @@ def test_a_stream_that_is_read_again_and_gives_others_is_told(executor, workers,
     assert sum("gave other samples" in said for said in texts) == time
 
 
+def with_noise(samples):
+    return torch.tensor(samples) + torch.rand(())
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_draws_that_no_state_holds_are_told(workers):
-    texts, _ = told_by(resumed(saved_after(3, Drawing, workers), Drawing, workers))
+@pytest.mark.parametrize(
+    ("stream", "how"), [(Drawing, {}), (CountsPasses, {"collate_fn": with_noise})]
+)
+def test_draws_that_no_state_holds_are_told(workers, stream, how):
+    texts, _ = told_by(resumed(saved_after(3, stream, workers, **how), stream, workers, **how))
     assert sum("draws from global generators" in said for said in texts) == 1
 
 
@@ -591,6 +600,24 @@ def test_a_stream_that_has_become_shorter_is_an_error(workers):
         next(iter(resumed(state, Short, workers)))
 
 
+def test_the_rest_of_a_pass_that_is_read_first_is_no_stall():
+    """Each sample is noted, as the training may have to wait for it."""
+    noted, then = [], []
+
+    class Waits(CountsPasses):
+        def __iter__(self):
+            for sample in super().__iter__():
+                then.append(noted[-1])
+                yield sample
+
+    stream = Waits()
+    plan = FetchPlan(dataset=stream, collate_fn=list, default_collation=False)
+    ask = StreamAsk(0, BATCH, LanePosition(passes=1))
+    batch = StreamFetcher(plan).batch(ask, 1, noted.append)
+    assert batch == ordered(1)[:BATCH]
+    assert then[:LENGTH] == list(range(LENGTH))
+
+
 class Refusing(CountsPasses):
     def load_state_dict(self, state):
         raise RuntimeError("another version")
@@ -686,7 +713,7 @@ class GoesOnFromItsCount(IterableDataset):
 
 
 def test_a_stream_with_a_state_that_torch_itself_reads_is_told_what_saves_it():
-    for executor, known in (("auto", False), ("inline", True)):
+    for executor, known in (("torch", False), ("auto", True), ("inline", True)):
         loader = FastDataLoader(GoesOnFromItsCount(), BATCH, num_workers=0, executor=executor)
         batches = iter(loader)
         seen = [next(batches).tolist() for _ in range(3)]
@@ -696,3 +723,49 @@ def test_a_stream_with_a_state_that_torch_itself_reads_is_told_what_saves_it():
             seen += [next(iter(loader)).tolist()]
         assert ([*chain(*seen)] == list(range(4 * BATCH))) is known
         assert any('executor="inline"' in str(one.message) for one in caught) is not known
+
+
+class CountsAndDraws(CountsPasses):
+    """Has a state, and draws from torch's global generator."""
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample, torch.rand(())
+
+
+def test_a_stream_with_a_state_without_workers_gives_the_batches_of_torch():
+    found = []
+    for loader in (
+        DataLoader(CountsAndDraws(), BATCH + 1),
+        FastDataLoader(CountsAndDraws(), BATCH + 1),
+        FastDataModule.from_datasets(
+            CountsAndDraws(), batch_size=BATCH + 1, num_workers=0
+        ).train_dataloader(),
+    ):
+        torch.manual_seed(5)
+        found.append([text(batch) for _ in range(EPOCHS) for batch in loader])
+    assert found[0] == found[1] == found[2]
+    assert loader.executor == "inline"
+
+
+class OfItsTimeWithAState(OfItsTime):
+    """Has a state that no checkpoint gives back."""
+
+    def state_dict(self):
+        return {"random": random.Random(1)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.filterwarnings(
+    "ignore:OfItsTimeWithAState.state_dict:lightning_fastdata.FastDataWarning"
+)
+@pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("workers", 1), ("torch", 0)])
+def test_torch_is_named_only_where_it_reads_what_has_a_state(executor, workers):
+    state = saved_after(3, OfItsTimeWithAState(0), workers, executor=executor)
+    texts, _ = told_by(resumed(state, OfItsTimeWithAState(1), workers, executor=executor))
+    by_torch = executor == "torch"
+    assert ["torch's own loader read it" in said for said in texts] == [by_torch, False]
+    assert ['executor="inline"' in said for said in texts] == [False, by_torch]
+    assert not any("it has none" in said or "give it state_dict" in said for said in texts)
