@@ -108,6 +108,13 @@ HEALTHY = {
     "buffers, there soon": seen(
         looks=tuple(Look(n, n // 40, {1: min(n, 8) * 10 * MIB}) for n in range(80)), workers=2
     ),
+    "buffers of workers that are new in each epoch": seen(
+        looks=tuple(
+            Look(n, n // 40, dict.fromkeys((n // 40, -n // 40), min(n % 40, 8) * 10 * MIB))
+            for n in range(80)
+        ),
+        workers=2,
+    ),
     "few batches": seen(shared_bytes=10 * MIB),
 }  # fmt: skip
 
