@@ -179,8 +179,7 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
     if seen.looks:
         cause: MemoryCause = "leak" if leaks(seen.looks) else "cache"
         found.append(MemoryUse(cause, int(count * _grown(seen.looks))))
-    found.append(MemoryUse("ahead", seen.shared_bytes))
-    found.append(MemoryUse("page cache", seen.file_bytes))
+    found += [MemoryUse("ahead", seen.shared_bytes), MemoryUse("page cache", seen.file_bytes)]
     large = [use for use in found if use.size_bytes >= _LEAST_BYTES]
     return tuple(sorted(large, key=lambda use: -use.size_bytes))
 
@@ -273,7 +272,10 @@ def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
 
 
 def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
-    short = seen.left_bytes is not None and use.size_bytes > seen.left_bytes
+    # What is copied now is copied as a whole in the end, and a cache of half of it is full of all.
+    whole = use.size_bytes if use.objects is None else seen.workers * use.objects.counted_bytes
+    more = use.size_bytes if use.cause == "cache" else whole - use.size_bytes
+    short = seen.left_bytes is not None and more > seen.left_bytes
     if use.cause not in _CODES or (use.cause == "cache" and not short):
         return None
     return Finding(

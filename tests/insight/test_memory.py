@@ -147,6 +147,11 @@ def test_a_list_that_each_worker_copies_is_named_with_its_size_and_its_cure():
 def test_it_is_severe_where_what_is_to_come_does_not_fit():
     few = seen(objects=(SAMPLES,), copied_bytes=600 * MIB, left_bytes=4 * GIB)
     assert findings(Evidence(memory=few))[0].severity == "high"
+    # Nearly all is taken already, and more of it than is left.
+    rest_fits = seen(objects=(SAMPLES,), copied_bytes=1900 * MIB, left_bytes=4 * GIB)
+    assert findings(Evidence(memory=rest_fits))[0].severity == "moderate"
+    rest = seen(objects=(SAMPLES,), copied_bytes=600 * MIB, left_bytes=11 * GIB)
+    assert findings(Evidence(memory=rest))[0].severity == "high"
     fits = seen(**cache(2, 4))
     assert findings(Evidence(memory=fits)) == ()
     assert "as in a cache" in memory_notes(fits)[0]
