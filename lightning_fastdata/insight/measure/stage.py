@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import os
 import weakref
 from bisect import bisect_right
@@ -78,6 +79,8 @@ class StageMeter:
         self.padding = PaddingMeter()
         self._counted = 0.0, 0
         """Tokens, without padding, and samples of the steps of which these are known."""
+        self._told = self._counted
+        """What they were when the last metrics were taken."""
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
@@ -120,10 +123,9 @@ class StageMeter:
         history = self.timeline.history
         new, self._logged_steps = history.steps - self._logged_steps, history.steps
         means = window_means(history.newest(new), self.prefix) if new else {}
-        rate, (tokens, samples) = (
-            means.get(f"{self.prefix}/throughput_samples_per_s"),
-            self._counted,
-        )
+        rate = means.get(f"{self.prefix}/throughput_samples_per_s")
+        tokens, samples = map(operator.sub, self._counted, self._told)
+        self._told = self._counted
         if rate is not None and samples:
             means[f"{self.prefix}/throughput_tokens_per_s"] = rate * tokens / samples
         return {**means, **self.stamps.metrics()}
