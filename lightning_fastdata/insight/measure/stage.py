@@ -301,6 +301,11 @@ class _Watched:
         self.loader = weakref.ref(loader)
         # Bounded, as nobody may ask for them.
         self.records: deque[BatchStamps] = deque(maxlen=2 * _MOST_UNCUT)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was recorded so far; the loader goes on recording it."""
+        self.records.clear()
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
         self.rates: ReadRates | None = None
         """What half of its workers and all of them read, if that was tried."""
@@ -345,13 +350,11 @@ class StageStamps:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._totals = CauseTotals(prefix)
         self._watched: list[_Watched] = []
         self._newest: list[_Watched] = []
         """Those of the loaders that were shown last."""
         self._numbers = itertools.count()
-        self._unwatched: dict[str, None] = {}
-        self._stamped = False
+        self.restart()
 
     def watch(self, loaders: Iterable[object]) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
@@ -386,13 +389,13 @@ class StageStamps:
         return watched
 
     def restart(self) -> None:
-        """Forget what was recorded so far."""
+        """Forget what was recorded so far; loaders are to be shown anew."""
         self._totals = CauseTotals(self._prefix)
+        self._unwatched: dict[str, None] = {}
+        """Why some of the loaders do not tell."""
+        self._stamped = False
         for watched in self._watched:
-            watched.records.clear()
-            watched.newest.clear()
-            watched.made.clear()
-            watched.totals = CauseTotals()
+            watched.restart()
 
     def stop(self) -> None:
         """Take no more stamps; what was taken is kept."""
