@@ -32,7 +32,7 @@ _COPIED_PART: Final = 0.2
 _STEADY: Final = 0.5
 _FEWEST: Final = 9
 _EARLY: Final = 0.25
-"""Of the first epoch."""
+"""Of an epoch."""
 _TELLING: Final = 0.8
 """If a cache grew by more than this in the last epoch, of the first, it would look as a leak."""
 _NEARLY: Final = 0.9
@@ -179,8 +179,7 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
     if seen.looks:
         cause: MemoryCause = "leak" if leaks(seen.looks) else "cache"
         found.append(MemoryUse(cause, int(count * _grown(seen.looks))))
-    found.append(MemoryUse("ahead", seen.shared_bytes))
-    found.append(MemoryUse("page cache", seen.file_bytes))
+    found += [MemoryUse("ahead", seen.shared_bytes), MemoryUse("page cache", seen.file_bytes)]
     large = [use for use in found if use.size_bytes >= _LEAST_BYTES]
     return tuple(sorted(large, key=lambda use: -use.size_bytes))
 
@@ -199,12 +198,13 @@ def _copied(seen: MemorySeen, held: HeldObjects) -> int:
 def _grown(looks: Sequence[Look]) -> float:
     """Return by how much the processes of the last look have grown: the mean of them.
 
-    What they take early in the first epoch is of buffers and libraries, and does not count.
+    What each takes early in its own first epoch is of buffers and libraries, and does not count.
     """
-    early = int(_EARLY * sum(look.epoch == looks[0].epoch for look in looks))
     first: dict[int, int] = {}
-    for look in looks[early:]:
-        first = {**look.sizes, **first}
+    for _, epoch in groupby(looks, key=lambda look: look.epoch):
+        of = list(epoch)
+        for look in of[int(_EARLY * len(of)) :]:
+            first = {**look.sizes, **first}
     return fmean(size - first[process] for process, size in looks[-1].sizes.items())
 
 
@@ -266,14 +266,16 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
 
 def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
     """Return what takes memory and is nothing to act upon, a sentence each."""
-    if seen is None:
-        return ()
+    seen = seen or MemorySeen()
     uses = [use for use in memory_uses(seen) if _finding(seen, use) is None]
     return tuple(f"Memory: {memory_text(seen, use)}." for use in uses)
 
 
 def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
-    short = seen.left_bytes is not None and use.size_bytes > seen.left_bytes
+    # What is copied now is copied as a whole in the end, and a cache of half of it is full of all.
+    whole = use.size_bytes if use.objects is None else seen.workers * use.objects.counted_bytes
+    more = use.size_bytes if use.cause == "cache" else whole - use.size_bytes
+    short = seen.left_bytes is not None and more > seen.left_bytes
     if use.cause not in _CODES or (use.cause == "cache" and not short):
         return None
     return Finding(
@@ -286,10 +288,8 @@ def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
 
 
 def _find(e: Evidence, cause: MemoryCause) -> Finding | None:
-    if e.memory is None:
-        return None
-    uses = memory_uses(e.memory)
-    return next((_finding(e.memory, use) for use in uses if use.cause == cause), None)
+    seen = e.memory or MemorySeen()
+    return next((_finding(seen, use) for use in memory_uses(seen) if use.cause == cause), None)
 
 
 RULES: Final = (

@@ -124,12 +124,16 @@ class _Look:
         self._ident, self._over = threading.get_ident(), False
         self._usual_s = sys.getswitchinterval()
         threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
-        sys.setswitchinterval(min(self._usual_s, _SWITCH_S))
+        self._ours_s = 0.0
+        if self._usual_s > _SWITCH_S:  # else another look has set it, or the user
+            sys.setswitchinterval(_SWITCH_S)
+            self._ours_s = sys.getswitchinterval()
 
     def end(self) -> int:
         """Look no more, and return what was read in this round."""
         self._over = True
-        sys.setswitchinterval(self._usual_s)
+        if sys.getswitchinterval() == self._ours_s:
+            sys.setswitchinterval(self._usual_s)
         return self._read_ns()
 
     def _read_ns(self) -> int:

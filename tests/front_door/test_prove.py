@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from importlib import import_module
+from pathlib import Path
 
 import lightning.pytorch as lightning
 import pytest
@@ -294,3 +295,24 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_trial(tmp_path):
     with refused("fastdata prove train.py"):
         main(["prove"])
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_read_only_file_is_refused_before_the_trial_and_keeps_what_is_in_it(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "train.py").write_text("print('it runs')")
+    file = tmp_path / "found.json"
+    file.write_text("kept")
+    opened = Path.open
+
+    def refuses(path, mode="r", *args, **options):
+        if path == file and mode.strip("bt") != "r":  # as it does, but not to root
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuses)
+    with refused(f"{file} cannot be written: Permission denied"):
+        main(["prove", "--json", str(file), str(tmp_path / "train.py")])
+    monkeypatch.undo()
+    assert file.read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "train.py"]

@@ -150,3 +150,29 @@ def test_loaders_that_are_made_anew_each_epoch_go_on_under_their_keys(tmp_path):
     assert callback.report.stages[0].causes.batches == 2 * 3 * 5
     assert "loader 'b'" in named(callback.report)
     assert "loader 'a'" not in callback.report.text()
+
+
+class Collates:
+    """Puts a batch together in some time."""
+
+    def __init__(self, batch_ms):
+        self.batch_ms = batch_ms
+
+    def __call__(self, samples):
+        clock.sleep(self.batch_ms / 1e3)
+        return torch.stack(samples)
+
+
+def test_no_loader_is_told_of_what_another_one_does(tmp_path):
+    train = {
+        "text": loader(collate_fn=Collates(20.0)),
+        "images": loader(14.0, collate_fn=Collates(10.0)),
+    }
+    report = fit(tmp_path, train)
+    # Of all that is waited for, two thirds is collating, but not of the waits for images.
+    assert report.stages[0].causes.wait.collate_ms > 0.6 * report.stages[0].causes.wait.total_ms
+    (cause,) = [f.cause for f in report.verdict.findings if f.cause.startswith("loader 'images'")]
+    assert "collating" not in cause
+    # And to read them costs half of a step, as the other half is spent on the text.
+    step, own_ms = report.stages[0].step.mean_ms, 24.0
+    assert f"costs {own_ms / step:.0%} of each step" in cause

@@ -108,6 +108,13 @@ HEALTHY = {
     "buffers, there soon": seen(
         looks=tuple(Look(n, n // 40, {1: min(n, 8) * 10 * MIB}) for n in range(80)), workers=2
     ),
+    "buffers of workers that are new in each epoch": seen(
+        looks=tuple(
+            Look(n, n // 40, dict.fromkeys((n // 40, -n // 40), min(n % 40, 8) * 10 * MIB))
+            for n in range(80)
+        ),
+        workers=2,
+    ),
     "few batches": seen(shared_bytes=10 * MIB),
 }  # fmt: skip
 
@@ -140,6 +147,11 @@ def test_a_list_that_each_worker_copies_is_named_with_its_size_and_its_cure():
 def test_it_is_severe_where_what_is_to_come_does_not_fit():
     few = seen(objects=(SAMPLES,), copied_bytes=600 * MIB, left_bytes=4 * GIB)
     assert findings(Evidence(memory=few))[0].severity == "high"
+    # Nearly all is taken already, and more of it than is left.
+    rest_fits = seen(objects=(SAMPLES,), copied_bytes=1900 * MIB, left_bytes=4 * GIB)
+    assert findings(Evidence(memory=rest_fits))[0].severity == "moderate"
+    rest = seen(objects=(SAMPLES,), copied_bytes=600 * MIB, left_bytes=11 * GIB)
+    assert findings(Evidence(memory=rest))[0].severity == "high"
     fits = seen(**cache(2, 4))
     assert findings(Evidence(memory=fits)) == ()
     assert "as in a cache" in memory_notes(fits)[0]

@@ -263,3 +263,15 @@ def test_a_loop_of_ones_own_is_told_too() -> None:
     (stage,) = timer.report().stages
     assert stage.tokens_per_s > 0
     assert replace(stage, tokens_per_s=None).words == stage.words[:-1]
+
+
+def test_tokens_per_second_are_those_since_the_metrics_before(virtual) -> None:
+    timer, found = StepTimer(device="cpu"), []
+    for times in (1, 1, 4, 2):  # in the first epoch it is not known yet how much is padding
+        lengths = [times * row for row in LENGTHS[:24]]
+        for _ in timer.batches([named_mask(row) for row in lengths]):
+            virtual.sleep(0.01)
+        metrics = timer.metrics()
+        each = metrics["data/throughput_tokens_per_s"] / metrics["data/throughput_samples_per_s"]
+        found.append(each)
+    assert np.array(found[1:]) / found[1] == pytest.approx([1, 4, 2])

@@ -6,11 +6,12 @@ import gc
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.stage import StageStamps
+from lightning_fastdata.stamps.batch_stamps import ReadRates
 
 pytestmark = pytest.mark.usefixtures("virtual")
 
@@ -49,3 +50,20 @@ def test_slow_samples_have_the_files_of_their_own_loader():
     # The file of the one that is gone is not known any more.
     paths = {sample.path for sample in stamps.summary().slow_samples}
     assert paths == {"/b/23.jpg", "/c/23.jpg", None}
+
+
+def test_what_ran_before_a_restart_tells_nothing():
+    stamps = StageStamps("data")
+    loader = FastDataLoader(Files("a"), batch_size=4, num_workers=0, executor="torch")
+    stamps.watch([loader, DataLoader(Files("b"))])
+    read(loader)
+    loader.records[-1] = loader.records[-1]._replace(rates=ReadRates(2, 100.0, 4, 104.0))
+    assert stamps.slowest().rates is not None
+    assert "a DataLoader does not tell" in stamps.missing()
+    stamps.restart()
+    stamps.watch([loader])
+    assert stamps.missing() == "executor 'torch' does not tell", "nothing has come yet"
+    read(loader)
+    assert stamps.missing() is None
+    assert stamps.slowest().rates is None
+    assert stamps.summary().batches == 5

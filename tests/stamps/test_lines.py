@@ -209,6 +209,31 @@ def test_the_interpreter_switches_between_threads_as_before(its_time, ends):
     assert during == [False, False, True, True, True]
 
 
+def test_the_interpreter_switches_as_before_whoever_of_two_that_read_ends_first(its_time):
+    before = sys.getswitchinterval()
+    watches = [TaskWatch(0, LineWatch(every=1)) for _ in range(2)]
+    for watch in watches:
+        tasks(watch, number=2)
+    for order in (watches, watches[::-1]):
+        for watch in watches:
+            watch.begin()
+        for watch in order:
+            reads()
+            watch.end()
+        assert sys.getswitchinterval() == before
+
+
+def test_a_switch_interval_that_the_user_sets_while_it_reads_is_left_alone(its_time):
+    before = sys.getswitchinterval()
+    watch = TaskWatch(0, LineWatch(every=1))
+    tasks(watch, number=2)
+    try:
+        tasks(watch, lambda: sys.setswitchinterval(0.003), number=1)
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_forked_process_starts_its_own_thread(its_time):
     watch = TaskWatch(0, LineWatch(every=1))
     tasks(watch)

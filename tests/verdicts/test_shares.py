@@ -75,6 +75,13 @@ def test_what_is_wrong_with_one_of_several_loaders_is_told_of_it():
     assert "loader" not in found["FD312"].cause + found["FD312"].remedy
 
 
+def test_of_one_of_several_loaders_its_own_part_of_the_waits_is_what_it_costs_and_gains():
+    evidence = late(costs=(), loader=LoaderFacts(loader="loader 'a'"), loader_share=0.4)
+    (found,) = findings(evidence)
+    assert "costs 30% of each step" in found.cause
+    assert found.gain.after_ms == pytest.approx(40.0 - 0.4 * 30.0)
+
+
 def test_labels_are_the_keys_of_the_nested_lists_and_dicts():
     loaders = {"a": [object(), {"x": object()}], 3: object(), "none": None}
     labels = [label for label, _ in labelled(loaders)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import os
 import weakref
 from bisect import bisect_right
@@ -78,6 +79,8 @@ class StageMeter:
         self.padding = PaddingMeter()
         self._counted = 0.0, 0
         """Tokens, without padding, and samples of the steps of which these are known."""
+        self._told = self._counted
+        """What they were when the last metrics were taken."""
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
@@ -120,10 +123,9 @@ class StageMeter:
         history = self.timeline.history
         new, self._logged_steps = history.steps - self._logged_steps, history.steps
         means = window_means(history.newest(new), self.prefix) if new else {}
-        rate, (tokens, samples) = (
-            means.get(f"{self.prefix}/throughput_samples_per_s"),
-            self._counted,
-        )
+        rate = means.get(f"{self.prefix}/throughput_samples_per_s")
+        tokens, samples = map(operator.sub, self._counted, self._told)
+        self._told = self._counted
         if rate is not None and samples:
             means[f"{self.prefix}/throughput_tokens_per_s"] = rate * tokens / samples
         return {**means, **self.stamps.metrics()}
@@ -139,10 +141,9 @@ class StageMeter:
             device=self._device.type,
         )
         rate, (tokens, samples) = summary.samples_per_s, self._counted
-        waited = [t for t in summary.long_steps if (t.stall_ms or 0.0) > (t.compute_ms or 0.0)]
         return dataclasses.replace(
             summary,
-            causes=self.stamps.summary(without=len(waited)),
+            causes=self.stamps.summary(without=_long_waits(summary)),
             tokens_per_s=rate * tokens / samples if rate is not None and samples else None,
         )
 
@@ -155,8 +156,15 @@ class StageMeter:
         machine: MachineSeen = NO_MACHINE,
         val: StageSummary | None = None,
     ) -> Evidence:
-        """Return everything that is known of the stage; as of :func:`stage_evidence`."""
+        """Return everything that is known of the stage; as of :func:`stage_evidence`.
+
+        Causes are those of the loader that is waited for most: a finding names no other one.
+        """
         slowest = None if summary.causes is None else self.stamps.slowest()
+        share = 1.0
+        if slowest is not None:
+            causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
+            summary = dataclasses.replace(summary, causes=causes)
         stamps = [] if slowest is None else list(slowest.newest)
         times = stage_times(summary, stamps, self._cpu.used())
         loader = None if slowest is None else slowest.loader()
@@ -173,10 +181,16 @@ class StageMeter:
                 step_queued=times.step_queued,
                 val=val,
             ),
+            loader_share=share,
             read_rates=None if slowest is None else slowest.rates,
             padding=self.padding.found(),
             stream_samples=() if slowest is None else slowest.stream_samples(),
         )
+
+
+def _long_waits(summary: StageSummary) -> int:
+    """Return how many of the long steps, which are no part of the means, are long waits."""
+    return sum((t.stall_ms or 0.0) > (t.compute_ms or 0.0) for t in summary.long_steps)
 
 
 class LoopStage(StageMeter):
@@ -287,11 +301,18 @@ class _Watched:
         self.loader = weakref.ref(loader)
         # Bounded, as nobody may ask for them.
         self.records: deque[BatchStamps] = deque(maxlen=2 * _MOST_UNCUT)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was recorded so far; the loader goes on recording it."""
+        self.records.clear()
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
         self.rates: ReadRates | None = None
         """What half of its workers and all of them read, if that was tried."""
         self.made: Counter[int] = Counter()
         """Samples, by the number of the process that made them."""
+        self.totals = CauseTotals()
+        """Of this loader alone; empty while it was the only one."""
 
     @property
     def waited_ns(self) -> int:
@@ -320,8 +341,8 @@ class _Watched:
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Several loaders count as one, and what is asked of "the" loader is about the one that is waited
-    for most. Where one of them takes no stamps, nothing is known of any.
+    Several loaders count as one in the summary, and what is asked of "the" loader is about the one
+    that is waited for most. Where one of them takes no stamps, nothing is known of any.
 
     Args:
         prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
@@ -329,13 +350,11 @@ class StageStamps:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._totals = CauseTotals(prefix)
         self._watched: list[_Watched] = []
         self._newest: list[_Watched] = []
         """Those of the loaders that were shown last."""
         self._numbers = itertools.count()
-        self._unwatched: dict[str, None] = {}
-        self._stamped = False
+        self.restart()
 
     def watch(self, loaders: Iterable[object]) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
@@ -370,12 +389,13 @@ class StageStamps:
         return watched
 
     def restart(self) -> None:
-        """Forget what was recorded so far."""
+        """Forget what was recorded so far; loaders are to be shown anew."""
         self._totals = CauseTotals(self._prefix)
+        self._unwatched: dict[str, None] = {}
+        """Why some of the loaders do not tell."""
+        self._stamped = False
         for watched in self._watched:
-            watched.records.clear()
-            watched.newest.clear()
-            watched.made.clear()
+            watched.restart()
 
     def stop(self) -> None:
         """Take no more stamps; what was taken is kept."""
@@ -400,6 +420,22 @@ class StageStamps:
         if self.missing() is not None:
             return None
         return self._totals.summary(self._path_of, without=without)
+
+    def of_one(self, watched: _Watched, *, without: int = 0) -> tuple[WaitCauses | None, float]:
+        """Return why the batches of one loader were late, and its share of the waits, 0 to 1.
+
+        Of the loaders that were shown last: one that is alone goes on where another one was.
+        """
+        if len(self._newest) < 2:
+            return self.summary(without=without), 1.0
+        causes = {
+            each.number: each.totals.summary(self._path_of, without=without)
+            for each in self._newest
+        }
+        waited_ms = {n: c.batches * c.wait.total_ms for n, c in causes.items() if c is not None}
+        all_ms = sum(waited_ms.values())
+        share = waited_ms.get(watched.number, 0.0) / all_ms if all_ms else 1.0
+        return causes.get(watched.number), share
 
     def slowest(self) -> _Watched | None:
         """Return what is known of the loader that was waited for most; None without stamps."""
@@ -426,6 +462,8 @@ class StageStamps:
             while watched.records:
                 batch = watched.records.popleft()
                 self._totals.add(batch, watched.number)
+                if len(self._newest) > 1:
+                    watched.totals.add(batch, watched.number)
                 watched.keep(batch)
 
     def _path_of(self, number: int, index: object) -> str | None:

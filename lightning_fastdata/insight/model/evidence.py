@@ -143,6 +143,8 @@ class Evidence:
     """Of that, the time the training process waited for the batch."""
     stall_ms: float | None = None
     """Of the wait, what the device saw: the part that hid behind no work of it."""
+    loader_share: float = 1.0
+    """Of the waits, those for this loader's batches, 0 to 1: others are read in the same steps."""
     parts: WaitParts | None = None
     """Where the loader's wait for one batch went."""
     overtaken_share: float | None = None
@@ -202,6 +204,12 @@ class Evidence:
     def of_step(self, ms: float | None) -> float | None:
         """Return a time as a share of the step; None if either was not measured."""
         return None if ms is None or not self.step_ms else ms / self.step_ms
+
+    def of_loader(self) -> Evidence:
+        """Return the evidence with no more waits than those for the loader that it is about."""
+        share = self.loader_share
+        wait_ms, stall_ms = (ms and share * ms for ms in (self.wait_ms, self.stall_ms))
+        return replace(self, wait_ms=wait_ms, stall_ms=stall_ms, loader_share=1.0)
 
     @property
     def stall_share(self) -> float | None:

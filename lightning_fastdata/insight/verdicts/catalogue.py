@@ -105,9 +105,11 @@ def _passed(found: Found, e: Evidence) -> Found:
 
 def _found(evidence: Evidence) -> Iterator[Found]:
     """Yield what each rule finds; of several loaders, a loader's findings name it."""
+    of_loader = evidence.of_loader()
     for rule in RULES:
-        finding = rule.find(evidence)
-        if finding is not None and rule.about in ("loader", "machine"):
+        own = rule.about in ("loader", "machine")
+        finding = rule.find(of_loader if own else evidence)
+        if finding is not None and own:
             finding = step_costs.of_loader(evidence, finding, remedy_too=rule.about == "loader")
         if finding is not None:
             yield Found(rule, finding)

@@ -121,9 +121,10 @@ def _late(e: Evidence, code: str, remedy: Advice, *, least_ms: float = 0.0) -> F
     if e.loader.loader is not None:
         remedy = replace(remedy, text=f"{e.loader.loader}: {remedy.text}")
     if small:
-        cause = f"{cause}; {small}"
+        label = "" if e.loader.loader is None else f"{e.loader.loader}: "
+        cause = f"{cause}; {label}{small}"
     if step is not None:
-        after_ms = max(step.mean_ms - stall.mean_ms, least_ms)
+        after_ms = max(step.mean_ms - e.loader_share * stall.mean_ms, least_ms)
         gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
     leave = _leave_alone(e.summary, "loading")
     return found(code, stall.share, cause, () if small else remedy, gain, leave)
