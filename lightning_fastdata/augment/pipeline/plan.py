@@ -146,7 +146,8 @@ def analyse(
         given = dtype if before is None else before[index]
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
         if why_worker is None:
-            after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
+            others = _on_device(behind[index], placed, len(leaves))
+            after = [(leaves[other].transform, forms[other]) for other in others]
             why_worker = _why_amplified(leaf, given, after)
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
@@ -227,11 +228,14 @@ def _on_device(leaves: Iterable[int], placed: list[OpPlacement], count: int) -> 
     return [leaf for leaf in sorted(leaves) if known.get(leaf) != "worker"]
 
 
-def _why_amplified(leaf: Leaf, given: DType, after: list[Leaf]) -> str | None:
+def _why_amplified(
+    leaf: Leaf, given: DType, after: list[tuple[Node, DeviceOp | None]]
+) -> str | None:
     """Return why an operation may not be off at all: one of those after it makes more of that."""
-    differs = given == BYTES and may_differ(leaf.transform)
-    for other in (one.transform for one in after if differs):
-        if (how := why_amplifies(other)) is not None:
+    if given != BYTES or not may_differ(leaf.transform):
+        return None
+    for other, op in after:
+        if op is not None and (how := why_amplifies(other, op)) is not None:
             return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
 
