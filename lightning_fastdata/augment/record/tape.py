@@ -74,7 +74,7 @@ class Recorder:
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
         self._targets: dict[str, Target] = {}
         self._strange: set[str] = set()
-        """Masks of a sample whose dtype no device form takes, though OpenCV may change it."""
+        """Masks that came with a dtype that no device form takes, though OpenCV may change it."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -213,7 +213,7 @@ class Recorder:
                     return None
                 noted.append((key, encoded, new_shape, new_dtype))
             elif op.mask is not None:
-                if not noted or key in self._strange:
+                if not noted or key in self._strange or dtype not in MASKS:
                     return None
                 turned = op.name != "ToTensorV2" or (transform.transpose_mask and len(shape) == 3)
                 new_shape = op.out_shape(transform, params, shape) if turned else shape
