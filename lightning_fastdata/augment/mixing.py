@@ -335,7 +335,8 @@ def mixed(
 
     For example ``FastDataModule(augment=mixed(compose, CutMix(), num_classes=10))``. What is drawn
     for a sample depends on ``(seed, epoch, dataset index)`` alone; who it is mixed with, also on
-    which samples are in its batch, not on their order.
+    which samples are in its batch, not on their order. Images and labels are mixed; masks or boxes
+    beside them are an error, unless ``stays`` names them.
 
     Args:
         steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then

@@ -6,17 +6,16 @@ The rules, in order:
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
    A pipeline without such an operation can only be collated when the dataset's images already have
    one size, so nothing is held back for it.
-2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
-   one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
-   of the pipeline, if none does: a batch is one tensor.
+2. All of a pipeline runs in the worker where an operation changes the dtype of some samples only
+   (``ToFloat(p=0.5)``): a batch is one tensor.
 3. An operation without a device form runs in the worker on real pixels, and so do the ones before
-   it, but only in samples that drew it. A form is for certain dtypes: colours, blurs and noise for
-   uint8 alone.
+   it, but only in samples that drew it. A form is for certain dtypes: colours and blurs for uint8
+   alone.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
 5. An operation whose pixels may be a level off runs in the worker where one after it makes more of
-   that (``Posterize``, ``Sharpen``, ...). So the bound of whole pipelines is that of their
-   operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
+   that (``HueSaturationValue``, ...), or may, as it is registered. So the bound of whole pipelines
+   is that of their operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ what was noted so far, for that sample only.
 
 What is asked of Albumentations beyond its documentation:
 
-- ``_key2func`` of a transform: by the key of a target, the function that it calls with it. Where a
-  version has no such name, none is recorded.
+- ``_key2func`` of a transform: by the key of a target, the function that it calls with it. No other
+  version than 2.0.8 is recorded (:mod:`lightning_fastdata.augment.pipeline.known_version`).
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
   transform: replaced on the transforms of a copy of the pipeline, never on a class.
 
