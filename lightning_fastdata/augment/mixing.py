@@ -329,12 +329,14 @@ def mixed(
     stays: int | str | Sequence[int | str] = (),
     label: int | str | None = None,
     num_classes: int | None = None,
+    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
     For example ``FastDataModule(augment=mixed(compose, CutMix(), num_classes=10))``. What is drawn
     for a sample depends on ``(seed, epoch, dataset index)`` alone; who it is mixed with, also on
-    which samples are in its batch, not on their order.
+    which samples are in its batch, not on their order. Images and labels are mixed; masks or boxes
+    beside them are an error, unless ``stays`` names them.
 
     Args:
         steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then
@@ -345,6 +347,7 @@ def mixed(
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
         num_classes: number of classes; needed where labels are not one-hot.
+        same_pixels: without effect, as in :func:`as_batch_transform`.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.front_ends import pipeline_transform
-from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops import with_registered
 from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -235,7 +235,7 @@ class BatchTransform(PipelineTransform):
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
         """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return {**DEVICE_OPS, **self._registered}
+        return with_registered(self._registered)
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""

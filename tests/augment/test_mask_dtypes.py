@@ -149,6 +149,18 @@ def test_a_mask_that_a_pipeline_gives_another_dtype_on_purpose_has_that():
     assert_masks(got, want, np.float32)
 
 
+@each("dtype", [np.uint16, np.uint32])
+def test_a_mask_that_a_pipeline_gives_a_dtype_without_forms_is_moved_in_the_worker(dtype):
+    def cast(mask, **_):
+        return mask.astype(dtype)
+
+    compose = A.Compose([A.Lambda(mask=cast, p=1), A.HorizontalFlip(), A.CoarseDropout()])
+    samples = masked(np.uint8)
+    want = albumentations_masks(compose, samples)
+    transform = as_batch_transform(compose).for_samples(samples)
+    assert_masks(on_device(transform, samples)[0]["mask"], want, dtype)
+
+
 @pytest.mark.cases(31)
 @each("interpolation", [1, 2])
 @each("dtype", [np.uint8, np.uint16, np.int16, np.float32])

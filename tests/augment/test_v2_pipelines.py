@@ -234,7 +234,12 @@ def test_what_needs_pixels_may_come_behind_any_other_of_a_random_order(inside):
         check(pipeline, [sample(i, n) for n, i in enumerate(images(COUNT, 40, 44))])
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float16, torch.bfloat16, torch.float64])
+HARDLY = (torch.uint16, torch.uint32, torch.uint64)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.float16, torch.bfloat16, torch.float64, *HARDLY]
+)
 @pytest.mark.parametrize(
     "step",
     [
@@ -247,5 +252,15 @@ def test_what_needs_pixels_may_come_behind_any_other_of_a_random_order(inside):
 )
 def test_dtypes_without_forms_are_v2s_own(step, dtype):
     given = [sample(i, n) for n, i in enumerate(images(COUNT, 40, 44))]
-    check(v2.Compose([v2.RandomInvert(), v2.ToDtype(dtype, scale=True), step]), given)
-    check(v2.Compose([v2.RandomInvert(), v2.ToDtype(dtype, scale=True)]), given)
+    casts = v2.ToDtype(dtype, scale=dtype not in {torch.uint32, torch.uint64})  # v2 refuses these
+    check(v2.Compose([v2.RandomInvert(), casts, step]), given)
+    check(v2.Compose([v2.RandomInvert(), casts]), given)
+
+
+@pytest.mark.parametrize("dtype", HARDLY)
+@pytest.mark.parametrize("kinds", [None, tv_tensors.Image, tv_tensors.Mask])
+def test_dtypes_that_torch_writes_no_rows_of_are_made_in_the_worker(dtype, kinds):
+    made = dtype if kinds is None else {kinds: dtype, "others": None}
+    pipeline = v2.Compose([v2.RandomInvert(), v2.ToDtype(made), v2.RandomHorizontalFlip()])
+    placed = as_batch_transform(pipeline).plan.placements
+    assert [one.where for one in placed] == ["worker", "worker", "device"]

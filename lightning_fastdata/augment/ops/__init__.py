@@ -19,3 +19,8 @@ DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
     {op.name: op for family in _FAMILIES for op in family.OPS}
 )
 """Every transform with a device form, by the name of its class in Albumentations."""
+
+
+def with_registered(registered: Mapping[str, DeviceOp]) -> Mapping[str, DeviceOp]:
+    """Return device forms by name, with those that were registered for a pipeline's classes."""
+    return {**DEVICE_OPS, **registered}

@@ -14,6 +14,7 @@ from lightning_fastdata.augment.pipeline.tree import is_albumentations
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.tree import Node
 
 _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
@@ -41,11 +42,11 @@ def may_differ(transform: Node) -> bool:
     return name in _OFF or (name == "ColorJitter" and any(transform.hue))
 
 
-def why_amplifies(transform: Node) -> str | None:
+def why_amplifies(transform: Node, op: DeviceOp) -> str | None:
     """Return how a device form makes many levels of one that images are off; None: it does not."""
     name = type(transform).__name__
-    if not is_albumentations(transform):
-        return None
+    if op.owner is not None:  # posterizing, say, which makes a whole step of a level
+        return "may make many levels of one, as it is registered"
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
     changes_hue = name == "HueSaturationValue" or (name == "ColorJitter" and any(transform.hue))

@@ -6,17 +6,16 @@ The rules, in order:
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
    A pipeline without such an operation can only be collated when the dataset's images already have
    one size, so nothing is held back for it.
-2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
-   one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
-   of the pipeline, if none does: a batch is one tensor.
+2. All of a pipeline runs in the worker where an operation changes the dtype of some samples only
+   (``ToFloat(p=0.5)``): a batch is one tensor.
 3. An operation without a device form runs in the worker on real pixels, and so do the ones before
-   it, but only in samples that drew it. A form is for certain dtypes: colours, blurs and noise for
-   uint8 alone.
+   it, but only in samples that drew it. A form is for certain dtypes: colours and blurs for uint8
+   alone.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
 5. An operation whose pixels may be a level off runs in the worker where one after it makes more of
-   that (``Posterize``, ``Sharpen``, ...). So the bound of whole pipelines is that of their
-   operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
+   that (``HueSaturationValue``, ...), or may, as it is registered. So the bound of whole pipelines
+   is that of their operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
 """
 
 from __future__ import annotations
@@ -146,7 +145,8 @@ def analyse(
         given = dtype if before is None else before[index]
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
         if why_worker is None:
-            after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
+            others = _on_device(behind[index], placed, len(leaves))
+            after = [(leaves[other].transform, forms[other]) for other in others]
             why_worker = _why_amplified(leaf, given, after)
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
@@ -227,11 +227,14 @@ def _on_device(leaves: Iterable[int], placed: list[OpPlacement], count: int) -> 
     return [leaf for leaf in sorted(leaves) if known.get(leaf) != "worker"]
 
 
-def _why_amplified(leaf: Leaf, given: DType, after: list[Leaf]) -> str | None:
+def _why_amplified(
+    leaf: Leaf, given: DType, after: list[tuple[Node, DeviceOp | None]]
+) -> str | None:
     """Return why an operation may not be off at all: one of those after it makes more of that."""
-    differs = given == BYTES and may_differ(leaf.transform)
-    for other in (one.transform for one in after if differs):
-        if (how := why_amplifies(other)) is not None:
+    if given != BYTES or not may_differ(leaf.transform):
+        return None
+    for other, op in after:
+        if op is not None and (how := why_amplifies(other, op)) is not None:
             return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
 

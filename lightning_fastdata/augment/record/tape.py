@@ -8,8 +8,8 @@ what was noted so far, for that sample only.
 
 What is asked of Albumentations beyond its documentation:
 
-- ``_key2func`` of a transform: by the key of a target, the function that it calls with it. Where a
-  version has no such name, none is recorded.
+- ``_key2func`` of a transform: by the key of a target, the function that it calls with it. No other
+  version than 2.0.8 is recorded (:mod:`lightning_fastdata.augment.pipeline.known_version`).
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
   transform: replaced on the transforms of a copy of the pipeline, never on a class.
 
@@ -74,7 +74,7 @@ class Recorder:
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
         self._targets: dict[str, Target] = {}
         self._strange: set[str] = set()
-        """Masks of a sample whose dtype no device form takes, though OpenCV may change it."""
+        """Masks that came with a dtype that no device form takes, though OpenCV may change it."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -213,7 +213,7 @@ class Recorder:
                     return None
                 noted.append((key, encoded, new_shape, new_dtype))
             elif op.mask is not None:
-                if not noted or key in self._strange:
+                if not noted or key in self._strange or dtype not in MASKS:
                     return None
                 turned = op.name != "ToTensorV2" or (transform.transpose_mask and len(shape) == 3)
                 new_shape = op.out_shape(transform, params, shape) if turned else shape

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata import registry
-from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops import with_registered
 from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, Track
 from lightning_fastdata.augment.pipeline.fields import (
     CHANNELS,
@@ -144,10 +144,6 @@ class ComposeWorker(TapedWorker):
         return SampleForm(shape[2] if len(shape) == 3 else None, images, masks)
 
     @property
-    def _ops(self) -> Mapping[str, DeviceOp]:
-        return {**DEVICE_OPS, **self._registered}
-
-    @property
     def fuse(self) -> Fuse | None:
         """What finds operations that kernels carry out together; None: there are no kernels."""
         found: Fuse | None = registry.fuse()
@@ -174,10 +170,11 @@ class ComposeWorker(TapedWorker):
         if self._has_volumes_alone(sample):
             return sample
         draws, values = compile_tapes([tape]), {}
+        ops = with_registered(self._registered)
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
             if program is not None:
-                made = replay_image(program, draws.blob, pixels[None], self._ops)[0]
+                made = replay_image(program, draws.blob, pixels[None], ops)[0]
             values[place] = made if self._makes_tensors else made.numpy()
         return put_fields(sample, values)
 
@@ -205,7 +202,7 @@ class ComposeWorker(TapedWorker):
             if plan is None:
                 compose = run = copy.deepcopy(self._compose)
             else:
-                run = Recorder(self._compose, plan, self._ops)
+                run = Recorder(self._compose, plan, with_registered(self._registered))
                 compose = run.compose
             own[id(plan)] = run, reseeder(compose)
         return own[id(plan)]

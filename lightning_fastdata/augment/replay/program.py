@@ -198,21 +198,25 @@ def compile_tapes(
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
         notes = [tape[key].ops if key in tape else () for tape in tapes]
-        steps, known = _schedule(notes, packer)
         runs: tuple[Any, ...] = ()
         if fuse is not None and role == "image":
+            known: list[ScheduledStep] = []
+            steps = _schedule(notes, packer, known)
             runs = fuse(known, len(tapes), packer.add)
+        else:
+            steps = _schedule(notes, packer)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
 
 
 def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: Packer
-) -> tuple[tuple[ProgramStep, ...], list[ScheduledStep]]:
+    tracks: Sequence[Sequence[TapeOp]], packer: Packer, known: list[ScheduledStep] | None = None
+) -> tuple[ProgramStep, ...]:
+    """Return the steps of a program, packed; ``known`` takes them as they were before that."""
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
-    steps, known = [], []
+    steps = []
     while waiting:
         leaf, name = min((left[-1].leaf, left[-1].name) for left in waiting.values())
         alike: dict[object, tuple[list[int], list[Encoded]]] = {}
@@ -223,15 +227,17 @@ def _schedule(
                 rows.append(row)
                 encoded.append(left.pop().encoded)
         waiting = {row: left for row, left in waiting.items() if left}
-        parts, groups = [], []
+        parts = []
         for rows, encoded in alike.values():
             at = None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64))
             arrays = packer.stack(encoded)
             parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
-            groups.append(StepGroup(rows, encoded, arrays))
         steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
-        known.append(ScheduledStep(name, groups))
-    return tuple(steps), known
+        if known is not None:
+            drawn = zip(alike.values(), parts, strict=True)
+            groups = [StepGroup(*samples, part.arrays) for samples, part in drawn]
+            known.append(ScheduledStep(name, groups))
+    return tuple(steps)
 
 
 def _form(encoded: Encoded) -> object:

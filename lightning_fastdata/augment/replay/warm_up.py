@@ -26,7 +26,7 @@ _NO_KERNELS: Final = (
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether runs are fused on a device: CUDA, if Triton is installed and works there.
+    """Return whether Triton's kernels work on a device: on CUDA, where Triton is installed.
 
     The first call for a device tries it out, and warns if Triton fails.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torchvision.transforms import v2
@@ -41,16 +41,8 @@ _TRIED: Final = 64
 """Samples that are recorded."""
 
 
-class Cost(NamedTuple):
-    """What carries out one transform for a batch."""
-
-    how: str
-    grouped: bool
-    """Whether it is torchvision's own kernel, more than once."""
-
-
-def costs_of(plan: Plan, forms: Sequence[Form]) -> Mapping[int, Cost]:
-    """Return the costs of the transforms that are left to a device, by their numbers.
+def costs_of(plan: Plan, forms: Sequence[Form]) -> Mapping[int, str]:
+    """Return what carries out each transform that is left to a device, by their numbers.
 
     Each is taken to be applied to every sample.
     """
@@ -58,7 +50,7 @@ def costs_of(plan: Plan, forms: Sequence[Form]) -> Mapping[int, Cost]:
     try:
         steps, here = _recorded(left, _behind_workers(plan, forms))
     except Exception as error:  # which torchvision will raise when it is given samples
-        unknown = Cost(f"on the batch; black images of such a form raise: {error}", grouped=True)
+        unknown = f"on the batch; black images of such a form raise: {error}"
         return dict.fromkeys((leaf.number for leaf in left), unknown)
     return {leaf.number: _cost(steps, n, here=n in here) for n, leaf in enumerate(left)}
 
@@ -93,7 +85,7 @@ def _recorded(
     return [program.steps for program in programs], recorder.done_here
 
 
-def _cost(programs: Sequence[Sequence[ProgramStep]], number: int, *, here: bool) -> Cost:
+def _cost(programs: Sequence[Sequence[ProgramStep]], number: int, *, here: bool) -> str:
     """Return what a transform costs; ``here``: it was carried out while it was recorded."""
     own = [[step for step in steps if step.leaf == number] for steps in programs]
     known = [[step for step in steps if step.name in FORMS] for steps in own]
@@ -107,7 +99,7 @@ def _cost(programs: Sequence[Sequence[ProgramStep]], number: int, *, here: bool)
         for run in (FORMS[name].image, FORMS[name].mask):
             if isinstance(run, Compiled) and run.left is not None:
                 said.append(f"{name} by {run.left}")
-    return Cost("; ".join(said) or "does nothing", here or max(map(_count, kernels), default=0) > 1)
+    return "; ".join(said) or "does nothing"
 
 
 def _count(steps: Sequence[ProgramStep]) -> int:

@@ -6,7 +6,8 @@ A pipeline is cut in two. In the worker, on pixels, runs all up to the last tran
    images of a dataset may vary in size. Without such a transform they can only be collated if they
    have one size already, so that nothing is held back for it;
 2. is not torchvision's own, draws numbers for pixels, or makes each image another size;
-3. changes the size, channels or dtype of some images only: a batch is one tensor.
+3. changes the size, channels or dtype of some images only: a batch is one tensor;
+4. makes a dtype that torch hardly computes with: ``uint16``, ``uint32``, ``uint64``.
 
 A ``RandomOrder`` runs as a whole on one side. What comes behind it is noted for the device.
 """
@@ -39,6 +40,8 @@ DTYPES: Final = {
     "mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
 }
 """What forms for batches are for."""
+_STORED: Final = frozenset({torch.uint16, torch.uint32, torch.uint64})
+"""Dtypes of which torch writes no rows into a batch, and before 2.11 takes none out of one."""
 LEAVE_MASKS: Final = frozenset(
     {
         *("ColorJitter", "GaussianBlur", "Normalize", "RandomAdjustSharpness"),
@@ -213,11 +216,16 @@ def fixes_size(transform: Any) -> bool:
 
 def rounds(transform: Any) -> bool:
     """Return whether a transform may show the last bit of a float: by levels, or other dtypes."""
-    given = getattr(transform, "dtype", None)
-    kinds = given if isinstance(given, dict) else {None: given}
-    made = {one for kind, one in kinds.items() if kind is not Mask and isinstance(one, torch.dtype)}
+    kinds = _dtypes_of(transform).items()
+    made = {one for kind, one in kinds if kind is not Mask and isinstance(one, torch.dtype)}
     coarse = made - {torch.float32, torch.float64}
     return is_own(transform) and (bool(coarse) or type(transform).__name__ in _ROUND)
+
+
+def _dtypes_of(transform: Any) -> dict[Any, Any]:
+    """Return which dtypes a transform makes, by the type of what it makes."""
+    given = getattr(transform, "dtype", None)
+    return given if isinstance(given, dict) else {None: given}
 
 
 def changes_form(transform: Any) -> bool:
@@ -293,7 +301,10 @@ def _why_in_worker(leaf: Leaf, sized: int, tensors: int) -> str | None:
         return "makes the images one size"
     if leaf.conditional and kind_of(leaf.transform) == "noted" and changes_form(leaf.transform):
         return "changes the form of some images only"
-    return why_pixels(leaf.transform)
+    why = why_pixels(leaf.transform)
+    if why is None and not _STORED.isdisjoint(_dtypes_of(leaf.transform).values()):
+        return "makes a dtype that torch hardly computes with"
+    return why
 
 
 def _place(leaf: Leaf, why: str | None) -> OpPlacement:

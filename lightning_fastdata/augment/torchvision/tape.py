@@ -99,7 +99,7 @@ class Recorder:
         rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
         self._rounding = max(rounding, default=-1)
         self.done_here: set[int] = set()
-        """Numbers of transforms that were to be noted, and met what nothing can be noted of."""
+        """Numbers of transforms that met what nothing can be noted of; for ``costs.py`` alone."""
         self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
     def __call__(self, sample: Batch) -> tuple[Batch, Tape]:

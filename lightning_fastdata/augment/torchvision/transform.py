@@ -93,7 +93,7 @@ class TorchvisionTransform(PipelineTransform):
     def rows(self) -> list[tuple[str, str, str]]:
         """Return operation, place, and why or at what cost, of each."""
         costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.rows)
-        return [(*row[:2], costs[n].how if n in costs else row[2]) for n, row in placed]
+        return [(*row[:2], costs.get(n, row[2])) for n, row in placed]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
