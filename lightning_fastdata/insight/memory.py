@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
-from math import prod
+from math import ceil, prod
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -32,7 +32,7 @@ _COPIED_PART: Final = 0.2
 _STEADY: Final = 0.5
 _FEWEST: Final = 9
 _EARLY: Final = 0.25
-"""Of an epoch."""
+"""Of an epoch, from when a process is first seen."""
 _TELLING: Final = 0.8
 """If a cache grew by more than this in the last epoch, of the first, it would look as a leak."""
 _NEARLY: Final = 0.9
@@ -198,14 +198,11 @@ def _copied(seen: MemorySeen, held: HeldObjects) -> int:
 def _grown(looks: Sequence[Look]) -> float:
     """Return by how much the processes of the last look have grown: the mean of them.
 
-    What each takes early in its own first epoch is of buffers and libraries, and does not count.
+    What each takes early is of buffers and libraries, and does not count.
     """
-    first: dict[int, int] = {}
-    for _, epoch in groupby(looks, key=lambda look: look.epoch):
-        of = list(epoch)
-        for look in of[int(_EARLY * len(of)) :]:
-            first = {**look.sizes, **first}
-    return fmean(size - first[process] for process, size in looks[-1].sizes.items())
+    early = ceil(_EARLY * max(Counter(look.epoch for look in looks).values()))
+    each = ([look.sizes[of] for look in looks if of in look.sizes] for of in looks[-1].sizes)
+    return fmean(sizes[-1] - sizes[min(early, len(sizes) - 1)] for sizes in each)
 
 
 def leaks(looks: Sequence[Look]) -> bool | None:

@@ -130,6 +130,17 @@ def test_what_is_healthy_is_blamed_for_nothing():
         assert not [f for f in findings(Evidence(memory=given)) if f.code.startswith("FD33")], name
 
 
+def test_buffers_of_workers_that_are_new_in_an_epoch_are_no_cache_however_far_that_is():
+    given = HEALTHY["buffers of workers that are new in each epoch"]
+    for count in range(40, 81):
+        assert memory_uses(replace(given, looks=given.looks[:count])) == (), count
+    # A worker that comes in the midst of an epoch, which tuning adds.
+    sizes = [{1: 0} | ({2: min(n - 20, 8) * 20 * MIB} if n >= 20 else {}) for n in range(40)]
+    looks = [Look(n, 0, size) for n, size in enumerate(sizes)]
+    for count in range(20, 41):
+        assert memory_uses(seen(looks=tuple(looks[:count]), workers=2)) == (), count
+
+
 def test_a_list_that_each_worker_copies_is_named_with_its_size_and_its_cure():
     (found,) = findings(Evidence(memory=CAUSES["copied"]))
     assert (found.code, found.severity) == ("FD334", "moderate")
