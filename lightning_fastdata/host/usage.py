@@ -148,14 +148,12 @@ def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int
 class Pages(NamedTuple):
     """Memory of one process, in bytes."""
 
-    pss_bytes: int
-    """All of it; pages of several processes count by parts."""
     anonymous_bytes: int
     """What belongs to no file, as objects do: also what it has in common with its parent."""
     own_bytes: int
     """Of this, at least so much is in pages that no other process has."""
     file_bytes: int
-    """Of files that are mapped, by parts."""
+    """Of files that are mapped; pages of several processes count by parts."""
 
 
 def pages_of(smaps_rollup: str) -> Pages | None:
@@ -169,7 +167,7 @@ def pages_of(smaps_rollup: str) -> Pages | None:
         return None
     dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
     own = min(dirty, kib.get("Pss_Anon", dirty))
-    parts = kib["Pss"], kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
+    parts = kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
     return Pages(*(1024 * size for size in parts))
 
 

@@ -120,14 +120,13 @@ class MemoryMeter:
         if known:
             self._looks.add(Look(step, epoch, known))
 
-    def read(self, workers: Sequence[int]) -> int | None:
-        """Look at the pages of all processes; return what they take together, if it is known."""
+    def read(self, workers: Sequence[int]) -> None:
+        """Look at the pages of all processes."""
         read = {each: self._readers.read_pages(each) for each in (os.getpid(), *workers)}
         now = {each: pages for each, pages in read.items() if pages is not None}
         files = self._readers.read_batch_files(read)
         self._shared = sum(files[each] for each in files.keys() - self._files_first.keys())
         self._read = now if workers or not self._workers else {**self._read, **now}
-        return sum(pages.pss_bytes for pages in now.values()) if now else None
 
     @property
     def copied_bytes(self) -> int:

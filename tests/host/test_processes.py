@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 ROLLUP = """\
 55e5c7c00000-7ffd5a7fe000 ---p 00000000 00:00 0                          [rollup]
 Rss:               12345 kB
-Pss:                {pss} kB
+Pss:                4000 kB
+Anonymous:          {anonymous} kB
 Pss_Dirty:          3000 kB
 Shared_Clean:       1000 kB
 """
@@ -34,12 +35,12 @@ def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> N
     root = proc(
         tmp_path,
         {
-            "11/smaps_rollup": ROLLUP.format(pss=100),
-            "12/smaps_rollup": ROLLUP.format(pss=50),
+            "11/smaps_rollup": ROLLUP.format(anonymous=100),
+            "12/smaps_rollup": ROLLUP.format(anonymous=50),
         },
     )
     sizes = [read_pages(process, root=root) for process in (11, 12, 13)]
-    assert [size and size.pss_bytes for size in sizes] == [100 * 1024, 50 * 1024, None]
+    assert [size and size.anonymous_bytes for size in sizes] == [100 * 1024, 50 * 1024, None]
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
@@ -47,15 +48,14 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 
 @linux
 def test_the_memory_of_this_process_agrees_with_psutil() -> None:
-    assert read_pages(os.getpid()).pss_bytes == pytest.approx(
-        psutil.Process().memory_full_info().pss, rel=0.1
-    )
+    seen = psutil.Process().memory_info()
+    assert read_pages(os.getpid()).anonymous_bytes == pytest.approx(seen.rss - seen.shared, rel=0.1)
 
 
 @linux
 def test_memory_that_a_child_has_touched_is_seen() -> None:
     code = (
-        "import mmap, sys; m = mmap.mmap(-1, 1 << 26);"
+        "import mmap, sys; m = mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE);"
         "m.write(b'x' * (1 << 26)) if sys.argv[1] == 'touch' else None;"
         "print('ready', flush=True); sys.stdin.read()"
     )
@@ -65,6 +65,6 @@ def test_memory_that_a_child_has_touched_is_seen() -> None:
             [sys.executable, "-c", code, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             assert child.stdout.readline() == b"ready\n"
-            sizes.append(read_pages(child.pid).pss_bytes)
+            sizes.append(read_pages(child.pid).own_bytes)
             child.stdin.close()
     assert sizes[1] - sizes[0] == pytest.approx(2**26, rel=0.1)

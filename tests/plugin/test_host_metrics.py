@@ -59,7 +59,6 @@ def test_pages_are_read_at_the_end_of_an_epoch_while_its_workers_live(tmp_path, 
 
     def read(_, workers):
         seen.append((trainer.current_epoch, len(workers)))
-        return 1
 
     monkeypatch.setattr(MemoryMeter, "read", read)
     monkeypatch.setattr(host_metrics, "_REST", 0)
