@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.host_metrics import MachineSeen
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import (
     Evidence,
     LoaderFacts,
     closed_options,
+    stage_evidence,
 )
 from lightning_fastdata.insight.model.finding import (
     FAMILIES,
@@ -40,6 +41,7 @@ from lightning_fastdata.insight.model.finding import (
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, judge
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.tuner import Tuner
 from verdicts.test_findings import CODES, TABLE, late
@@ -288,6 +290,23 @@ def test_causes_and_costs_are_without_the_batch_that_took_long():
     assert once[1].parts.total_ms == pytest.approx(usual[1].parts.total_ms, rel=0.1)
     assert max(cost.blocked_ns for cost in once[1].costs) < 1e9
     assert [f.code for f in findings(once[1])] == [f.code for f in findings(usual[1])]
+
+
+@pytest.mark.parametrize(("wait_ms", "compute_ms"), [(500, 100), (100, 500)])
+def test_no_cost_is_of_a_batch_whose_step_took_long_by_waiting_or_by_computing(wait_ms, compute_ms):
+    ms, now, stamps = 1_000_000, 0, []
+    for number in range(40):
+        wait, compute = (wait_ms, compute_ms) if number == 30 else (20, 10)
+        ended = now + wait * ms
+        task = TaskStamps(0, now, ended, ended - now, 0, 4, ended - now, 0, 0, None)
+        stamps.append(BatchStamps(number, 4, now, ended, (task,), ready_ahead=0, first=not number))
+        now = ended + compute * ms
+    long = timing(30, wait_ms, compute_ms)
+    summary = StageSummary(stage="train", steps=40, samples=160, duration_s=2.0)
+    usual = stage_evidence(summary, stamps).costs
+    assert len(usual) == 39, "of the last one the step is not known"
+    costs = stage_evidence(replace(summary, long_steps=(long,)), stamps).costs
+    assert [each.cpu_ns for each in costs] == [20 * ms] * 38
 
 
 def trained(dataset):

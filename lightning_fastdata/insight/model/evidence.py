@@ -277,7 +277,8 @@ def stage_evidence(
         others, threads = machine.taken_of(setup.cpus), worker_threads(stamps)
         setup = replace(setup, other_cpus=others, worker_threads=threads)
     step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
-    long_ms = min((each.step_ms or 0.0 for each in summary.long_steps), default=math.inf)
+    halves = ((each.stall_ms or 0.0, each.step_ms or 0.0) for each in summary.long_steps)
+    long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
     causes = summary.causes
     seen = causes is not None and any(each.augments for each in causes.operations)
     evidence = Evidence(
