@@ -17,7 +17,7 @@ import lightning_fastdata
 from lightning_fastdata.insight.measure.host_metrics import MachineSeen
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.model.finding import SMALL_COSTS, gain_text
+from lightning_fastdata.insight.model.finding import KEEP, SMALL_COSTS, gain_text
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
@@ -392,14 +392,16 @@ def test_an_executor_without_workers_is_told_to_be_another_one():
     assert "executor='workers', num_workers=" in findings(evidence)[0].remedy
 
 
-def test_a_stream_is_told_first_to_keep_what_its_iter_opens():
+def test_workers_that_end_are_to_be_kept_first_and_a_stream_keeps_what_its_iter_opens():
     evidence = replace(TABLE["FD310"][0], loader=LoaderFacts(persistent_workers=False))
     assert findings(evidence)[0].remedy.startswith("LoaderOptions(persistent_workers=True)")
-    for kept, told in ((False, True), (True, False)):
+    keep, opens = KEEP.text, "have the dataset keep what its __iter__ opens"
+    for kept, told in ((False, f"{keep}, or {opens}"), (True, opens)):
         stream = LoaderFacts(persistent_workers=kept, streamed=True)
-        found = findings(replace(evidence, loader=stream))[0]
-        assert found.remedy.startswith("have the dataset keep what its __iter__ opens")
-        assert ("persistent_workers=True" in found.remedy) is told
+        assert findings(replace(evidence, loader=stream))[0].remedy == told
+    closed = replace(evidence, loader=LoaderFacts(persistent_workers=False, streamed=True))
+    closed = replace(closed, closed={"persistent_workers": "as it was chosen"})
+    assert findings(closed)[0].remedy == opens
 
 
 def test_hand_over_beside_busy_cpus_is_waiting_for_them():

@@ -45,10 +45,9 @@ def _epoch_starts(e: Evidence) -> Finding | None:
         f"{duration_text(e.wall.training_s)}, {duration_text(each_s)} each"
     )
     ends = e.loader.persistent_workers is False
-    advice: tuple[Advice, ...] = (KEEP, _FASTER_START) if ends else (_FASTER_START,)
-    if e.loader.streamed:
-        # A worker that is kept iterates the dataset anew all the same.
-        advice = (_KEPT_OPEN, replace(KEEP, joins=True)) if ends else (_KEPT_OPEN,)
+    # A worker that is kept iterates a stream anew all the same; one that ends keeps nothing open.
+    faster = replace(_KEPT_OPEN, joins=ends) if e.loader.streamed else _FASTER_START
+    advice = (KEEP, faster) if ends else (faster,)
     if e.loaders_anew:
         what = f"loaders are made anew in the course of the training, and {what}"
         advice = (_MADE_ONCE,)
