@@ -21,7 +21,7 @@ from lightning_fastdata.insight.model.finding import KEEP, SMALL_COSTS, gain_tex
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import OperationShare
+from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
@@ -402,6 +402,20 @@ def test_workers_that_end_are_to_be_kept_first_and_a_stream_keeps_what_its_iter_
     closed = replace(evidence, loader=LoaderFacts(persistent_workers=False, streamed=True))
     closed = replace(closed, closed={"persistent_workers": "as it was chosen"})
     assert findings(closed)[0].remedy == opens
+
+
+@each(("computes", "named"), [(0.0, True), (0.35, True), (0.45, False)])
+def test_where_reading_waits_only_a_line_is_named_that_waits(computes, named):
+    """Where 45 % of reading compute, a line of 60 % may wait for less than a fifth of it."""
+    for code in ("FD303", "FD304"):
+        evidence = replace(
+            TABLE[code][0],
+            parts=WaitParts(read_cpu_ms=20 * computes, read_blocked_ms=20 * (1 - computes)),
+            lines=(LineShare(file="a.py", line=3, function="get", calls="", share=0.6),),
+        )
+        found = findings(evidence)[0]
+        assert found.code == code
+        assert ("60% of reading is in get (a.py:3)" in found.cause) is named
 
 
 def test_hand_over_beside_busy_cpus_is_waiting_for_them():

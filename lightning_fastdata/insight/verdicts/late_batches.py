@@ -167,6 +167,17 @@ def _at_limit(e: Evidence) -> bool:
     return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
 
 
+def _where_it_waits(e: Evidence, share: float) -> str:
+    """Return the longest line if it waits for a fifth of reading or more, in words.
+
+    That is known of a line that takes so much more of reading than is not waited. ``share``: Of the
+    wait, what is.
+    """
+    shares = remedies.part_shares(e)
+    computes = shares.get("read_cpu", 0.0) + shares.get("read_runqueue", 0.0)
+    return where_text(e.lines, beside=computes / (computes + share))
+
+
 def _latency(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or _shares(e):
@@ -174,7 +185,7 @@ def _latency(e: Evidence) -> Finding | None:
     finding = found(
         "FD303",
         e.stall_share,
-        of_wait(e, share, "waiting for storage, a network or a lock") + where_text(e.lines),
+        of_wait(e, share, "waiting for storage, a network or a lock") + _where_it_waits(e, share),
         (Advice(text="keep the data on a local disk", part=share), _CACHE),
         _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
@@ -194,7 +205,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
     return found(
         "FD304",
         e.stall_share,
-        cause + where_text(e.lines),
+        cause + _where_it_waits(e, share),
         (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
         _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",

@@ -350,10 +350,14 @@ def line_text(line: LineShare) -> str:
     return printable(text, keep="")
 
 
-def where_text(lines: Sequence[LineShare]) -> str:
-    """Return the line that takes most of reading, to be added to a cause; empty if none does."""
+def where_text(lines: Sequence[LineShare], *, beside: float = 0.0) -> str:
+    """Return the line that takes most of reading, to be added to a cause; empty if none does.
+
+    ``beside``: Of reading, what is not of this cause, 0 to 1: the line has to take more than that.
+    """
     line = max(lines, key=lambda each: each.share, default=None)
-    return f"; {line_text(line)}" if line is not None and line.share >= _STANDS_OUT else ""
+    stands_out = line is not None and line.share >= _STANDS_OUT + beside
+    return f"; {line_text(line)}" if line is not None and stands_out else ""
 
 
 def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
