@@ -418,6 +418,12 @@ def test_where_reading_waits_only_a_line_is_named_that_waits(computes, named):
         assert ("60% of reading is in get (a.py:3)" in found.cause) is named
 
 
+def test_batches_that_are_page_locked_do_not_hide_that_they_are_long_handed_over():
+    parts = {"handover_ms": 7.0, "pin_ms": 8.0, "read_cpu_ms": 5.0, "collate_ms": 4.0}
+    (found,) = (each for each in findings(late(parts)) if each.code == "FD308")
+    assert found.cause.startswith("handing complete batches over is 29%")
+
+
 def test_hand_over_beside_busy_cpus_is_waiting_for_them():
     evidence = late({"handover_ms": 8.0, "read_runqueue_ms": 8.0, "read_cpu_ms": 8.0}, **CPU)
     assert "FD308" not in {found.code for found in findings(evidence)}

@@ -368,12 +368,10 @@ def _costs_enough(e: Evidence, share: float) -> bool:
 
 def _on_the_way(e: Evidence) -> Finding | None:
     """Return the finding that batches are long on their way here once they are made."""
-    shares = remedies.part_shares(e)
-    name = max(_WAYS, key=lambda part: shares.get(part, 0.0))
-    share, (what, advice) = shares.get(name, 0.0), _WAYS[name]
+    dominant, _ = largest(e)
+    name = dominant if dominant in _WAYS else "handover"
+    share, (what, advice) = remedies.part_shares(e).get(name, 0.0), _WAYS[name]
     if name == "handover" and not _hands_over_long(e, share):
-        return None
-    if name != "handover" and largest(e)[0] != name:
         return None
     if name == "handover" and e.setup is not None and e.setup.scheduling == "sample":
         # Batches are handed over as memory already.
