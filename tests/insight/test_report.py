@@ -86,6 +86,19 @@ def test_each_measured_situation_has_its_code(measured, facts, code, kind):
     assert bool(verdict.findings[0].remedy) == (code not in ("FD001", "FD002"))
 
 
+def test_too_few_steps_are_told_as_such_and_more_are_asked_for_where_more_would_do():
+    few = judge(summary(steps=1))
+    assert few.findings[0].family == "too few steps"
+    assert few.findings[0].remedy == "train for at least 5 steps"
+    assert few.evidence[0] == "1 step was timed"
+    unseen = judge(replace(summary(steps=40), stall=None))
+    assert (unseen.code, unseen.findings[0].remedy) == ("FD000", "")
+    assert unseen.evidence == ("40 steps were timed", "waits for batches were not seen")
+    one = replace(summary(steps=1), duration_s=2.0)
+    assert one.title == "train · 1 step in 2.0 s"
+    assert "train 1 step>" in repr(RunReport(stages=(one,)))
+
+
 @pytest.mark.parametrize(("phase", "code"), [("transfer", "FD312"), ("augment", "FD313")])
 def test_what_makes_steps_longer_is_told_of_any_loader(phase, code):
     measured = summary(**{"stall": 0.1, "augment": 1.0, phase: 9.0})

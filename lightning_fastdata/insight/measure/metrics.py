@@ -25,7 +25,7 @@ import torch
 
 from lightning_fastdata.device.backend import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.model.finding import duration_text
+from lightning_fastdata.insight.model.finding import duration_text, steps_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -163,7 +163,7 @@ class StageSummary:
     @property
     def words(self) -> list[str]:
         """How long it took, how much of it was waiting, and how fast it was, if that is known."""
-        found = [f"{self.steps} steps in {duration_text(self.duration_s)}"]
+        found = [f"{steps_text(self.steps)} in {duration_text(self.duration_s)}"]
         if self.stall_share is not None:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:

@@ -122,7 +122,8 @@ class Finding:
 
 
 FAMILIES: Final = {
-    "data is fine": "FD000 FD001 FD002",
+    "too few steps": "FD000",
+    "data is fine": "FD001 FD002",
     "late batches": "FD104",
     "too few workers": "FD101 FD102",
     "slow storage": "FD303 FD304",
@@ -131,9 +132,8 @@ FAMILIES: Final = {
     "full CPUs": "FD306 FD315",
     "costly hand-over": "FD307 FD308 FD323 FD324",
     "copy, augmentation, padding": "FD312 FD313 FD337",
-    "starts of epochs": "FD310",
     "validation": "FD318",
-    "beside the steps": "FD320",
+    "beside the steps": "FD310 FD320",
     "memory": "FD334 FD335 FD336",
     "uneven shares": "FD316 FD325",
 }
@@ -173,6 +173,11 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def steps_text(steps: int) -> str:
+    """Return ``1 step`` or ``1200 steps``."""
+    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from lightning_fastdata.insight.model.finding import (
     STALL_LOW,
     costs_much,
     gain_text,
+    steps_text,
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
@@ -104,7 +105,7 @@ class RunReport:
         return self.text()
 
     def __repr__(self) -> str:
-        stages = ", ".join(f"{stage.stage} {stage.steps} steps" for stage in self.stages)
+        stages = ", ".join(f"{stage.stage} {steps_text(stage.steps)}" for stage in self.stages)
         verdict = "" if self.verdict is None else f", {self.verdict.kind} {self.verdict.code}"
         so_far = "" if self.ended else " so far"
         return f"<RunReport: {stages or 'nothing was measured'}{so_far}{verdict}>"

@@ -27,6 +27,7 @@ from lightning_fastdata.insight.model.finding import (
     costs_much,
     duration_text,
     passed,
+    steps_text,
 )
 from lightning_fastdata.insight.verdicts import (
     late_batches,
@@ -208,7 +209,7 @@ def judge(
 
 
 def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
-    evidence = [f"{summary.steps} steps were timed"]
+    evidence = [f"{steps_text(summary.steps)} {'was' if summary.steps == 1 else 'were'} timed"]
     if summary.stall is None and summary.steps:
         evidence.append("waits for batches were not seen")
     return tuple(evidence)

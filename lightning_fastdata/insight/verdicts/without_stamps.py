@@ -56,8 +56,9 @@ def _too_few_steps(e: Evidence) -> Finding | None:
     if measured and summary.steps >= _FEWEST_STEPS:
         return None
     more = Advice(text=f"train for at least {_FEWEST_STEPS} steps", for_speed=False)
+    advice = (more,) if summary.steps < _FEWEST_STEPS else ()
     cause = "too little was measured to tell"
-    return replace(found("FD000", None, cause, more), severity="fine")
+    return replace(found("FD000", None, cause, advice), severity="fine")
 
 
 def _no_workers(e: Evidence) -> Finding | None:
