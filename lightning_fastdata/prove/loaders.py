@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.prove.remedies import Change, Reader
 from lightning_fastdata.sources.shared import share
@@ -49,6 +50,17 @@ def batches_in(loader: object) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
+
+
+def batches_ahead(loader: object) -> int:
+    """Return how many batches a loader makes before they are asked for; 0: that is not known."""
+    if not isinstance(loader, DataLoader):
+        return 0
+    if isinstance(loader, FastDataLoader):
+        setup = setup_of(loader, cpus=1.0, step_cpus=1.0)
+        if setup is not None:
+            return setup.look_ahead
+    return loader.num_workers * (loader.prefetch_factor or 2)
 
 
 def can_be_cut(loader: object) -> bool:

@@ -143,6 +143,10 @@ class Place:
         if self.given and self.given == len(self.asked_s):
             self.asked_s.append(max(at_s - self.aside_s, self.asked_s[-1]))
 
+    def step_s(self, arm: str) -> float:
+        """Return what a step took in the part that was read, of an arm."""
+        return middle_step_s(self.asked_s, ahead=made.batches_ahead(self.arms.get(arm)))
+
     def close(self, arm: str) -> None:
         """Let go of an arm's workers."""
         loader = self.arms.pop(arm, None)
@@ -446,12 +450,11 @@ class Session:
             return
         steps = len(first.asked_s) - 1
         cycle_s = now_s - self._began_s
-        step_s = middle_step_s(first.asked_s)
+        arm = self._turn.arm
+        step_s = first.step_s(arm)
         val_read = [place for place in val if len(place.asked_s) > 1]
         val_steps = sum(len(place.asked_s) - 1 for place in val_read)
-        val_spent = sum(
-            (len(place.asked_s) - 1) * middle_step_s(place.asked_s) for place in val_read
-        )
+        val_spent = sum((len(place.asked_s) - 1) * place.step_s(arm) for place in val_read)
         val_batches = sum(place.batches or len(place.asked_s) - 1 for place in val_read)
         validation_s = max(0.0, self._validated_s - self._stepped_s) if val_read else 0.0
         whole_s = epoch_s(
@@ -470,7 +473,7 @@ class Session:
         if use is not None and before is not None:
             own_s = use.own_s - before.own_s
             others = max(0.0, use.all_s - before.all_s - own_s) / max(cycle_s, 1e-3)
-            if self._turn.arm == AS_IS:
+            if arm == AS_IS:
                 self._used.append(own_s / max(cycle_s, 1e-3))
         self._parts.append((max(whole_s, 1e-9), step_s, cycle_s, others))
 

@@ -396,18 +396,20 @@ def epoch_s(
     return train_s + validations * once_s
 
 
-def middle_step_s(asked_s: Sequence[float]) -> float:
+def middle_step_s(asked_s: Sequence[float], *, ahead: int = 0) -> float:
     """Return the mean step in the middle half of an epoch.
 
-    What was read ahead is used up there, and the last batches are not made yet.
+    What was read ahead is used up there, and the last batches are not made yet. In a shorter part
+    it is the mean of all steps: those of the middle are of batches that were made in the first.
 
     Args:
         asked_s: When each batch was asked for; and when the last step had ended.
+        ahead: Batches that the loader reads ahead.
     """
     steps = len(asked_s) - 1
     if steps < 1:
         return 0.0
-    begin, end = (steps // 4, steps - steps // 4) if steps >= 8 else (0, steps)
+    begin, end = (steps // 4, steps - steps // 4) if steps >= max(8, 4 * ahead) else (0, steps)
     return (asked_s[end] - asked_s[begin]) / (end - begin)
 
 

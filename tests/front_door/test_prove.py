@@ -23,6 +23,7 @@ from warm_python import warm_python
 
 from lightning_fastdata import StepTimer
 from lightning_fastdata.cli import main
+from lightning_fastdata.host import clock
 from lightning_fastdata.prove.remedies import SHARE
 from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
 from lightning_fastdata.prove.text import conclude
@@ -215,6 +216,30 @@ def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
     found = tried(script)
     assert found.outcome == "change"
     assert found.gain.factor == pytest.approx((STEP_S + ROWS * READ_S) / STEP_S, rel=1e-6)
+
+
+class Together(DataLoader):
+    """Its workers take four seconds for a batch each, on the clock of the test."""
+
+    def __iter__(self):
+        began_s = clock.monotonic()
+        for number in range(len(self)):
+            ready_s = began_s + 4.0 * (1 + number // self.num_workers)
+            CLOCK[0].advance_to(round(ready_s * 1e9))
+            yield torch.zeros(ROWS, 4)
+
+
+def test_a_part_whose_batches_are_all_read_ahead_is_no_faster_than_its_workers(tried):
+    workers, batches = 8, 96
+
+    def script(the_clock):
+        loader = Together(Slow(batches * ROWS), ROWS, num_workers=workers)
+        trainer = quiet(lightning, max_epochs=3, logger=False)
+        trainer.fit(module_of(lightning, the_clock), loader)
+
+    as_is = [each for each in tried(script).trial.blocks if each.arm == AS_IS]
+    assert as_is
+    assert all(each.epoch_s >= batches / workers * 4.0 for each in as_is)
 
 
 def prove(folder, *arguments, code):

@@ -262,6 +262,15 @@ def test_a_part_of_an_epoch_tells_of_the_whole(steps, validations):
     assert whole == pytest.approx(cycle(1000) + validations * (0.3 + 15 * 0.02), rel=1e-9)
 
 
+@pytest.mark.parametrize("ahead", [1, 4, 8, 16])
+def test_a_part_in_which_all_was_read_ahead_is_no_faster_than_its_loader(ahead):
+    """So many workers take a second for a batch each: a part of 8 steps waits once for all."""
+    asked_s = [0.0]
+    for number in range(8):
+        asked_s.append(max(asked_s[-1], 1.0 + number // ahead) + 0.01)
+    assert middle_step_s(asked_s, ahead=ahead) > 0.999 / ahead
+
+
 def test_a_trial_comes_back_from_its_file():
     training = Training({AS_IS: 10.0, FREE: 4.0, "num_workers=2": 5.0}, remedies=[workers(2)])
     found = training.run()
