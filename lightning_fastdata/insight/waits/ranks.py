@@ -36,6 +36,7 @@ _PATIENCE_S: Final = 0.05
 _PATIENCE_AT_END_S: Final = 2.0
 """The same, once, at the end of the run."""
 _POLL_S: Final = 0.005
+_PHASES: Final = ("step", "stall", "wait", "compute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +146,10 @@ class RankRecords:
         self._read(_PATIENCE_S)
 
     def _timing(self, summary: StageSummary) -> RankTiming:
-        late = (summary.stall_share or 0.0) >= STALL_LOW and summary.causes is not None
-        lines = cause_lines(summary.causes) if late and summary.causes is not None else []
-        phases = {"step": summary.step, "stall": summary.stall, "wait": summary.wait}
-        means = {
-            f"{name}_ms": phase.mean_ms
-            for name, phase in {**phases, "compute": summary.compute}.items()
-            if phase is not None
-        }
+        causes = summary.causes if (summary.stall_share or 0.0) >= STALL_LOW else None
+        lines = [] if causes is None else cause_lines(causes)
+        phases = ((name, getattr(summary, name)) for name in _PHASES)
+        means = {f"{name}_ms": phase.mean_ms for name, phase in phases if phase is not None}
         return RankTiming(
             rank=self._rank,
             host=self._host,
