@@ -26,6 +26,7 @@ from lightning_fastdata.executors.kinds import (
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.position import (
     CountedBatches,
+    NamedBatches,
     Pass,
     Passes,
     Position,
@@ -460,6 +461,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             self._keep(inner, rests_on)
         again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
+        if reads_with_torch(self) and not self.num_workers:
+            batches = NamedBatches(batches)
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)

@@ -31,7 +31,7 @@ from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split
 from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
-from lightning_fastdata.torch_internals import under_way
+from lightning_fastdata.torch_internals import being_read, under_way
 from lightning_fastdata.tree import held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
 
@@ -317,6 +317,20 @@ class CountedBatches(_Around):
 
     def __len__(self) -> int:
         return len(self._loader)  # as torch's iterators, which have a length
+
+
+class NamedBatches(_Around):
+    """The batches of torch's iterator without workers; an error names the sample."""
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._batches)
+        except Exception as error:
+            read = being_read(error)
+            if read is not None:
+                which = "one of the samples" if isinstance(read, list) else "sample"
+                error.add_note(f"While reading {which} {read!r:.400} of the dataset.")
+            raise
 
 
 class Passes:
