@@ -729,6 +729,24 @@ def test_batches_as_they_are_ready_are_gone_on_from_by_all_ranks_or_by_none(stre
             again.close()
 
 
+class TellsSeeds(CountsPasses):
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample, get_worker_info().seed
+
+
+@AGAIN
+@pytest.mark.filterwarnings("ignore:.*draws from global gen:lightning_fastdata.FastDataWarning")
+@pytest.mark.parametrize("stream", [Drawing, TellsSeeds])
+def test_a_loader_that_has_workers_goes_on_from_a_state_with_the_seeds_of_it(stream):
+    loader = loader_of(stream, 2)
+    found = list(run(loader, range(1)))
+    for _ in range(2):
+        loader.load_state_dict(found[2][1])
+        assert [batch for batch, _ in run(loader, range(1))] == [batch for batch, _ in found[3:]]
+    loader.close()
+
+
 class GoesOnFromItsCount(IterableDataset):
     at = 0
 
