@@ -711,7 +711,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
 
 
-_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_position")
+_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_passes")
 _NOT_OF_SOURCE: Final = {"self", "shuffle", "split", "tuner", *_OF_WHO_TAKES}
 _RESTS_ON: Final = (
     *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),
