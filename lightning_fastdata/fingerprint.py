@@ -188,7 +188,7 @@ class Watched:
         if same and self._snapshot is not None and self._snapshot.holds():
             return self._told
         self._notes |= not same
-        self._objects, self._snapshot, replaced = objects, None, instead()
+        self._objects, self._snapshot, self._told, replaced = objects, None, None, instead()
         # The first look may change something itself: Python notes in a class what slots it has.
         for _ in range(_TRIES if self._notes and not replaced else 0):
             noting = _Noting(within_s)
@@ -198,7 +198,7 @@ class Watched:
                 self._snapshot = noting.looks
             if self._snapshot is not None or not self._notes:
                 break
-        if self._snapshot is None:
+        if self._told is None:
             self._told = fingerprint(*objects, within_s=within_s, instead=replaced)
         return self._told
 

@@ -3,7 +3,8 @@
 ``torch.utils.data._utils``: ``worker.WorkerInfo``, ``worker._worker_info``, ``collate.collate``,
 ``collate.collate_tensor_fn``, ``collate.default_collate_fn_map``, ``pin_memory.pin_memory``; of
 ``DataLoader`` ``_get_iterator`` and ``_iterator``; of its iterator over workers ``_task_info``,
-``_rcvd_idx``, ``_send_idx``, ``_data_queue``; ``torch.distributed.distributed_c10d``:
+``_rcvd_idx``, ``_send_idx``, ``_data_queue``; of its ``fetch`` the variables ``idx``,
+``possibly_batched_index`` and ``data``; ``torch.distributed.distributed_c10d``:
 ``_get_default_store``; ``torch._dynamo``; ``torch.utils._python_dispatch``, ``OpOverload._schema``.
 
 ``tests/test_torch_internals.py`` pins each of them against the installed torch.
@@ -12,6 +13,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -82,6 +84,24 @@ def under_way(iterator: Any) -> tuple[int, tuple[int, ...]] | None:
     """
     tasks = getattr(iterator, "_task_info", None)
     return None if tasks is None else (iterator._send_idx, tuple(tasks))
+
+
+def being_read(error: BaseException) -> Any:
+    """Return what torch's iterator without workers was reading as an error was raised: its index.
+
+    All indices of the batch: where it is read in one call, and from Python 3.12 on. None: it is
+    not known, or was not reading.
+    """
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "torch.utils.data._utils.fetch":
+            seen = frame.f_locals
+            found = seen.get("idx", seen.get("possibly_batched_index"))
+            if "data" in seen:
+                return None  # it was collating
+        elif found is not None:
+            break
+    return found
 
 
 def next_has_arrived(iterator: Any) -> bool | None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
 import lightning_fastdata
 from lightning_fastdata import torch_internals
 from lightning_fastdata.torch_internals import (
     MAKES_BATCHES,
+    being_read,
     collate,
     collate_tensor_fn,
     count_operators,
@@ -73,6 +75,59 @@ def test_torch_pins_nested_batches_with_the_function_that_we_call():
 
     assert list(inspect.signature(pin_memory).parameters)[:2] == ["data", "device"]
     assert pinned({"text": ["a"]}, None) == {"text": ["a"]}
+
+
+class Breaks(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise ValueError("broken")
+        return index
+
+
+class BreaksTogether(Breaks):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def collates(samples):
+    raise ValueError("broken")
+
+
+ONE = 3 if sys.version_info < (3, 12) else [2, 3]  # from there on comprehensions have no frame
+
+
+@pytest.mark.parametrize(
+    ("dataset", "how", "known"),
+    [
+        (Breaks(), {"batch_size": 2}, ONE),
+        (BreaksTogether(), {"batch_size": 2}, [2, 3]),
+        (Breaks(), {"batch_size": None}, 3),
+        (Breaks(), {"batch_size": 2, "collate_fn": collates}, None),
+    ],
+)
+def test_an_error_of_torchs_own_loop_shows_what_it_read(dataset, how, known):
+    with pytest.raises(ValueError, match="broken") as raised:
+        list(DataLoader(dataset, **how))
+    assert being_read(raised.value) == known
+    batches = iter(lightning_fastdata.FastDataLoader(dataset, executor="torch", **how))
+    with pytest.raises(ValueError, match="broken") as raised:
+        list(batches)
+    notes = [] if known is None else [f"sample {known}", f"one of the samples {known}"]
+    notes = notes[isinstance(known, list) :][:1]
+    assert getattr(raised.value, "__notes__", []) == [
+        f"While reading {note} of the dataset." for note in notes
+    ]
+    if known is not None:
+        next(batches)  # it goes on, as torch's does
+
+
+def test_an_error_of_something_else_shows_nothing():
+    with pytest.raises(ValueError, match="broken") as raised:
+        Breaks()[3]
+    assert being_read(raised.value) is None
 
 
 def test_a_loader_makes_its_batches_by_these_methods():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
@@ -25,6 +26,7 @@ from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.host.cpu import ranks_on_host
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.search import find_instances
@@ -67,7 +69,8 @@ class CachedDataset(Dataset[Any]):
             in which each dataset gets one of its own.
         transform: Called with each sample that is returned; not cached. It may draw at random.
         max_bytes: What the samples may take. Those that find no room are made each time. Default:
-            half of the disk that is free, and no more than a quarter of the memory in memory.
+            half of the disk that is free, and no more than a quarter of the memory in memory, which
+            the ranks of a host share out.
         key: By which the cache is found, in place of the dataset's state: change it when the
             samples change.
         always_same: The dataset always returns the same samples, though it seems to draw.
@@ -115,6 +118,8 @@ class CachedDataset(Dataset[Any]):
         self._max_bytes = max_bytes
         self._always_same = always_same
         self._length = len(dataset)
+        self.ranks = ranks_on_host(os.environ)
+        """That have a cache each in the memory of this host, as far as is known."""
         # More than there are samples: that the cache was compared with its dataset, and what of it
         # was said.
         self._known = SharedFlags(self._length + 3)
@@ -325,7 +330,7 @@ class CachedDataset(Dataset[Any]):
             self._length,
             self._known,
             form=forms[0] if forms and all(form == forms[0] for form in forms) else None,
-            max_bytes=self._max_bytes or room_bytes(self.folder),
+            max_bytes=self._max_bytes or room_bytes(self.folder, self.ranks),
             dataset=type(self.dataset).__name__,
         )
 

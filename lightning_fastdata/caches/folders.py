@@ -81,7 +81,7 @@ def _memory_root() -> Path:
         raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
     import fcntl
 
-    above = _SHARED_MEMORY / f"lightning_fastdata-ram-{os.getuid()}"
+    above = _above_memory_roots()
     with made_by_one(above):
         for left in above.glob("of-*"):
             _remove_if_free(left)
@@ -93,10 +93,17 @@ def _memory_root() -> Path:
     return root
 
 
+def _above_memory_roots() -> Path:
+    return _SHARED_MEMORY / f"lightning_fastdata-ram-{os.getuid()}"
+
+
 def _remove_if_free(folder: Path) -> None:
     import fcntl
 
-    held = os.open(folder, os.O_RDONLY)
+    try:
+        held = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # its process has ended by now, and removed it
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -156,13 +163,18 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def room_bytes(folder: Path) -> int:
-    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory."""
+def room_bytes(folder: Path, ranks: int) -> int:
+    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory.
+
+    ``ranks``: on this host. Each has a cache of its own in memory, and its part of the room.
+    """
+    own = folder.is_relative_to(_above_memory_roots())
     while not folder.exists():  # it may be yet to be made
         folder = folder.parent
     room = shutil.disk_usage(folder).free // 2
-    in_memory = folder.is_relative_to(_SHARED_MEMORY)
-    return min(room, read_host_memory().available_bytes // 4) if in_memory else room
+    if folder.is_relative_to(_SHARED_MEMORY):
+        room = min(room, read_host_memory().available_bytes // 4)
+    return room // ranks if own else room
 
 
 @contextmanager

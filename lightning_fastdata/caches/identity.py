@@ -2,7 +2,8 @@
 
 Two datasets have the same identity if they hold the same, down to each element; if the source text
 of their classes, and of the functions and classes that they hold, is the same; and if the files
-that they name have the same size and time of change. Of an installed package its version counts.
+that they name have the same size and time of change. Of an installed package its version counts, or
+the file of the module where the package does not tell its version.
 
 What code refers to is not looked for: a function of another module may change, and nothing here
 does. An object with a method ``recognised_by()`` is recognised by its class and what that returns.
@@ -145,8 +146,11 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     module = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
     yield f"{module}.{getattr(obj, '__qualname__', '')}"
     if isinstance(obj, BuiltinFunctionType) or not is_users(module):
-        package = sys.modules.get((module or "").partition(".")[0])
-        yield str(getattr(package, "__version__", sys.version))
+        top = (module or "").partition(".")[0]
+        version = getattr(sys.modules.get(top), "__version__", None)
+        file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+        own = version is None and top not in sys.stdlib_module_names and file.is_file()
+        yield file.read_bytes() if own else str(version or sys.version)
         return
     yield _source(obj)
     if isinstance(obj, type):

@@ -346,8 +346,9 @@ class InlineExecutor:
                 self.reads_later = False
                 break
             # One of some batches is measured: looking into each would take as long as making it.
-            new, seen = len(self._ready) - seen, len(self._ready)
-            size_bytes += new * bytes_in(self._ready[-1].batch)
+            # The first one: the last batch of an epoch may be smaller.
+            first, seen = seen, len(self._ready)
+            size_bytes += (seen - first) * bytes_in(self._ready[first].batch)
         else:
             warnings.warn(_GROWN.format(size=size_bytes >> 20), FastDataWarning, stacklevel=2)
         if before is not None and self._state() not in (None, before):

@@ -123,7 +123,7 @@ class StreamExecutor:
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped.
 
-        ``resume``: go on there, in new processes.
+        ``resume``: go on there, with the first epoch.
         """
         self._samples, workers = next(iter(batches)), self._processes
         over = all(lane.done for lane in self._lanes)
@@ -140,7 +140,7 @@ class StreamExecutor:
         for lane in self._lanes:
             child = lane.child
             lives = self.children.get(child.number) is child
-            if lives and (resume is not None or child.failure is not None):
+            if lives and child.failure is not None:
                 self._crew.discard(child)
                 lane.drop(child.tasks.values(), self._slots)
         self._resume, self._crew.wanted = dict(enumerate(resume or ())), workers

@@ -26,6 +26,7 @@ from lightning_fastdata.executors.kinds import (
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.position import (
     CountedBatches,
+    NamedBatches,
     Pass,
     Passes,
     Position,
@@ -460,6 +461,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             self._keep(inner, rests_on)
         again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
+        if reads_with_torch(self) and not self.num_workers:
+            batches = NamedBatches(batches)
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
@@ -708,7 +711,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
 
 
-_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_position")
+_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_passes")
 _NOT_OF_SOURCE: Final = {"self", "shuffle", "split", "tuner", *_OF_WHO_TAKES}
 _RESTS_ON: Final = (
     *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),

@@ -31,7 +31,7 @@ from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split
 from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
-from lightning_fastdata.torch_internals import under_way
+from lightning_fastdata.torch_internals import being_read, under_way
 from lightning_fastdata.tree import held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
 
@@ -317,6 +317,20 @@ class CountedBatches(_Around):
 
     def __len__(self) -> int:
         return len(self._loader)  # as torch's iterators, which have a length
+
+
+class NamedBatches(_Around):
+    """The batches of torch's iterator without workers; an error names the sample."""
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._batches)
+        except Exception as error:
+            read = being_read(error)
+            if read is not None:
+                which = "one of the samples" if isinstance(read, list) else "sample"
+                error.add_note(f"While reading {which} {read!r:.400} of the dataset.")
+            raise
 
 
 class Passes:
@@ -673,12 +687,16 @@ def check_order(state: Position) -> None:
             "and leave in_order=True to go on from any."
         )
     if state.batches and state.world_size > 1 and not state.in_order:
-        _warn(
-            f"Batches came as they were ready (in_order=False), and each of the {state.world_size} "
-            "ranks had taken others when the training was saved. Those of rank 0 are known, so "
-            f"that in epoch {state.epoch} some samples may come twice or not at all on other "
-            "ranks; later epochs are whole. For an exact resume leave in_order=True."
-        )
+        _tell_of_rank_0(state)
+
+
+def _tell_of_rank_0(state: Position) -> None:
+    _warn(
+        "Batches came as they were ready (in_order=False), and each rank had taken others when the "
+        f"training was saved. Those of rank 0 are known, so that in epoch {state.epoch} some "
+        "samples may come twice or not at all on other ranks; later epochs are whole. For an exact "
+        "resume leave in_order=True."
+    )
 
 
 def tell_draws(stream: object) -> None:
@@ -714,6 +732,21 @@ def tell_new_stream(stream: object, state: Position, why: str) -> None:
         "stream keeps from pass to pass is lost, so that samples may be others than without a "
         "break. Have it make that from the epoch, which on_train_epoch_start can tell it."
     )
+
+
+def of_other_rank(state: Position, dataset: object) -> Position:
+    """Return what another rank goes on from, where rank 0 saved a state.
+
+    Of a stream, rank 0 knows the part that it reads.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return state
+    if state.epoch and state.lanes:
+        tell_new_stream(dataset, state, "its state was saved on rank 0, for the part that it reads")
+    if state.batches and state.is_known and not state.in_order:
+        _tell_of_rank_0(state)
+    # Where rank 0 refuses to go on, so do all; where it goes on, none may leave it alone.
+    return replace(state, lanes=state.lanes and [], digest=None, in_order=state.is_known)
 
 
 def check_stream(state: Position, now: Position) -> None:

@@ -179,6 +179,7 @@ class KeptExecutor:
         if not self.persistent or self.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self.base_seed = int(drawn)
+        resumes = self._in_stream is not None or self._earlier_seed is not None
         if self._earlier_seed is not None:
             self.base_seed, self._earlier_seed = self._earlier_seed, None
         other = None if self._running is None else self._running()
@@ -186,6 +187,9 @@ class KeptExecutor:
         if other is not None and unfinished and self.persistent:
             other.end("another epoch of its loader has begun, which keeps its workers")
             unfinished = False
+        if resumes and self.indices is None and self.aside and self._iterator is not None:
+            self._iterator.close()  # those that go on in a stream are seeded as its first ones were
+            self._iterator = None
         keep = self._keeps_now(in_use=unfinished) and not unfinished
         executor = self._iterator if keep else None
         if executor is None:

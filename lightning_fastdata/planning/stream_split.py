@@ -97,6 +97,9 @@ def _no(why: str) -> StreamSplit:
 
 def _known(stream: object) -> StreamSplit | None:
     """Return what is known of a stream by its library; None: nothing."""
+    chained = held(stream, "datasets") if type(stream) is ChainDataset else None
+    if isinstance(chained, list | tuple):
+        return next((known for known in map(_known, chained) if known and known.here), None)
     if is_a(stream, "datasets", "IterableDataset"):
         return _hugging_face(stream)
     if any(is_a(part, "ray") for part in held_by(stream).values()):
@@ -207,9 +210,12 @@ def read_as_worker(
     if worker_init_fn is not None:
         worker_init_fn(number)
     began_s, samples = clock.monotonic(), 0
-    for _ in islice(stream, _MOST_SAMPLES):
+    # The others are read only where the first of two has ended, and then to their ends: whoever
+    # reads alone has the samples, and so the time, of both.
+    most = _MOST_SAMPLES if (number, workers) == (0, 2) else None
+    for _ in islice(stream, most):
         samples += 1
-        if clock.monotonic() - began_s > _BUDGET_S:
+        if clock.monotonic() - began_s > _BUDGET_S * 2 / workers:
             return
-    if samples < _MOST_SAMPLES:
+    if samples != most:
         tell("samples", samples)

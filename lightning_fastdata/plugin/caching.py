@@ -37,7 +37,11 @@ def kept(
     What keeps a cache from being used is said, and ends no training.
     """
     if folder != "auto":
-        return with_cache(dataset, folder), None
+        dataset = with_cache(dataset, folder)
+        cache = cache_of(dataset)
+        if cache is not None and trainer is not None:
+            cache.ranks = trainer.num_devices  # of which Lightning's launcher sets no variable
+        return dataset, None
     try:
         cached, reason = _decision(dataset, _epochs_left(trainer))
     except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there
@@ -79,7 +83,7 @@ def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[b
             return False, str(failure.error)
         return False, f"a process that tried it {'failed' if failure is None else failure.what}"
     reason = gain.why_not(
-        disk_bytes=room_bytes(cache.folder),
+        disk_bytes=room_bytes(cache.folder, cache.ranks),
         memory_bytes=read_host_memory().available_bytes / 2,
         epochs=epochs,
     )

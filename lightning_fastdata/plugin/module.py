@@ -21,7 +21,7 @@ from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.position import VERSION, Place, Position, tell_new_stream
+from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset, refuse_empty
@@ -927,11 +927,8 @@ class TrainingRun:
         if trainer is None or path is None or path not in saved:
             return None
         state = saved[path]
-        if state.lanes is not None and trainer.global_rank:
-            if state.epoch and state.lanes:
-                why = "its state was saved on rank 0, for the part that it reads"
-                tell_new_stream(loaders[path].dataset, state, why)
-            state = replace(state, lanes=[], digest=None)
+        if trainer.global_rank:
+            state = of_other_rank(state, loaders[path].dataset)
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches and len(loaders) == 1:
             move_place(trainer, state.epoch, state.batches, anew.batches)

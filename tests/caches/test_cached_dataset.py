@@ -12,6 +12,7 @@ import random
 import signal
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import albumentations as A
 import numpy as np
@@ -27,6 +28,7 @@ import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.gather.rows import rows_of
+from lightning_fastdata.plugin.caching import kept
 
 
 @pytest.fixture
@@ -337,6 +339,28 @@ def test_a_link_in_the_place_of_caches_in_memory_is_refused(tmp_path, monkeypatc
     with pytest.raises(OptionsError, match="it is no folder"):
         folders.cache_root("ram")
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_ranks_of_a_host_share_out_the_room_of_caches_in_memory(tmp_path, folder, monkeypatch):
+    """Each has its own; a cache in a folder is one for all."""
+    monkeypatch.setattr(folders, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    memory = SimpleNamespace(available_bytes=4_000)
+    monkeypatch.setattr(folders, "read_host_memory", lambda: memory)
+    own = tmp_path / f"lightning_fastdata-ram-{os.getuid()}" / "of-me" / "cache"
+    rooms = [folders.room_bytes(each, 4) for each in (own, tmp_path / "all", Path("/"))]
+    assert rooms == [250, 1000, 5000]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cached = ld.CachedDataset(Made(folder), tmp_path / "of-torchrun")
+    assert cached.ranks == 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    trainer = SimpleNamespace(num_devices=2)  # of Lightning's own launcher
+    cached, _ = kept(Made(folder), tmp_path / "of-lightning", trainer)
+    assert cached.ranks == 2
+
+
+def test_what_its_process_removes_as_another_one_looks_at_it_is_no_error(tmp_path):
+    folders._remove_if_free(tmp_path / "of-one-that-has-ended")
 
 
 class Forms(Made):

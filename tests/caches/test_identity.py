@@ -342,6 +342,21 @@ def test_the_version_of_an_installed_package_counts(monkeypatch, package):
     assert identity(data) == first
 
 
+def test_of_a_package_without_a_version_the_file_of_the_module_counts(monkeypatch, tmp_path):
+    package = tmp_path / "site-packages" / "untold"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("def part(value):\n    return value\n")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    data = Plain(held=importlib.import_module("untold.parts").part)
+    first = identity(data)
+    (package / "parts.py").write_text("def part(value):\n    return value + 1\n")
+    assert identity(data) != first
+    (package / "parts.py").write_text("def part(value):\n    return value\n")
+    assert identity(data) == first
+
+
 # -- other processes -------------------------------------------------------------------------------
 
 IN_A_PROCESS = f"import json, {__name__} as tests; print(json.dumps(tests.identities()))"

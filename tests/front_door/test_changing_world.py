@@ -711,6 +711,20 @@ def test_an_epoch_that_has_grown_too_large_to_be_read_at_once_is_warned_of(monke
         next(iter(loader))
 
 
+def test_the_small_last_batch_of_an_epoch_does_not_stand_for_larger_ones(monkeypatch) -> None:
+    class Three(Rows):
+        """Three batches and one sample."""
+
+        def __len__(self) -> int:
+            return 25
+
+    loader = FastDataLoader(Three(lambda own, _: own.number, number=0), 8, num_workers="auto")
+    list(loader)
+    monkeypatch.setattr(inline, "_MOST_BYTES", 3 * 8 * 2 * 8)
+    with pytest.warns(FastDataWarning, match="larger than was seen"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("workers", [1, "auto"])
 def test_another_size_of_batches_that_are_drawn_ahead_is_warned_of(workers) -> None:
     batches = BatchSampler(range(LENGTH), 2, drop_last=False)

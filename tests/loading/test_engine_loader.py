@@ -16,6 +16,7 @@ from lightning_fastdata import FastImageFolder
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.position import Passes
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
@@ -30,6 +31,14 @@ def test_a_running_loader_can_be_copied_and_pickled() -> None:
     assert len(list(pickle.loads(pickle.dumps(loader)))) == 5
     assert len(list(running)) == 4
     loader.close()
+
+
+def test_what_reads_keeps_nothing_of_who_takes_alive() -> None:
+    """Else a pass, and what is noted of it, would live as long as workers that are kept."""
+    loader = FastDataLoader(DATA, batch_size=4, executor="inline")
+    next(iter(loader))
+    assert not any(isinstance(held, Passes) for held in vars(loader.as_set_up()).values())
+    assert len(list(loader)) == 5
 
 
 @pytest.mark.parametrize("executor", ["inline", "gather", "workers"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import functools
+import itertools
 import pickle
 import random
 import sys
@@ -689,6 +691,26 @@ def test_too_many_numbers_are_compared_by_a_fingerprint():
     assert watched.now((data,), FOR_EVER) is not before
     data.rows.data[-1] = 1
     assert watched.now((data,), FOR_EVER) != before
+
+
+REDUCED = itertools.count()
+
+
+class Day(datetime.date):
+    """No snapshot shows what it is."""
+
+    def __reduce_ex__(self, protocol):
+        next(REDUCED)
+        return super().__reduce_ex__(protocol)
+
+
+def test_what_has_no_snapshot_is_gone_through_once_each_time():
+    data = Rows(lambda *_: 0, day=Day(2020, 1, 1))
+    watched = Watched()
+    for _ in range(3):
+        began, before, once = next(REDUCED), fingerprint(data), next(REDUCED)
+        assert watched.now((data,), FOR_EVER) == before
+        assert next(REDUCED) - once == once - began
 
 
 def test_what_generators_stand_for_is_compared_anew():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lightning_fastdata import LoaderOptions
@@ -33,6 +33,16 @@ class Asks(Stream):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         return iter(range(info.id, COUNT, info.num_workers))
+
+
+class Shares(Asks):
+    """Its first worker has some samples, its second one others."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, second = self.inner
+        parts = [range(first), range(second)] if info.num_workers > 1 else [range(first + second)]
+        return iter(parts[info.id])
 
 
 class Around(Stream):
@@ -103,6 +113,49 @@ def test_a_trial_that_ends_the_process_means_that_it_does_not() -> None:
     assert found(Exits()).why == "Exits, tried as one of two workers, left with exit code 3"
 
 
+@pytest.mark.parametrize("parts", [(16, 15), (16, 16), (31, 31), (32, 31), (20, 70), (3, 0)])
+def test_a_stream_of_any_length_that_divides_itself_is_recognised(parts: tuple[int, int]) -> None:
+    assert found(Shares(parts)).splits
+
+
+def test_one_alone_has_the_time_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(6):
+                now[0] += 300_000_000
+                yield number
+
+    class Planned(clock.Clock):
+        def monotonic_ns(self) -> int:
+            return now[0]
+
+    monkeypatch.setattr(torch_worker, "_worker_info", None)  # and back afterwards
+    now: list[int] = [0]
+    told: dict[str, Any] = {}
+    with clock.installed(Planned()):
+        read_as_worker(Slow(), 0, 1, None, told.__setitem__)
+    assert told == {"samples": 6}
+
+
+def configures(worker: int) -> None:
+    info = get_worker_info()
+    info.dataset.inner = range(worker, COUNT, info.num_workers)
+
+
+class Reader(Asks):
+    """Stands for one that holds a dataset of Ray, by the module of what it holds."""
+
+    def __init__(self) -> None:
+        self.rows = type("Dataset", (), {"__module__": "ray.data"})()
+
+
+@pytest.mark.parametrize("start", [None, configures])
+def test_a_chain_with_a_part_of_ray_is_read_in_the_training_process(start: Any) -> None:
+    assert found(ChainDataset([Asks(), Reader()]), start).here
+    assert found(ChainDataset([Asks(), ChainDataset((Reader(),))]), start).here
+    assert not found(ChainDataset([Asks(), Asks()])).here
+
+
 @pytest.mark.parametrize(
     ("stream", "why"),
     [
@@ -117,11 +170,6 @@ def test_any_doubt_means_that_it_does_not(stream: Any, why: str) -> None:
     told = found(stream)
     assert not told.splits
     assert why in told.why
-
-
-def configures(worker: int) -> None:
-    info = get_worker_info()
-    info.dataset.inner = range(worker, COUNT, info.num_workers)
 
 
 def seeds(worker: int) -> None:

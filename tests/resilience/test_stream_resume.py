@@ -681,19 +681,70 @@ def test_a_pass_that_was_left_before_its_end_is_told(tmp_path):
         next(iter(again))
 
 
+def on_rank(rank, loader, saved):
+    """Return what a rank goes on from."""
+    data = FastDataModule.from_datasets(loader.dataset)
+    data.load_state_dict({KEY: {"loaders": {"": saved}}})
+    data._trainer = SimpleNamespace(global_rank=rank, train_dataloader=loader)
+    return TrainingRun(data).resumed(loader)
+
+
 @pytest.mark.parametrize(("epoch", "told"), [(0, 0), (1, 1)])
 def test_another_rank_reads_its_own_part_and_is_told_that_the_state_is_of_none(epoch, told):
     found = [state for (of, _), state in run(loader_of(CountsPasses, 0), range(2)) if of == epoch]
     loader = loader_of(CountsPasses, 0)
-    trainer = SimpleNamespace(global_rank=1, train_dataloader=loader)
-    data = FastDataModule.from_datasets(CountsPasses())
-    data.load_state_dict({KEY: {"loaders": {"": found[1]}}})
-    data._trainer = trainer
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        state = TrainingRun(data).resumed(loader)
+        state = on_rank(1, loader, found[1])
     assert (state.batches, state.lanes, state.digest) == (2, [], None)
     assert [str(one.message).count("was saved on rank 0") for one in caught] == [1] * told
+
+
+@AGAIN
+@pytest.mark.parametrize("executor", ["torch", "inline"])
+def test_what_another_rank_reads_again_is_not_held_against_that_of_rank_0(executor):
+    saved = saved_after(3, OfItsTime(0), 0, executor=executor)
+    again = loader_of(OfItsTime(1), 0, executor=executor)
+    again.load_state_dict(on_rank(1, again, saved).as_dict())
+    assert not any("gave other samples" in said for said in told_by(again)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot go on within this epoch")
+@pytest.mark.parametrize(("stream", "goes_on"), [(CountsPasses, True), (Plain, False)])
+def test_batches_as_they_are_ready_are_gone_on_from_by_all_ranks_or_by_none(stream, goes_on):
+    saved = saved_after(3, stream, 2, in_order=False)
+    for rank in range(2):
+        again = loader_of(stream, 2, in_order=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again.load_state_dict(on_rank(rank, again, saved).as_dict())
+        told = [str(one.message) for one in caught if one.category is FastDataWarning]
+        assert len(told) == (rank if goes_on else 0)
+        assert all("each rank had taken others" in said for said in told)
+        if goes_on:
+            assert len(told_by(again)[1]) == LENGTH // BATCH + 1 - 3
+        else:
+            with pytest.raises(OptionsError, match="after 3 batches that came as they were ready"):
+                next(iter(again))
+            again.close()
+
+
+class TellsSeeds(CountsPasses):
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample, get_worker_info().seed
+
+
+@AGAIN
+@pytest.mark.filterwarnings("ignore:.*draws from global gen:lightning_fastdata.FastDataWarning")
+@pytest.mark.parametrize("stream", [Drawing, TellsSeeds])
+def test_a_loader_that_has_workers_goes_on_from_a_state_with_the_seeds_of_it(stream):
+    loader = loader_of(stream, 2)
+    found = list(run(loader, range(1)))
+    for _ in range(2):
+        loader.load_state_dict(found[2][1])
+        assert [batch for batch, _ in run(loader, range(1))] == [batch for batch, _ in found[3:]]
+    loader.close()
 
 
 class GoesOnFromItsCount(IterableDataset):
