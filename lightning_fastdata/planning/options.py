@@ -19,6 +19,8 @@ from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
+_OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+"""Options with which torch makes no loader that has no workers."""
 
 
 @runtime_checkable
@@ -57,8 +59,10 @@ def _is_whole(value: object) -> bool:
 
 
 def check_loader(
+    options: LoaderOptions,
     batch_size: object,
     *,
+    alone: bool,
     transform: object,
     needs_batches: bool,
     orders: Mapping[str, object],
@@ -67,12 +71,20 @@ def check_loader(
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
     ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``:
-    something runs on the device, on batches.
+    something runs on the device, on batches. ``alone``: there are to be no workers. (A data module
+    takes their options all the same, which are for all of its stages.)
 
     Raises:
-        OptionsError: An argument is impossible.
+        OptionsError: An argument is impossible, or is for workers and there are none.
         TransformError: ``transform`` was not made by this package, or there are no batches.
     """
+    for name in _OF_WORKERS if alone else ():
+        value = getattr(options, name)
+        if value is not False and value != "auto":
+            raise OptionsError(
+                f"{name} is {value!r}, which is for workers, but num_workers is 0. Leave out "
+                f'{name}, or set num_workers to a number from 1, or to "auto".'
+            )
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
     fine = batch_size is None or (_is_whole(batch_size) and int(batch_size) >= 1)  # type: ignore[call-overload]
