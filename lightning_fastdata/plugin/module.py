@@ -28,10 +28,12 @@ from lightning_fastdata.planning.facts.inspection import Questions, inspect_data
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
+    called_as,
     check,
     check_among,
     check_callable,
     check_dataset,
+    check_keywords,
     checked_seed,
     given_options,
 )
@@ -202,6 +204,7 @@ class DataModule:
     part_begin = 0
     """Sample of a training batch that is transferred in parts, with which the next part begins."""
 
+    @called_as("FastDataModule")
     def __init__(
         self,
         batch_size: int | Auto = 32,
@@ -375,6 +378,7 @@ class DataModule:
             shuffle: As the constructor has it.
             **arguments: The other arguments of the constructor.
         """
+        check_keywords(cls.from_datasets, arguments, cls)
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
         given = {"num_workers": num_workers, "shuffle": shuffle}
         given = {name: value for name, value in given.items() if value is not None}
@@ -429,6 +433,7 @@ class DataModule:
                     f"from_loaders() takes {name} from the loaders. Leave out {name}=, or use "
                     "from_datasets()."
                 )
+        check_keywords(cls.from_loaders, arguments, cls)
         loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
         chosen = num_workers == "auto"
         given = {

@@ -27,7 +27,13 @@ from torch.utils.data import (
 )
 from trainers import quiet_trainer
 
-from lightning_fastdata import FastDataError, FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataError,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+)
 from lightning_fastdata.errors import OptionsError
 
 
@@ -441,6 +447,40 @@ def test_an_argument_that_is_none_is_given_all_the_same() -> None:
     assert KeepsIt.from_datasets(Numbers(), augment=None).augment is None
     with pytest.raises(OptionsError, match="guard"):
         FastDataModule.from_datasets(Numbers(), guard=None)
+
+
+@each(
+    ("call", "said"),
+    [
+        (lambda: FastDataModule(batchsize=4), r"^FastDataModule\(\) .* 'batchsize'.*'batch_size'"),
+        (
+            lambda: FastDataModule.from_datasets(Numbers(), colate_fn=len),
+            r"^from_datasets\(\) .* 'colate_fn'. Did you mean 'collate_fn'\?",
+        ),
+        (
+            lambda: FastDataModule.from_loaders(train_loader=DataLoader(Numbers(), 4)),
+            r"^from_loaders\(\) .* 'train_loader'. Did you mean 'train'\?",
+        ),
+        (lambda: FastDataModule.from_datasets(wrong=1), r"from_datasets\(\) .* 'wrong'\.$"),
+        (lambda: KeepsIt.from_datasets(wrong=1), r"^FastDataModule\(\) .* 'wrong'\.$"),
+        (lambda: FastDataModule(4, LoaderOptions()), r"^FastDataModule.__init__\(\) takes"),
+        (lambda: DataThroughputCallback(figure=False), r"^DataThroughputCallback.*'figures'"),
+    ],
+)
+def test_an_unknown_keyword_is_told_by_the_name_that_was_called(call, said) -> None:
+    with pytest.raises(TypeError, match=said):
+        call()
+
+
+def test_a_constructor_of_a_subclass_gets_its_own_keywords() -> None:
+    class Folder(FastDataModule):
+        def __init__(self, root: str, batch_size: int = 2) -> None:
+            super().__init__(batch_size)
+            self.root = root
+
+    assert Folder.from_datasets(Numbers(), root="here").root == "here"
+    with pytest.raises(TypeError, match=r"^from_datasets\(\) .* 'rot'. Did you mean 'root'\?"):
+        Folder.from_datasets(Numbers(), rot="here")
 
 
 def test_options_of_workers_say_that_there_are_none() -> None:
