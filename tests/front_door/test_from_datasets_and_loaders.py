@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -34,7 +35,7 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError
 
 
 class Numbers(Dataset):
@@ -447,6 +448,23 @@ def test_an_argument_that_is_none_is_given_all_the_same() -> None:
     assert KeepsIt.from_datasets(Numbers(), augment=None).augment is None
     with pytest.raises(OptionsError, match="guard"):
         FastDataModule.from_datasets(Numbers(), guard=None)
+
+
+@each("made", [FastDataModule.from_datasets, FastDataModule.from_loaders])
+@each("validates", [True, False])
+@each("limits", [{}, {"limit_val_batches": 2}, {"limit_val_batches": 0.5}])
+def test_training_alone_is_no_validation_of_length_zero(made, validates, limits) -> None:
+    given = DataLoader(Numbers(), 4) if made == FastDataModule.from_loaders else Numbers()
+    data = made(given, num_workers=0)
+    trainer = quiet_trainer(max_epochs=2, **limits)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Seen() if validates else Learner(), datamodule=data)
+    texts = [str(one.message) for one in said]
+    assert [text for text in texts if "zero" in text or "val_" in text or "valid" in text] == []
+    assert trainer.global_step == 2 * len(data.train_dataloader())
+    with pytest.raises(DatasetError, match=r"FastDataModule has no val dataset: val_dataset\(\)"):
+        trainer.validate(Seen(), datamodule=data)
 
 
 @each(
