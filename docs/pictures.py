@@ -105,6 +105,7 @@ def train(folder: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    torch.set_num_threads(1)  # several wait for each other where other programs have the CPUs
     data = FastDataModule.from_datasets(Scans(), Scans(), batch_size=16, num_workers=1)
     trainer.fit(Model(), datamodule=data)
 

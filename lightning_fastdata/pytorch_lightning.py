@@ -8,11 +8,17 @@ data modules of its own tree only. Import from here if your project says
 from __future__ import annotations
 
 from pytorch_lightning import Callback, LightningDataModule
+from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_fastdata.plugin.guard.callback import GuardHooks
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.proving import ProvingHooks
+from lightning_fastdata.plugin.seams.loaders import EmptyLoaders
 from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
+
+
+class NoLoaders(EmptyLoaders, CombinedLoader):  # type: ignore[misc]
+    __doc__ = EmptyLoaders.__doc__
 
 
 class BatchSizeGuard(GuardHooks, Callback):  # type: ignore[misc]
@@ -23,6 +29,7 @@ class FastDataModule(DataModule, LightningDataModule):  # type: ignore[misc]  # 
     __doc__ = DataModule.__doc__
 
     _guard_callback = BatchSizeGuard
+    _no_loaders = NoLoaders
 
 
 class DataThroughputCallback(ThroughputHooks, Callback):  # type: ignore[misc]  # noqa: D101

@@ -233,7 +233,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         chosen: bool = False,
         standby: bool = False,
     ) -> None:
-        executor, num_workers = _asked(executor, num_workers)
+        executor, num_workers, alone = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
         """``num_workers`` was left open."""
         check_dataset(
@@ -256,7 +256,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         }
         asked = LoaderOptions(**given_options(given))
         check_loader(
+            asked,
             batch_size,
+            alone=alone,
             transform=transform,
             needs_batches=staged is not None,
             orders={"sampler": sampler, "batch_sampler": batch_sampler},
@@ -294,11 +296,11 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.loader_arguments().get("persistent_workers", False)
-            if not num_workers:
-                self.chosen &= not plan.only_here
-                prefetch_factor = multiprocessing_context = None
-            elif multiprocessing_context is None:
+            self.chosen &= num_workers > 0 or not plan.only_here
+            if multiprocessing_context is None:
                 multiprocessing_context = plan.start_method
+        if not num_workers:
+            persistent_workers, prefetch_factor, multiprocessing_context = False, None, None
         self.faults = FaultLog.of(on_bad_sample, dataset)
         self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor
@@ -722,11 +724,14 @@ _RESTS_ON: Final = (
 
 def _asked(
     executor: AnyExecutor | Literal["auto"] | None, num_workers: int | Literal["auto"] | None
-) -> tuple[AnyExecutor | Literal["auto"], int | Literal["auto"]]:
-    """Return who is to read and how many, where None means what it means to torch."""
+) -> tuple[AnyExecutor | Literal["auto"], int | Literal["auto"], bool]:
+    """Return who is to read and how many, and whether the caller said that there are no workers.
+
+    None means what it means to torch.
+    """
     if num_workers is None:
         kind = find_kind(executor)
         num_workers = "auto" if kind is not None and kind.elsewhere else 0
     if executor is None and num_workers == "auto" and not may_start_processes():
-        return "torch", 0
-    return executor or "auto", num_workers
+        return "torch", 0, False
+    return executor or "auto", num_workers, num_workers == 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from numbers import Integral
-from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, ParamSpec, Protocol, TypeAlias, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -18,7 +21,10 @@ from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
+_P = ParamSpec("_P")
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
+_OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+"""Options with which torch makes no loader that has no workers."""
 
 
 @runtime_checkable
@@ -46,6 +52,42 @@ def check_callable(name: str, value: object, takes: str) -> None:
     check(name, value, fine, f"None and a function that takes {takes}")
 
 
+def check_keywords(called: Callable[..., object], given: Iterable[str], makes: type) -> None:
+    """Raise a TypeError if a keyword is neither for a function nor for the class that it makes."""
+    takes = signature(makes).parameters
+    if all(one.kind is not one.VAR_KEYWORD for one in takes.values()):
+        *own, _ = signature(called).parameters  # the last are those that it passes on
+        _refuse_unknown(called.__name__, given, [*own, *takes])
+
+
+def _refuse_unknown(called: str, given: Iterable[str], known: Sequence[str]) -> None:
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        near = get_close_matches(unknown, known, n=1, cutoff=0.5)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{called}() got an unexpected keyword argument {unknown!r}.{meant}")
+
+
+def called_as(name: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
+    """Return what has a constructor speak of keywords by the name of the class that users call.
+
+    That class is joined to Lightning elsewhere, and Python would name the one that has the code.
+    """
+
+    def named(init: Callable[_P, None]) -> Callable[_P, None]:
+        known = list(signature(init).parameters)[1:]
+        init.__qualname__ = f"{name}.__init__"
+
+        @wraps(init)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            _refuse_unknown(name, kwargs, known)
+            init(*args, **kwargs)
+
+        return checked
+
+    return named
+
+
 def checked_seed(seed: object) -> int:
     """Return a seed as an integer of Python; raises OptionsError if it is no whole number."""
     check("seed", seed, _is_whole(seed), "whole numbers")
@@ -57,8 +99,10 @@ def _is_whole(value: object) -> bool:
 
 
 def check_loader(
+    options: LoaderOptions,
     batch_size: object,
     *,
+    alone: bool,
     transform: object,
     needs_batches: bool,
     orders: Mapping[str, object],
@@ -67,12 +111,20 @@ def check_loader(
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
     ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``:
-    something runs on the device, on batches.
+    something runs on the device, on batches. ``alone``: there are to be no workers. (A data module
+    takes their options all the same, which are for all of its stages.)
 
     Raises:
-        OptionsError: An argument is impossible.
+        OptionsError: An argument is impossible, or is for workers and there are none.
         TransformError: ``transform`` was not made by this package, or there are no batches.
     """
+    for name in _OF_WORKERS if alone else ():
+        value = getattr(options, name)
+        if value is not False and value != "auto":
+            raise OptionsError(
+                f"{name} is {value!r}, which is for workers, but num_workers is 0. Leave out "
+                f'{name}, or set num_workers to a number from 1, or to "auto".'
+            )
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
     fine = batch_size is None or (_is_whole(batch_size) and int(batch_size) >= 1)  # type: ignore[call-overload]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_fastdata.plugin.guard.callback import GuardHooks
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.proving import ProvingHooks
+from lightning_fastdata.plugin.seams.loaders import EmptyLoaders
 from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
+
+
+class NoLoaders(EmptyLoaders, CombinedLoader):  # noqa: D101
+    __doc__ = EmptyLoaders.__doc__
 
 
 class BatchSizeGuard(GuardHooks, Callback):  # noqa: D101 - its docstring is the shared one
@@ -19,6 +25,7 @@ class FastDataModule(DataModule, LightningDataModule):  # type: ignore[misc]  # 
     __doc__ = DataModule.__doc__
 
     _guard_callback = BatchSizeGuard
+    _no_loaders = NoLoaders
 
 
 class DataThroughputCallback(ThroughputHooks, Callback):  # noqa: D101

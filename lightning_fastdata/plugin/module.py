@@ -28,10 +28,12 @@ from lightning_fastdata.planning.facts.inspection import Questions, inspect_data
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
+    called_as,
     check,
     check_among,
     check_callable,
     check_dataset,
+    check_keywords,
     checked_seed,
     given_options,
 )
@@ -68,6 +70,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import (
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing, device_type
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
+from lightning_fastdata.plugin.seams.internals import replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
@@ -202,6 +205,7 @@ class DataModule:
     part_begin = 0
     """Sample of a training batch that is transferred in parts, with which the next part begins."""
 
+    @called_as("FastDataModule")
     def __init__(
         self,
         batch_size: int | Auto = 32,
@@ -283,6 +287,7 @@ class DataModule:
         self.batch_size = 32 if self.chooses_batch_size else checked_batch_size(batch_size)
 
     _guard_callback: type | None = None
+    _no_loaders: type = list
 
     @property
     def augment(self) -> Any:
@@ -333,6 +338,15 @@ class DataModule:
             attach_guard(trainer, self._guard_callback, always=self.chooses_batch_size)
         # A subclass's own hook may leave out super(), and then Lightning's warning is right.
         choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
+        if running_stage(trainer) == "train" and not self._validates(trainer):
+            # Of any method of this name but its own Lightning says that data were passed in.
+            replace_for_one_run(trainer, self, "val_dataloader", super().val_dataloader)  # type: ignore[misc]
+
+    def _validates(self, trainer: Trainer) -> bool:
+        """Return whether the LightningModule, or this data module, has anything of validation."""
+        cls, names = type(self), ("val_dataset", "val_dataloader")
+        own = any(n in vars(self) or getattr(cls, n) is not getattr(DataModule, n) for n in names)
+        return own or overridden_hook(trainer.lightning_module, "validation_step") is not None
 
     def train_dataset(self) -> Any:
         """Return the dataset to train on."""
@@ -375,6 +389,7 @@ class DataModule:
             shuffle: As the constructor has it.
             **arguments: The other arguments of the constructor.
         """
+        check_keywords(cls.from_datasets, arguments, cls)
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
         given = {"num_workers": num_workers, "shuffle": shuffle}
         given = {name: value for name, value in given.items() if value is not None}
@@ -429,6 +444,7 @@ class DataModule:
                     f"from_loaders() takes {name} from the loaders. Leave out {name}=, or use "
                     "from_datasets()."
                 )
+        check_keywords(cls.from_loaders, arguments, cls)
         loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
         chosen = num_workers == "auto"
         given = {
@@ -551,8 +567,9 @@ class DataModule:
         """
         datasets, by_name = self._named_datasets(stage)
         if is_missing(datasets):
-            if stage == "val" and running_stage(self._trainer) in (None, "train"):
-                return []
+            running = running_stage(self._trainer)
+            if stage == "val" and running in (None, "train"):
+                return [] if running is None else self._no_loaders([])
             raise DatasetError(
                 f"{type(self).__name__} has no {stage} dataset: {DATASET_METHOD[stage]}() "
                 f"returned {datasets!r}. Override it to return a dataset."

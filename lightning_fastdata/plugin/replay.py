@@ -81,16 +81,27 @@ def replayed(
     """
     with kept_random_state(), torch.no_grad():
         saved = saved or {}
-        twin: Any = _apart(module, seed, saved.get("batch_size"))
+        size, length = saved.get("batch_size"), saved.get("length")
+        twin: Any = _apart(module, seed, size)
         loader = _training_loader(twin)
         order = _order_of(loader, epoch or 0, rank, ranks)
-        for name in ("batch_size", "length"):
-            now, then = getattr(order, name), saved.get(name)
-            if then not in (None, now):
-                raise OptionsError(
-                    f"The training of the checkpoint had {name} {then}, and the data module has "
-                    f"{now}: its batches would be others. Name one that is as it was."
-                )
+        if size not in (None, order.batch_size):
+            # It was another batch_size, or a hook of the module's own reckons with the devices.
+            twin.batch_size = max(1, twin.batch_size * size // order.batch_size)
+            loader = _training_loader(twin)
+            order = _order_of(loader, epoch or 0, rank, ranks)
+        if size not in (None, order.batch_size):
+            raise OptionsError(
+                f"The training of the checkpoint had batches of {size} samples, and the loader of "
+                f"{type(module).__name__} has {order.batch_size} where the data module has "
+                f"batch_size={twin.batch_size} and its trainer one device, as here: the batches "
+                f"would be others. Name a data module whose loader has {size} then."
+            )
+        if length not in (None, order.length):
+            raise OptionsError(
+                f"The training of the checkpoint had length {length}, and the data module has "
+                f"{order.length}: its batches would be others. Name one that is as it was."
+            )
         if epoch is None and number >= 0:
             epoch, number = divmod(number, max(1, len(order)))
             order = _order_of(loader, epoch, rank, ranks)
@@ -111,15 +122,14 @@ def replayed(
     return ReplayedBatch(**where, indices=tuple(indices), files=files, batch=batch)
 
 
-def _apart(module: DataModule, seed: int | None, batch_size: int | None) -> DataModule:
+def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataModule:
     """Return a copy of a data module that shares its datasets and transforms, and decides alone."""
-    if module.chooses_batch_size and batch_size is None:
+    if module.chooses_batch_size and trained is None:
         raise OptionsError(
             'Batches cannot be made again with batch_size="auto". Give the data module the number '
             "that the training had, which its log tells."
         )
     twin = copy.copy(module)
-    twin.batch_size = module.batch_size if batch_size is None else batch_size
     twin.seed = module.run_seed() if seed is None else seed
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")

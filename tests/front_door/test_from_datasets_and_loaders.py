@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,10 +26,16 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import FastDataError, FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataError,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+)
+from lightning_fastdata.errors import DatasetError, OptionsError
 
 
 class Numbers(Dataset):
@@ -441,6 +448,57 @@ def test_an_argument_that_is_none_is_given_all_the_same() -> None:
     assert KeepsIt.from_datasets(Numbers(), augment=None).augment is None
     with pytest.raises(OptionsError, match="guard"):
         FastDataModule.from_datasets(Numbers(), guard=None)
+
+
+@each("made", [FastDataModule.from_datasets, FastDataModule.from_loaders])
+@each("validates", [True, False])
+@each("limits", [{}, {"limit_val_batches": 2}, {"limit_val_batches": 0.5}])
+def test_training_alone_is_no_validation_of_length_zero(made, validates, limits) -> None:
+    given = DataLoader(Numbers(), 4) if made == FastDataModule.from_loaders else Numbers()
+    data = made(given, num_workers=0)
+    trainer = quiet_trainer(max_epochs=2, **limits)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Seen() if validates else Learner(), datamodule=data)
+    texts = [str(one.message) for one in said]
+    assert [text for text in texts if "zero" in text or "val_" in text or "valid" in text] == []
+    assert trainer.global_step == 2 * len(data.train_dataloader())
+    with pytest.raises(DatasetError, match=r"FastDataModule has no val dataset: val_dataset\(\)"):
+        trainer.validate(Seen(), datamodule=data)
+
+
+@each(
+    ("call", "said"),
+    [
+        (lambda: FastDataModule(batchsize=4), r"^FastDataModule\(\) .* 'batchsize'.*'batch_size'"),
+        (
+            lambda: FastDataModule.from_datasets(Numbers(), colate_fn=len),
+            r"^from_datasets\(\) .* 'colate_fn'. Did you mean 'collate_fn'\?",
+        ),
+        (
+            lambda: FastDataModule.from_loaders(train_loader=DataLoader(Numbers(), 4)),
+            r"^from_loaders\(\) .* 'train_loader'. Did you mean 'train'\?",
+        ),
+        (lambda: FastDataModule.from_datasets(wrong=1), r"from_datasets\(\) .* 'wrong'\.$"),
+        (lambda: KeepsIt.from_datasets(wrong=1), r"^FastDataModule\(\) .* 'wrong'\.$"),
+        (lambda: FastDataModule(4, LoaderOptions()), r"^FastDataModule.__init__\(\) takes"),
+        (lambda: DataThroughputCallback(figure=False), r"^DataThroughputCallback.*'figures'"),
+    ],
+)
+def test_an_unknown_keyword_is_told_by_the_name_that_was_called(call, said) -> None:
+    with pytest.raises(TypeError, match=said):
+        call()
+
+
+def test_a_constructor_of_a_subclass_gets_its_own_keywords() -> None:
+    class Folder(FastDataModule):
+        def __init__(self, root: str, batch_size: int = 2) -> None:
+            super().__init__(batch_size)
+            self.root = root
+
+    assert Folder.from_datasets(Numbers(), root="here").root == "here"
+    with pytest.raises(TypeError, match=r"^from_datasets\(\) .* 'rot'. Did you mean 'root'\?"):
+        Folder.from_datasets(Numbers(), rot="here")
 
 
 def test_options_of_workers_say_that_there_are_none() -> None:

@@ -63,6 +63,29 @@ class Made(Dataset):
         return self.make(index)
 
 
+@each("executor", [None, "auto", "inline", "workers", "torch"])
+@each(
+    "arguments",
+    [{"prefetch_factor": 4}, {"persistent_workers": True}, {"multiprocessing_context": "spawn"}],
+)
+@each("workers", [{"num_workers": 0}, {}])
+def test_arguments_for_workers_are_refused_without_workers(executor, arguments, workers) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        DataLoader(ROWS, **workers, **arguments)
+    with pytest.raises(OptionsError, match=next(iter(arguments)) + " is .* num_workers is 0"):
+        FastDataLoader(ROWS, executor=executor, **workers, **arguments)
+
+
+@each("importable", [True, False])
+def test_arguments_for_workers_are_taken_where_their_number_is_left_open(
+    importable, monkeypatch
+) -> None:
+    monkeypatch.setattr("lightning_fastdata.loading.loader.may_start_processes", lambda: importable)
+    arguments = {"prefetch_factor": 4, "multiprocessing_context": "fork"}
+    loader = FastDataLoader(ROWS, 5, num_workers="auto", persistent_workers=True, **arguments)
+    assert len(list(loader)) == 6
+
+
 class Holder:
     """A batch of a kind that only its own class can pin."""
 

@@ -89,18 +89,22 @@ BY_SAMPLE = {
 }
 
 
-def seen(transform, given=None):
-    """Return whether a transform is warned of at its first call, and of no more at its second."""
-    transform = as_batch_transform(transform)
-    given = batch() if given is None else given
-    told = []
-    for _ in range(2):
+def told(transform, given, calls):
+    """Return how many warnings each of so many calls of a transform gives."""
+    transform, counts = as_batch_transform(transform), []
+    for _ in range(calls):
         with warnings.catch_warnings(record=True) as said, told_of_shared_draws(transform, given):
             warnings.simplefilter("always")
             transform.apply(given)
-        told.append(len(said))
-    assert told[1] == 0
-    return told[0] == 1
+        counts.append(len(said))
+    return counts
+
+
+def seen(transform, given=None):
+    """Return whether a transform is warned of at its first call, and of no more at its second."""
+    first, second = told(transform, batch() if given is None else given, 2)
+    assert second == 0
+    return first == 1
 
 
 @each("name", ONCE)
@@ -114,6 +118,43 @@ def test_what_does_not_is_not(name):
     if name == "as many channels as samples":
         given = [one[:3] for one in given]
     assert not seen(BY_SAMPLE[name], given)
+
+
+class Late:
+    """Flips from a certain call on, as one that draws whether to do anything may happen to."""
+
+    def __init__(self, first):
+        self.first, self.calls = first, 0
+
+    def __call__(self, given):
+        self.calls += 1
+        return flipped(given) if self.calls >= self.first else given
+
+
+@each("first", [2, 8])
+def test_calls_that_happen_to_draw_nothing_hide_none_that_does(first):
+    assert told(Late(first), batch(), 10) == [call == first for call in range(1, 11)]
+
+
+def test_a_callable_in_which_nothing_was_found_is_looked_at_no_more():
+    late = Late(9)
+    assert told(late, batch(), 20) == [0] * 20
+    assert late.calls == 20
+
+
+def test_a_compiled_callable_is_compiled_with_and_without_the_look_and_no_more():
+    compilations = []
+
+    def as_it_is(graph, inputs):
+        compilations.append(graph)
+        return graph
+
+    changed = torch.compile(v2.Normalize([0.5] * 3, [0.5] * 3), backend=as_it_is)
+    try:
+        told(lambda given: [changed(given[0] / 255), given[1]], batch(), 12)
+        assert len(compilations) == 2
+    finally:
+        torch.compiler.reset()
 
 
 @each(
@@ -132,10 +173,10 @@ def test_batches_of_any_form_are_tried(given):
 
 
 def test_the_trial_leaves_the_callable_and_all_generators_as_they_were():
-    told = []
+    sizes = []
 
     def counts(given):
-        told.append(len(given[0]))
+        sizes.append(len(given[0]))
         return [FLIPS(given[0]), given[1]]
 
     def drawn(function):
@@ -148,7 +189,7 @@ def test_the_trial_leaves_the_callable_and_all_generators_as_they_were():
     given = batch()
     before = given[0].clone()
     assert drawn(lambda: seen(counts, given)) == drawn(lambda: [counts(given), counts(given)])
-    assert told == [COUNT] * 4
+    assert sizes == [COUNT] * 4
     assert torch.equal(given[0], before)
 
 

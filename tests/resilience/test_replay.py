@@ -148,6 +148,56 @@ def test_a_look_back_leaves_the_data_module_and_the_generators_alone() -> None:
     assert len(fit(data)) == 12
 
 
+class Scaled(Data):
+    """Has a hook of its own, whose batches are larger than ``batch_size``."""
+
+    def of(self, batch_size):
+        return self.make_loader(Photos(), stage="train", batch_size=batch_size)
+
+    def train_dataloader(self):
+        return self.of(2 * self.batch_size * self.trainer.world_size)
+
+
+class Shared(Scaled):
+    def train_dataloader(self):
+        return self.of(max(1, self.batch_size // self.trainer.world_size))
+
+
+class Fixed(Scaled):
+    def train_dataloader(self):
+        return self.of(6)
+
+
+class Uneven(Scaled):
+    def train_dataloader(self):
+        return self.of(self.batch_size + 1)
+
+
+def saved_by(data):
+    (loader,) = data.state_dict()["lightning_fastdata"]["loaders"].values()
+    return loader
+
+
+@pytest.mark.parametrize("kind", [Scaled, Shared, Fixed, Uneven])
+def test_a_hook_that_makes_the_batch_size_gives_the_batches_of_the_checkpoint(kind) -> None:
+    data = kind(4, options=options("inline"), seed=2)
+    seen = fit(data)
+    check(kind(4, seed=2), seen, every=3, saved=saved_by(data))
+
+
+@pytest.mark.parametrize(("data", "size"), [(Scaled(1, seed=2), 4), (Shared(4, seed=2), 2)])
+def test_a_hook_that_reckons_with_two_ranks_gives_their_batches_on_one(data, size) -> None:
+    saved = {"batch_size": size, "length": LENGTH}
+    found = replayed(data, 0, 1, rank=1, ranks=2, saved=saved)
+    assert found.indices == replayed(Data(size, seed=2), 0, 1, rank=1, ranks=2).indices
+
+
+def test_a_loader_that_cannot_have_the_batches_of_the_checkpoint_says_both_sizes() -> None:
+    said = "had batches of 9 samples, and the loader of Uneven has 8 where .* batch_size=7 "
+    with pytest.raises(OptionsError, match=said):
+        replayed(Uneven(4), 0, 0, saved={"batch_size": 9, "length": LENGTH})
+
+
 class Weighted(Data):
     def train_dataloader(self):
         sampler = torch.utils.data.WeightedRandomSampler([1.0] * LENGTH, LENGTH)

@@ -1,9 +1,9 @@
 """Callables that give a whole batch to a transform of torchvision, which draws once for it.
 
 Such a transform flips all of a batch or nothing, where in a dataset it flips one sample in two.
-The first call of each callable is watched: which transforms of torchvision get the batch? What one
-does is then seen on copies of one sample. Only torchvision's own code runs again, which keeps no
-state, and what it draws is put back: the training is left as it was.
+The first calls of each callable are watched: which transforms of torchvision get the batch? What
+one does is then seen on copies of one sample. Only torchvision's own code runs again, which keeps
+no state, and what it draws is put back: the training is left as it was.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -35,21 +35,28 @@ _TRIES: Final = 32
 _SEED: Final = 1
 _ROUNDING: Final = 0.01
 """Share of the largest value by which two results may differ, as mixtures of equal images do."""
-_looked_at: WeakSet[StageTransform] = WeakSet()
+_WATCHED: Final = 8
+"""Calls: one that happens to draw nothing, as one in two may, shows nothing."""
+_calls: WeakKeyDictionary[StageTransform, int] = WeakKeyDictionary()
+"""That were watched; all there are to watch, where something was found."""
 
 
 @contextmanager
 def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[None]:
     """Run the block, which calls a transform with a batch, and warn if it draws once for all."""
     samples = batch_samples(batch)
-    if transform.starts_in_worker or transform in _looked_at or samples < 2:
+    calls = _calls.get(transform, 0)
+    if transform.starts_in_worker or calls == _WATCHED or samples < 2:
         yield
         return
-    _looked_at.add(transform)
+    _calls[transform] = calls + 1
     deepest = max((leaf.ndim for leaf in leaves(batch) if _has_rows(leaf, samples)), default=0)
     called: list[tuple[torch.nn.Module, Any]] = []
+    compiled: list[bool] = []
 
     def note(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            compiled.append(True)
         # A single sample has fewer dimensions, however many channels or frames it has.
         whole = any(_has_rows(leaf, samples) and leaf.ndim >= deepest for leaf in leaves(given))
         if whole and _is_torchvisions(module):
@@ -60,9 +67,12 @@ def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[No
         yield
     finally:
         hook.remove()
+        if compiled:  # each hook has it compiled anew, which torch gives up after some times
+            _calls[transform] = _WATCHED
     sharing = (type(module).__name__ for module, copies in called if _draws_once(module, copies))
     once = next(sharing, None)
     if once is not None:
+        _calls[transform] = _WATCHED
         spelled = getattr(transform, "spelled", transform.name)
         warnings.warn(
             f"The transform {transform.name} draws once for a whole batch: it gives the batch to "

@@ -12,6 +12,7 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 - in :mod:`.profiler_tee`: ``trainer.profiler``
 - in :mod:`.loaders`: ``dataloader`` of a loop's data source, ``reduce`` of the strategy
 - in :mod:`.hooks`: ``on_after_batch_transfer`` of a module, ``get_instance`` of the hook selector
+- in :mod:`..module`: its own ``val_dataloader``, where nothing is to be validated
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
 - in :mod:`..watch.recording`: ``batch_to_device`` of the strategy
 - in :mod:`..guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the

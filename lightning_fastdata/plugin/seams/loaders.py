@@ -79,6 +79,22 @@ class _ShownLoaders:
         return itself, (self.ask,)
 
 
+class EmptyLoaders:
+    """Makes a CombinedLoader of Lightning's one of no loaders.
+
+    Lightning takes an empty list or dict for a loader itself, whose length is 0, and warns of that.
+    """
+
+    @property
+    def flattened(self) -> list[Any]:
+        """None at all."""
+        return []
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        """Take back what Lightning has prepared, which is none, too."""
+
+
 def flattened(loaders: object) -> Iterator[Any]:
     """Return a trainer's loaders one by one, in whatever form they come."""
     return (loader for _, loader in with_paths(loaders))
