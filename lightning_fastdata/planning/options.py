@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
 from numbers import Integral
-from typing import Any, Final, Literal, ParamSpec, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,7 +18,6 @@ from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
-_P = ParamSpec("_P")
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 """Options with which torch makes no loader that has no workers."""
@@ -50,42 +46,6 @@ def check_callable(name: str, value: object, takes: str) -> None:
     """
     fine = value is None or (callable(value) and not isinstance(value, str))
     check(name, value, fine, f"None and a function that takes {takes}")
-
-
-def check_keywords(called: Callable[..., object], given: Iterable[str], makes: type) -> None:
-    """Raise a TypeError if a keyword is neither for a function nor for the class that it makes."""
-    takes = signature(makes).parameters
-    if all(one.kind is not one.VAR_KEYWORD for one in takes.values()):
-        *own, _ = signature(called).parameters  # the last are those that it passes on
-        _refuse_unknown(called.__name__, given, [*own, *takes])
-
-
-def _refuse_unknown(called: str, given: Iterable[str], known: Sequence[str]) -> None:
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        near = get_close_matches(unknown, known, n=1, cutoff=0.5)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{called}() got an unexpected keyword argument {unknown!r}.{meant}")
-
-
-def called_as(name: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Return what has a constructor speak of keywords by the name of the class that users call.
-
-    That class is joined to Lightning elsewhere, and Python would name the one that has the code.
-    """
-
-    def named(init: Callable[_P, None]) -> Callable[_P, None]:
-        known = list(signature(init).parameters)[1:]
-        init.__qualname__ = f"{name}.__init__"
-
-        @wraps(init)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            _refuse_unknown(name, kwargs, known)
-            init(*args, **kwargs)
-
-        return checked
-
-    return named
 
 
 def checked_seed(seed: object) -> int:

@@ -28,12 +28,10 @@ from lightning_fastdata.planning.facts.inspection import Questions, inspect_data
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
-    called_as,
     check,
     check_among,
     check_callable,
     check_dataset,
-    check_keywords,
     checked_seed,
     given_options,
 )
@@ -205,7 +203,6 @@ class DataModule:
     part_begin = 0
     """Sample of a training batch that is transferred in parts, with which the next part begins."""
 
-    @called_as("FastDataModule")
     def __init__(
         self,
         batch_size: int | Auto = 32,
@@ -389,7 +386,6 @@ class DataModule:
             shuffle: As the constructor has it.
             **arguments: The other arguments of the constructor.
         """
-        check_keywords(cls.from_datasets, arguments, cls)
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
         given = {"num_workers": num_workers, "shuffle": shuffle}
         given = {name: value for name, value in given.items() if value is not None}
@@ -444,7 +440,6 @@ class DataModule:
                     f"from_loaders() takes {name} from the loaders. Leave out {name}=, or use "
                     "from_datasets()."
                 )
-        check_keywords(cls.from_loaders, arguments, cls)
         loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
         chosen = num_workers == "auto"
         given = {
@@ -902,6 +897,10 @@ class DataModule:
 
 
 _PARAMETERS: Final = dict(list(inspect.signature(DataModule.__init__).parameters.items())[1:])
+
+
+# Of a wrong keyword Python names the class that has the code, which users do not know.
+DataModule.__init__.__qualname__ = "FastDataModule.__init__"
 
 
 class TrainingRun:

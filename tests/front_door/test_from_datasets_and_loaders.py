@@ -470,35 +470,16 @@ def test_training_alone_is_no_validation_of_length_zero(made, validates, limits)
 @each(
     ("call", "said"),
     [
-        (lambda: FastDataModule(batchsize=4), r"^FastDataModule\(\) .* 'batchsize'.*'batch_size'"),
-        (
-            lambda: FastDataModule.from_datasets(Numbers(), colate_fn=len),
-            r"^from_datasets\(\) .* 'colate_fn'. Did you mean 'collate_fn'\?",
-        ),
-        (
-            lambda: FastDataModule.from_loaders(train_loader=DataLoader(Numbers(), 4)),
-            r"^from_loaders\(\) .* 'train_loader'. Did you mean 'train'\?",
-        ),
-        (lambda: FastDataModule.from_datasets(wrong=1), r"from_datasets\(\) .* 'wrong'\.$"),
-        (lambda: KeepsIt.from_datasets(wrong=1), r"^FastDataModule\(\) .* 'wrong'\.$"),
-        (lambda: FastDataModule(4, LoaderOptions()), r"^FastDataModule.__init__\(\) takes"),
-        (lambda: DataThroughputCallback(figure=False), r"^DataThroughputCallback.*'figures'"),
+        (lambda: FastDataModule(batchsize=4), "FastDataModule.*'batchsize'"),
+        (lambda: FastDataModule.from_datasets(Numbers(), wrong=1), "FastDataModule.*'wrong'"),
+        (lambda: FastDataModule.from_loaders(wrong=1), "FastDataModule.*'wrong'"),
+        (lambda: FastDataModule(4, LoaderOptions()), "FastDataModule.* takes"),
+        (lambda: DataThroughputCallback(figure=False), "DataThroughputCallback.*'figure'"),
     ],
 )
-def test_an_unknown_keyword_is_told_by_the_name_that_was_called(call, said) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_an_argument_too_many_is_told_by_the_public_name(call, said) -> None:
+    with pytest.raises(TypeError, match=rf"^{said}"):
         call()
-
-
-def test_a_constructor_of_a_subclass_gets_its_own_keywords() -> None:
-    class Folder(FastDataModule):
-        def __init__(self, root: str, batch_size: int = 2) -> None:
-            super().__init__(batch_size)
-            self.root = root
-
-    assert Folder.from_datasets(Numbers(), root="here").root == "here"
-    with pytest.raises(TypeError, match=r"^from_datasets\(\) .* 'rot'. Did you mean 'root'\?"):
-        Folder.from_datasets(Numbers(), rot="here")
 
 
 def test_options_of_workers_say_that_there_are_none() -> None:

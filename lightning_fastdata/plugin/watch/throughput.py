@@ -14,7 +14,7 @@ from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
-from lightning_fastdata.planning.options import called_as, check
+from lightning_fastdata.planning.options import check
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import wall_scalars
 from lightning_fastdata.plugin.loggers.report_files import (
@@ -90,7 +90,6 @@ class ThroughputHooks:
             its batches itself, so that no transfer hook would run.
     """
 
-    @called_as("DataThroughputCallback")
     def __init__(
         self,
         augment: Callable[..., Any] | None = None,
@@ -363,6 +362,9 @@ class ThroughputHooks:
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)
                 print_report(report, page)
+
+
+ThroughputHooks.__init__.__qualname__ = "DataThroughputCallback.__init__"
 
 
 class AddedHooks(ThroughputHooks):
