@@ -76,9 +76,14 @@ class PaddingMeter:
         """Batches that showed nothing, or something else."""
         self._found: Padding | None = None
 
+    @property
+    def looks(self) -> bool:
+        """Whether it is of use to look at one more batch."""
+        return len(self._seen) + self._others < _LOOKED_AT
+
     def look(self, batch: Batch) -> None:
         """Look at a batch as its loader gave it, if that is still of use."""
-        if len(self._seen) + self._others >= _LOOKED_AT:
+        if not self.looks:
             return
         seen = next(_shown(tensors_in(batch)), None)
         if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):

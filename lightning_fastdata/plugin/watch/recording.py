@@ -202,7 +202,7 @@ class _LooksAtBatches:
 
     def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
         """Return the batch on the device."""
-        if self.trainer.training:
+        if self.meter.looks and self.trainer.training:
             with suppress(Exception):  # a batch may be anything
                 self.meter.look(batch)
         return self.move(batch, *where, **named)
