@@ -57,7 +57,9 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
 def made(pipeline: Any, images: torch.Tensor, on_device: bool) -> torch.Tensor:
     pipeline = pipeline if isinstance(pipeline, A.Compose) else A.Compose([pipeline])
     batch, key = {"image": images.clone()}, SampleKey(7, 0, 0)
-    return collated(pipeline, batch, key, on_device=on_device)["image"]
+    images_made = collated(pipeline, batch, key, on_device=on_device)["image"]
+    assert torch.equal(batch["image"], images)  # what is given stays as it was
+    return images_made
 
 
 @each("name", OPERATIONS)
