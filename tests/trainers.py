@@ -48,6 +48,21 @@ class Learner(L.LightningModule):
         return list(itertools.chain.from_iterable(self.seen))
 
 
+def trained(data, note=lambda batch: batch, *, folder=None, resume=None, **options):
+    """Return what a function says of each training batch of a fit.
+
+    Args:
+        data: a data module, or what a trainer takes as its training loaders.
+        note: of a batch.
+        folder: where the trainer may write.
+        resume: a file of a checkpoint to go on from.
+        **options: arguments of ``Trainer``.
+    """
+    model = Learner(note)
+    quiet_trainer(folder, **options).fit(model, data, ckpt_path=resume)
+    return model.seen
+
+
 def quiet_trainer(folder=None, **options):
     """Return a trainer on the CPU for one epoch, which logs, keeps and shows nothing.
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from conformance.forked_ranks import on_ranks
 from front_door.other_streams import LIBRARIES, as_it_is
-from lightning.pytorch import LightningModule
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastDataWarning
 
@@ -26,23 +25,10 @@ BATCH, EPOCHS, RANKS = 4, 2, 2
 
 def trained(data):
     """Return what each step of a training had, by epoch."""
-
-    class Learner(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-            self.epochs = [[] for _ in range(EPOCHS)]
-
-        def training_step(self, batch, batch_idx):
-            self.epochs[self.current_epoch].append(batch["number"].tolist())
-            return self.layer(torch.ones(1)).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    model = Learner()
+    epochs = [[] for _ in range(EPOCHS)]
+    model = Learner(lambda batch: epochs[model.current_epoch].append(batch["number"].tolist()))
     quiet_trainer(strategy="ddp", devices=RANKS, max_epochs=EPOCHS).fit(model, datamodule=data)
-    return model.epochs
+    return epochs
 
 
 def made_in_time(make):
@@ -53,10 +39,6 @@ def made_in_time(make):
             return make()
 
     return Made(BATCH, num_workers=1)
-
-
-def rank_here():
-    return int(os.environ["LOCAL_RANK"])
 
 
 def run(files, case):
@@ -85,7 +67,7 @@ def main(files, folder, cases):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    (folder / f"{rank_here()}.json").write_text(json.dumps(found))
+    (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from misses import each
+from samples import Samples
 from skimage import data
-from torch.utils.data import Dataset
-from trainers import Learner, quiet_trainer
+from trainers import trained
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
 
@@ -170,39 +170,17 @@ REFUSED = {"sizes, not stacked", "some to gray", "some cropped"}
 """No batch can be made of them in either place."""
 
 
-class Samples(Dataset):
-    """Samples that lie in memory."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self.samples[index])
-
-
-def trained(
+def outcome(
     samples: list[Any], augment: Any, collate_fn: Callable[[list[Any]], Any] | None, place: str
 ) -> list[Any] | type[Exception]:
     """Return the batches of an epoch, or the class of the error that ended it."""
-    module = Learner()
-    trainer = quiet_trainer()
-    data_module = FastDataModule.from_datasets(
-        Samples(samples),
-        batch_size=4,
-        collate_fn=collate_fn,
-        augment=augment,
-        augment_on=place,
-        seed=3,
-        options=LoaderOptions(executor="inline"),
-    )
+    how = {"augment": augment, "augment_on": place, "collate_fn": collate_fn, "seed": 3}
+    how["options"] = LoaderOptions(executor="inline")
+    dataset = Samples(lambda index: dict(samples[index]), len(samples))
     try:
-        trainer.fit(module, data_module)
+        return trained(FastDataModule.from_datasets(dataset, batch_size=4, **how))
     except Exception as error:
         return type(error)
-    return module.seen
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -228,6 +206,6 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.filterwarnings("ignore")
 @each("name", CASES)
 def test_what_trains_in_the_workers_trains_alike_on_the_device(name):
-    wanted, found = (trained(*CASES[name], place) for place in ("cpu", "gpu"))
+    wanted, found = (outcome(*CASES[name], place) for place in ("cpu", "gpu"))
     assert_equal(found, wanted)
     assert isinstance(wanted, list) == (name not in REFUSED)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
+from samples import Samples
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule
@@ -16,18 +17,7 @@ from lightning_fastdata import FastDataLoader, FastDataModule
 BATCH = 16
 
 
-@pytest.fixture
-def machine():
-    """Samples and collations cost what they say, to the bit, where they are tried, too."""
-    with on_machine() as virtual:
-        yield virtual
-
-
 on_a_machine = pytest.mark.usefixtures("machine")
-
-
-def compute(ms):
-    work(ms / 1000)
 
 
 class Reads(Dataset):
@@ -42,7 +32,7 @@ class Reads(Dataset):
 
     def __getitem__(self, index):
         if self.computes_ms is not None:
-            compute(self.computes_ms(index))
+            work(self.computes_ms(index) / 1000)
         if self.waits_ms is not None:
             sleep(self.waits_ms(index) / 1000)
         return self.row, os.getpid()
@@ -53,20 +43,7 @@ class InBatches(Reads):
         return [(self.row, os.getpid()) for _ in indices]
 
 
-class Table(Dataset):
-    def __init__(self, length):
-        self.rows = np.zeros((length, 8), np.float32)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return torch.from_numpy(self.rows[index]), os.getpid()
-
-
-class Draws(Reads):
-    def __getitem__(self, index):
-        return torch.rand(4), os.getpid()
+TABLE = np.zeros((1024, 8), np.float32)
 
 
 def padded(samples):
@@ -75,7 +52,7 @@ def padded(samples):
 
 
 def slow_collation(samples):
-    compute(30)
+    work(0.03)
     return padded(samples)
 
 
@@ -100,8 +77,8 @@ def readers(loader):
         (Reads(), {}),
         (Reads(), {"batch_size": 1}),
         (InBatches(length=512), {"batch_size": 256}),
-        (Table(1024), {"batch_size": 32}),
-        (Draws(), {"batch_size": 4}),
+        (Samples(lambda i: (torch.from_numpy(TABLE[i]), os.getpid()), 1024), {"batch_size": 32}),
+        (Samples(lambda _: (torch.rand(4), os.getpid()), 96), {"batch_size": 4}),
     ],
     ids=["rows", "single rows", "__getitems__", "table", "draws"],
 )

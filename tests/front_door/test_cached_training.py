@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from misses import each
 from PIL import Image
 from rig.machine import sleep
-from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from trainers import Learner, quiet_trainer
@@ -87,7 +86,7 @@ def photos_of(photos, log, cache, steps):
     return ld.CachedDataset(Counted(photos, log, DRAWN[:1]), cache, transform=of_picture)
 
 
-def fit(photos, log, cache, *, steps, epochs=2, workers="auto", resume=None, folder=None):
+def fit(photos, log, cache, *, steps, workers="auto", resume=None, folder=None):
     data = ld.FastDataModule.from_datasets(
         photos_of(photos, log, cache, steps),
         Counted(photos, log, FIXED),
@@ -97,12 +96,8 @@ def fit(photos, log, cache, *, steps, epochs=2, workers="auto", resume=None, fol
         options=ld.LoaderOptions(num_workers=workers, probe=workers == "auto"),
     )
     module = Seen()
-    saved = (
-        [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
-    )
-    trainer = quiet_trainer(
-        max_epochs=epochs, callbacks=saved, enable_checkpointing=folder is not None
-    )
+    saved = [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)] if folder else []
+    trainer = quiet_trainer(max_epochs=2, callbacks=saved, enable_checkpointing=bool(folder))
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     return module, data
 
@@ -141,14 +136,7 @@ def test_a_training_resumes_with_a_cache_or_without(tmp_path, photos):
         assert rest.seen == whole.seen[9:]
 
 
-@pytest.fixture
-def machine():
-    """What samples take is exact, also in the process that tries a cache; kept ones take none."""
-    with on_machine() as virtual:
-        yield virtual
-
-
-class Computes(torch.utils.data.Dataset):
+class Computes(Dataset):
     """Takes 4 ms for a sample, and may draw."""
 
     def __init__(self, draws=False):
@@ -162,13 +150,10 @@ class Computes(torch.utils.data.Dataset):
         return torch.full((50,), float(index)) + (torch.rand(1) if self.draws else 0), index
 
 
-class Ready(torch.utils.data.Dataset):
+class Ready(Computes):
     """Has its samples at hand."""
 
     rows = torch.arange(40.0).view(40, 1).expand(40, 50)
-
-    def __len__(self):
-        return 40
 
     def __getitem__(self, index):
         return self.rows[index], index
@@ -177,15 +162,13 @@ class Ready(torch.utils.data.Dataset):
 def fit_auto(dataset, cache="auto", epochs=3):
     data = ld.FastDataModule.from_datasets(dataset, batch_size=5, seed=1, cache=cache)
     module = Seen()
-    trainer = quiet_trainer(max_epochs=epochs)
-    trainer.fit(module, datamodule=data)
+    quiet_trainer(max_epochs=epochs).fit(module, datamodule=data)
     return module.seen, data.explain()
 
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.filterwarnings("ignore:.*a sample waits")
-def test_auto_keeps_samples_where_it_pays(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(tmp_path))
+def test_auto_keeps_samples_where_it_pays(capfd):
     wanted, _ = fit_auto(Computes(), None)
     seen, said = fit_auto(Computes())
     assert seen == wanted
@@ -288,10 +271,9 @@ def by_module(data, cache, workers, change):
             change(data)
 
     epochs = [[], [], []]
-    options = ld.LoaderOptions(num_workers=workers, probe=workers == "auto")
-    module = ld.FastDataModule.from_datasets(
-        data, batch_size=4, shuffle=False, cache=cache, options=options
-    )
+    options = ld.LoaderOptions(num_workers=workers, probe=False)
+    how = {"batch_size": 4, "shuffle": False, "cache": cache, "options": options}
+    module = ld.FastDataModule.from_datasets(data, **how)
     quiet_trainer(max_epochs=3).fit(Noted(), datamodule=module)
     return epochs
 

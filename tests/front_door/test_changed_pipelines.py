@@ -9,10 +9,10 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from misses import each
-from torch.utils.data import DataLoader, Dataset
-from trainers import quiet_trainer
+from samples import Samples
+from torch.utils.data import DataLoader
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule
 from lightning_fastdata.errors import OptionsError
@@ -20,41 +20,26 @@ from lightning_fastdata.errors import OptionsError
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
 
-class Images(Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return IMAGE
+IMAGES = Samples(lambda _: IMAGE, 4)
 
 
-class Seen(LightningModule):
-    """Notes in which epochs images are inverted; lets something be done behind the first one."""
+class Seen(Learner):
+    """Notes whether images are inverted; lets something be done behind the first epoch."""
 
     def __init__(self, do: Callable[[], object]) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.inverted: list[bool] = []
+        super().__init__(lambda batch: bool(batch.flatten(1)[:, 0].min() > 200))
         self.do = do
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        if number == 0:
-            self.inverted.append(bool(batch.flatten(1)[:, 0].min() > 200))
-        return self.weight.sum()
 
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 0:
             self.do()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fitted(do: Callable[[], object], *callbacks: Any, **given: Any) -> list[bool]:
+    """Return whether the images of each of three epochs of a step were inverted."""
     module = Seen(do)
-    trainer = quiet_trainer(max_epochs=3, callbacks=list(callbacks))
-    trainer.fit(module, **given)
-    return module.inverted
+    quiet_trainer(max_epochs=3, callbacks=list(callbacks)).fit(module, **given)
+    return module.seen
 
 
 def inverting() -> A.Compose:
@@ -68,23 +53,19 @@ CHANGES = [
 
 
 @each("change", CHANGES)
-@each("place", ["cpu", "gpu"])
+@each("place", ["cpu", "gpu", "callback"])
 @each("workers", [0, 2])
 def test_a_pipeline_that_is_changed_in_place_holds_from_the_next_epoch_on(
     change, place, workers
 ) -> None:
-    compose = inverting()
-    how = {"batch_size": 4, "num_workers": workers, "augment": compose, "augment_on": place}
-    data = FastDataModule.from_datasets(Images(), **how)
-    assert fitted(lambda: change(compose), datamodule=data) == [True, False, False]
-
-
-@each("change", CHANGES)
-def test_so_does_one_of_the_callback(change) -> None:
-    compose = inverting()
-    callback = DataThroughputCallback(augment=compose, summary=False, report=False)
-    given = {"train_dataloaders": DataLoader(Images(), 4)}
-    assert fitted(lambda: change(compose), callback, **given) == [True, False, False]
+    compose, callbacks = inverting(), []
+    if place == "callback":
+        callbacks = [DataThroughputCallback(augment=compose, summary=False, report=False)]
+        given = {"train_dataloaders": DataLoader(IMAGES, 4, num_workers=workers)}
+    else:
+        how = {"batch_size": 4, "num_workers": workers, "augment": compose, "augment_on": place}
+        given = {"datamodule": FastDataModule.from_datasets(IMAGES, **how)}
+    assert fitted(lambda: change(compose), *callbacks, **given) == [True, False, False]
 
 
 @each("change", CHANGES)
@@ -100,9 +81,13 @@ def test_so_does_one_that_is_called_with_the_next_call(change, on_cpu) -> None:
 
 
 def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() -> None:
-    data = FastDataModule.from_datasets(Images(), batch_size=4, num_workers=0, augment=inverting())
+    def made() -> FastDataModule:
+        how = {"batch_size": 4, "num_workers": 0, "augment": inverting()}
+        return FastDataModule.from_datasets(IMAGES, **how)
+
+    data = made()
     with pytest.raises(OptionsError, match="augment= was set while the training runs"):
         fitted(lambda: setattr(data, "augment", None), datamodule=data)
-    data = FastDataModule.from_datasets(Images(), batch_size=4, num_workers=0, augment=inverting())
+    data = made()
     data.augment = A.Compose([A.ToTensorV2()])
     assert fitted(lambda: None, datamodule=data) == [False, False, False]

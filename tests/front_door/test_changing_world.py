@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from misses import Misses
 from thoroughness import LONG, some
 from torch.utils.data import (
@@ -39,7 +39,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
 )
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -170,11 +170,11 @@ def object_within(_: Path) -> World:
 def function_in_its_place(_: Path) -> World:
     data = Rows(lambda _own, _i: 0)
     numbers = itertools.count(1)
-    return {"dataset": data}, lambda: setattr(data, "look", partial(_number, next(numbers)))
+    return {"dataset": data}, lambda: setattr(data, "look", partial(_always, next(numbers)))
 
 
-def _number(number: int, *_: object) -> int:
-    return number
+def _always(value: Any, *_: object) -> Any:
+    return value
 
 
 def class_attribute(_: Path) -> World:
@@ -302,12 +302,11 @@ SORTS_OF_READERS = ((0,), (1, 2), ("auto here",), ("auto aside",))
 DOORS = ("FastDataModule", "from_loaders", "FastDataLoader")
 
 
-class Seen(LightningModule):
+class Seen(Learner):
     """Notes the batches of training, and lets the change be made when it is time."""
 
     def __init__(self, who: str, change: Callable[[], object], told: list[Any]) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
+        super().__init__(lambda batch: None)
         self.batches: list[list[Any]] = []
         self.warned: int | None = None
         """Batches that had come when a warning came."""
@@ -328,7 +327,7 @@ class Seen(LightningModule):
             thread = threading.Thread(target=self._change)
             thread.start()
             thread.join()
-        return self.weight.sum()
+        return super().training_step(batch, 0)
 
     def validation_step(self, *_: object) -> None:
         self._now("validation")
@@ -340,9 +339,6 @@ class Seen(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self._now("epoch end")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Changes(Callback):
@@ -544,10 +540,6 @@ def kept_in_a_default(index: int, kept: dict[int, int] = {}) -> int:  # noqa: B0
     return kept.setdefault(index % 3, index + len(kept))
 
 
-def keeps_in_a_default(_: Any, index: int) -> int:
-    return kept_in_a_default(index)
-
-
 def memoized(function: Callable[[int], int]) -> Callable[[int], int]:
     kept: dict[int, int] = {}
 
@@ -562,10 +554,6 @@ def kept_in_a_closure(index: int) -> int:
     return index
 
 
-def keeps_in_a_closure(_: Any, index: int) -> int:
-    return kept_in_a_closure(index)
-
-
 def kept_at_a_function(index: int) -> int:
     kept_at_a_function.reads += 1  # type: ignore[attr-defined]
     return index + kept_at_a_function.reads  # type: ignore[attr-defined]
@@ -574,59 +562,45 @@ def kept_at_a_function(index: int) -> int:
 kept_at_a_function.reads = 0  # type: ignore[attr-defined]
 
 
-def keeps_at_a_function(_: Any, index: int) -> int:
-    return kept_at_a_function(index)
-
-
 @functools.lru_cache
 def remembers(index: int) -> int:
     return index + remembers.cache_info().misses
 
 
-def remembers_what_it_read(_: Any, index: int) -> int:
-    return remembers(index % 2)
+LOOKS: dict[str, Callable[[Any, int], Any]] = {
+    "counts reads": counts_reads,
+    "keeps what it read": keeps_what_it_read,
+    "writes into a list": writes_into_a_list,
+    "goes on in a file": goes_on_in_a_file,
+    "counts in a global": counts_in_a_global,
+    "remembers what it read": lambda _, index: remembers(index % 2),
+    "keeps in a default": lambda _, index: kept_in_a_default(index),
+    "keeps in a closure": lambda _, index: kept_in_a_closure(index),
+    "keeps at a function": lambda _, index: kept_at_a_function(index),
+}
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path) -> None:
     _folders.name = str(tmp_path / "torch")
     IN_A_GLOBAL["added"] = 0
-    looks = (
-        counts_reads,
-        keeps_what_it_read,
-        writes_into_a_list,
-        goes_on_in_a_file,
-        counts_in_a_global,
-        remembers_what_it_read,
-        keeps_in_a_default,
-        keeps_in_a_closure,
-        keeps_at_a_function,
-    )
+    names = list(LOOKS) if context == "fork" else ["counts reads"]
     with Misses() as misses:
-        for number, look in enumerate(looks if context == "fork" else looks[:1]):
-            with misses.case(look.__name__):
-                given = {"dataset": OwnCopy(look)}
+        for number, name in enumerate(names):
+            with misses.case(name):
+                given = {"dataset": OwnCopy(LOOKS[name])}
                 how: dict[str, Any] = {"batch_size": BATCH, "multiprocessing_context": context}
                 wanted = list(by_epochs(DataLoader(**given, **how, num_workers=1)))
-                loader = FastDataLoader(
-                    **given,
-                    **how,
-                    num_workers=1,
-                    persistent_workers="unchanged",
-                    executor="workers",
-                )
+                stay = {"persistent_workers": "unchanged", "executor": "workers"}
+                loader = FastDataLoader(**given, **how, **stay, num_workers=1)
                 assert list(by_epochs(loader)) == wanted
                 if context == "fork":  # else the training process reads, and warns of it
                     auto = FastDataLoader(**given, **how, num_workers="auto")
                     assert list(by_epochs(auto)) == wanted
                 if context == "fork" and (LONG or number % 4 == 0):
                     door = partial(ours, DOORS[number % 3], "auto aside", kept=False)
-                    module = trained("nobody", _unchanged(given), tmp_path, door)
+                    module = trained("nobody", partial(_always, (given, int)), tmp_path, door)
                     assert module.batches == [*itertools.chain(*wanted)]
-
-
-def _unchanged(given: dict[str, Any]) -> Callable[[Path], World]:
-    return lambda _: (given, int)
 
 
 def by_epochs(loader: Any) -> Iterator[list[Any]]:
@@ -739,24 +713,18 @@ def test_another_size_of_batches_that_are_drawn_ahead_is_warned_of(workers) -> N
         next(begun)
 
 
-def _plain(data: Any, workers: int, sampler: Any) -> Any:
-    return DataLoader(data, 1, sampler=sampler, num_workers=workers)
-
-
 def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:
-    def seen(loader_of: Callable[[Any], Any]) -> list[int]:
+    def seen(kind: Any, workers: int | str) -> list[int]:
         subset = SubsetRandomSampler(list(range(20)), torch.Generator().manual_seed(1))
         found = []
-        for batch in loader_of(subset):
+        for batch in kind(Rows(lambda *_: 0), 1, sampler=subset, num_workers=workers):
             found += batch[:, 0].tolist()
             subset.indices[:] = [(index + 20) % 40 for index in subset.indices]
         return found
 
-    data = Rows(lambda *_: 0)
-    wanted = [seen(partial(_plain, data, workers)) for workers in (1, 2)]
-    assert seen(lambda by: FastDataLoader(data, 1, sampler=by, num_workers=1)) == wanted[0]
-    assert seen(lambda by: FastDataLoader(data, 1, sampler=by, num_workers=2)) == wanted[1]
-    assert seen(lambda by: FastDataLoader(data, 1, sampler=by, num_workers="auto")) == wanted[0]
+    for workers in (1, 2, "auto"):
+        wanted = seen(DataLoader, 1 if workers == "auto" else workers)
+        assert seen(FastDataLoader, workers) == wanted
 
 
 def test_a_sampler_without_batches_may_give_tensors_of_indices() -> None:
@@ -780,17 +748,11 @@ def test_batches_of_a_sampler_that_uses_its_list_again_are_what_they_were() -> N
         def __len__(self) -> int:
             return LENGTH - 1
 
-    data = Rows(lambda *_: 0)
-    for loader in (
-        FastDataLoader(data, batch_sampler=Growing(), num_workers=1),
-        FastDataLoader(
-            TensorDataset(torch.arange(LENGTH)), batch_sampler=Growing(), num_workers="auto"
-        ),
-    ):
-        seen = [
-            batch[0].flatten()[0] if isinstance(batch, list) else batch[0, 0] for batch in loader
-        ]
-        assert list(map(int, seen)) == list(range(LENGTH - 1))
+    rows = TensorDataset(torch.arange(LENGTH))
+    for data, workers in ((Rows(lambda *_: 0), 1), (rows, "auto")):
+        loader = FastDataLoader(data, batch_sampler=Growing(), num_workers=workers)
+        # A batch of rows is a list of one tensor.
+        assert [int(batch[0].flatten()[0]) for batch in loader] == list(range(LENGTH - 1))
 
 
 def test_what_is_read_ahead_of_a_shuffled_epoch_is_not_older_than_the_epoch(tmp_path) -> None:

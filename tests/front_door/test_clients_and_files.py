@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 import tempfile
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,13 +93,40 @@ class Arrow(Opening):
         return self.opened.read_row_group(index // 8)["value"][index % 8].as_py()
 
 
-@pytest.mark.cases(4)
+class Plain(Opening):
+    """Seeks in a file, whose position forked workers would share."""
+
+    def prepare(self):
+        (self.folder / "a.bin").write_bytes(
+            struct.pack(f"{SAMPLES}d", *map(value_of, range(SAMPLES)))
+        )
+
+    def open(self):
+        return (self.folder / "a.bin").open("rb", buffering=0)
+
+    def read(self, index):
+        self.opened.seek(8 * index)
+        sum(range(20_000))
+        return struct.unpack("d", self.opened.read(8))[0]
+
+
+class InClass(Plain):
+    """Keeps its files with its class, shared by all, as some do."""
+
+    files: dict[Path, Any] = {}  # noqa: RUF012
+
+    def open(self):
+        return self.files.setdefault(self.folder, super().open())
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize("workers", ["auto", 2])
 @pytest.mark.parametrize("at_once", [False, True], ids=["on first use", "at once"])
-@pytest.mark.parametrize("dataset", [Sqlite, Hdf5, Lmdb, Arrow])
-def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, tmp_path):
-    shared = at_once and dataset is not Arrow
+@pytest.mark.parametrize("dataset", [Sqlite, Hdf5, Lmdb, Arrow, Plain, InClass])
+def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, workers, tmp_path):
+    shared = at_once and dataset in (Sqlite, Hdf5, Lmdb)
     with pytest.warns(FastDataWarning, match="holds an open") if shared else nullcontext():
-        fit(dataset(tmp_path, at_once=at_once))
+        fit(dataset(tmp_path, at_once=at_once), num_workers=workers)
 
 
 def test_threads_that_a_fork_loses_are_got_round(tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import struct
 import tempfile
 from pathlib import Path
 
@@ -12,9 +10,8 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -27,31 +24,17 @@ SAMPLES = 96
 SIDE = 8
 
 
-class Seen(LightningModule):
-    """Keeps what its steps get."""
+def fit(way, **settings):
+    """Return label and mean of each sample that the steps of a training got."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.labels: list[int] = []
-        self.values: list[float] = []
-
-    def training_step(self, batch, batch_idx):
+    def of_batch(batch):
         x, y = batch[0] if len(batch) == 1 else batch
-        self.labels += y.tolist()
-        self.values += x.reshape(len(x), -1).float().mean(1).tolist()
-        return self.layer(x.reshape(len(x), -1).float().mean(1, keepdim=True)).mean()
+        return list(zip(y.tolist(), x.flatten(1).float().mean(1).tolist(), strict=True))
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-6)
-
-
-def fit(module, datamodule=None, train_dataloaders=None, **settings):
+    module = Learner(of_batch)
     trainer = quiet_trainer(tempfile.gettempdir(), use_distributed_sampler=False, **settings)
-    trainer.fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
-
-
-# -- who touches a dataset -------------------------------------------------------------------------
+    trainer.fit(module, **way)
+    return module.joined
 
 
 def note(folder: Path, what: str) -> None:
@@ -155,16 +138,15 @@ WAYS = {
 }
 
 
-def seen(module: Seen, way) -> list[int]:
-    fit(module, callbacks=[DataThroughputCallback()], **way)
-    return module.labels
+def labels_of(way) -> list[int]:
+    return [label for label, _ in fit(way, callbacks=[DataThroughputCallback()])]
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_training_process_reads_no_sample(way, tmp_path):
     # Rather slow to read, so that no choice is to read it in the training process.
-    labels = seen(Seen(), WAYS[way](Slow(tmp_path)))
+    labels = labels_of(WAYS[way](Slow(tmp_path)))
     assert labels
     assert set(labels) <= set(range(SAMPLES))
     assert not touched_here(tmp_path)
@@ -181,7 +163,7 @@ class Slow(Watched):
 @pytest.mark.parametrize("way", ["subclass", "FastDataLoader, auto", "some workers"])
 @pytest.mark.filterwarnings("ignore:.*num_workers is 1 of")
 def test_neither_are_batches_pipelines_and_streams_touched(kind, way, tmp_path):
-    labels = seen(Seen(), WAYS[way](kind(tmp_path)))
+    labels = labels_of(WAYS[way](kind(tmp_path)))
     here = touched_here(tmp_path)
     if kind is WatchedStream or way != "subclass":
         assert not here
@@ -193,99 +175,6 @@ def test_neither_are_batches_pipelines_and_streams_touched(kind, way, tmp_path):
 def test_explaining_reads_nothing_here(tmp_path):
     assert "num_workers" in HandWritten(Watched(tmp_path)).explain()
     assert not touched_here(tmp_path)
-
-
-# -- files that are opened on first use -----------------------------------------------------------
-
-
-def value_of(index: int) -> float:
-    return (index * 37 % 251) / 1.0
-
-
-@pytest.fixture
-def numbers(tmp_path) -> Path:
-    file = tmp_path / "numbers.bin"
-    file.write_bytes(b"".join(struct.pack("<2d", i, value_of(i)) for i in range(SAMPLES)))
-    return file
-
-
-class Reader:
-    """Opens its file on first use, and seeks in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: io.BufferedReader | None = None
-
-    def read(self, index: int) -> tuple[float, float]:
-        if self.file is None:
-            self.file = self.path.open("rb")
-        self.file.seek(16 * index)
-        sum(range(2_000))
-        return struct.unpack("<2d", self.file.read(16))
-
-
-def as_sample(record: tuple[float, float]):
-    return torch.tensor([record[1]]), int(record[0])
-
-
-class WithReader(Dataset):
-    def __init__(self, path: Path) -> None:
-        self.reader = Reader(path)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return as_sample(self.reader.read(index))
-
-
-class WithGlobal(WithReader):
-    files: dict[Path, io.BufferedReader] = {}  # noqa: RUF012 - shared by all, as some have it
-
-    def __getitem__(self, index):
-        file = self.files.setdefault(self.reader.path, self.reader.path.open("rb"))
-        file.seek(16 * index)
-        return as_sample(struct.unpack("<2d", file.read(16)))
-
-
-LAZY = [WithReader, WithGlobal]
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("dataset", LAZY)
-@pytest.mark.parametrize("options", [LoaderOptions(), LoaderOptions(num_workers=2)])
-def test_a_file_opened_on_first_use_gives_its_own_samples(dataset, options, numbers):
-    WithGlobal.files.clear()
-    module = Seen()
-    fit(module, FastDataModule.from_datasets(dataset(numbers), batch_size=8, options=options))
-    assert sorted(module.labels) == list(range(SAMPLES))
-    assert module.values == [value_of(label) for label in module.labels]
-
-
-# -- what the training process has opened already --------------------------------------------------
-
-
-class OpenedBefore(WithReader):
-    """Opens its file when it is made, so that forked workers share the position in it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.reader.file = path.open("rb", buffering=0)
-
-
-@pytest.mark.parametrize("workers", ["auto", 2])
-def test_each_worker_reads_a_file_of_the_training_process_by_a_position_of_its_own(
-    numbers, workers
-):
-    module = Seen()
-    data = FastDataModule.from_datasets(
-        OpenedBefore(numbers), batch_size=8, options=LoaderOptions(num_workers=workers)
-    )
-    fit(module, data)
-    assert module.values == [value_of(label) for label in module.labels]
-
-
-# -- caches ----------------------------------------------------------------------------------------
 
 
 class Caching(Dataset):
@@ -308,10 +197,8 @@ class Caching(Dataset):
 def test_a_trial_leaves_nothing_in_a_cache():
     runs = []
     for workers in (0, 1):
-        module = Seen()
         options = LoaderOptions(num_workers=workers)
         data = FastDataModule.from_datasets(Caching(), batch_size=4, options=options, seed=5)
-        fit(module, data)
-        runs.append(dict(zip(module.labels, module.values, strict=True)))
+        runs.append(dict(fit({"datamodule": data})))
     assert runs[0] == runs[1]
     assert len(set(runs[0].values())) > 12

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from lightning import seed_everything
-from torch.utils.data import Dataset, IterableDataset
-from trainers import Learner, quiet_trainer
+from samples import Samples, Stream
+from torch.utils.data import Dataset
+from trainers import trained
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -26,24 +28,6 @@ SOURCES = {
 @pytest.fixture(autouse=True)
 def _global_seed(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # to be put back: seed_everything changes it
-
-
-class Drawn(Dataset):
-    """Samples of one drawn number."""
-
-    def __init__(self, source):
-        self.source = source
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return SOURCES[self.source]()
-
-
-class DrawnStream(IterableDataset):
-    def __iter__(self):
-        yield from (SOURCES["torch"]() for _ in range(SAMPLES // 2))
 
 
 class Seeded(Dataset):
@@ -78,26 +62,18 @@ def fit(source, seed, *, persistent, own=None):
     seed_everything(seed)
     how = {"num_workers": 2, "executor": "workers", "persistent_workers": persistent}
     options = LoaderOptions(**how, probe=False)
-    data = FastDataModule.from_datasets(Drawn(source), batch_size=4, options=options, seed=own)
-    model = Learner(torch.Tensor.tolist)
-    quiet_trainer(max_epochs=EPOCHS).fit(model, datamodule=data)
-    return model.joined
+    drawn = Samples(lambda _: SOURCES[source](), SAMPLES)
+    data = FastDataModule.from_datasets(drawn, batch_size=4, options=options, seed=own)
+    return list(chain(*trained(data, torch.Tensor.tolist, max_epochs=EPOCHS)))
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_no_epoch_draws_what_another_did(source):
-    seen = fit(source, 1, persistent=False)
-    assert len(set(seen)) == len(seen) == SAMPLES * EPOCHS
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_and_seeds_draw_other_numbers(persistent):
-    runs = [
-        fit("numpy", 1, persistent=persistent),
-        fit("numpy", 2, persistent=persistent),
-        fit("numpy", 2, persistent=persistent, own=7),
-    ]
+@pytest.mark.parametrize(
+    ("source", "persistent"),
+    [("random", False), ("torch", False), ("numpy", False), ("numpy", True)],
+)
+def test_epochs_and_seeds_draw_other_numbers(source, persistent):
+    seeds = [(1, None), (2, None), (2, 7)] if source == "numpy" else [(1, None)]
+    runs = [fit(source, seed, persistent=persistent, own=own) for seed, own in seeds]
     drawn = {number for run in runs for number in run}
     assert len(drawn) == len(runs) * SAMPLES * EPOCHS
 
@@ -107,16 +83,12 @@ def test_epochs_and_seeds_draw_other_numbers(persistent):
 )
 def test_a_stream_draws_other_numbers_in_each_epoch(executor, persistent):
     workers = 0 if executor == "inline" else 2
+    stream = Stream(lambda: (SOURCES["torch"]() for _ in range(SAMPLES // 2)))
     drawn = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        loader = FastDataLoader(
-            DrawnStream(),
-            4,
-            num_workers=workers,
-            executor=executor,
-            persistent_workers=persistent,
-        )
+        how = {"executor": executor, "persistent_workers": persistent}
+        loader = FastDataLoader(stream, 4, num_workers=workers, **how)
         drawn += [int(x) for _ in range(EPOCHS) for batch in loader for x in batch]
         loader.close()
     assert len(set(drawn)) == len(drawn) == 2 * EPOCHS * SAMPLES // 2 * max(1, workers)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from lightning.pytorch import Callback, LightningModule
+from front_door.timed import Model, Rows
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
@@ -20,43 +20,6 @@ METHODS = {"validate": "val", "test": "test", "predict": "predict"}
 WORDS = {"validate": "validation", "test": "test", "predict": "prediction"}
 HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
 SAMPLES = 24
-
-
-class Rows(Dataset):
-    def __init__(self, read_s=0.0, count=SAMPLES):
-        self.read_s, self.count = read_s, count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        clock.sleep(self.read_s)
-        return torch.full((4,), float(index))
-
-
-class Model(LightningModule):
-    def __init__(self, step_s=0.0):
-        super().__init__()
-        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
-
-    def training_step(self, batch, _):
-        return self.layer(batch).mean()
-
-    def _evaluate(self, batch):
-        clock.sleep(self.step_s)
-        return self.layer(batch)
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self._evaluate(batch)
-
-    def test_step(self, batch, batch_idx, dataloader_idx=0):
-        self._evaluate(batch)
-
-    def predict_step(self, batch, batch_idx, dataloader_idx=0):
-        return self._evaluate(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
 
 
 def trainer_of(tmp_path, *callbacks, logger=False):
@@ -72,7 +35,7 @@ def read(file):
 def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, ours):
     callback = DataThroughputCallback()
     trainer = trainer_of(tmp_path, callback)
-    data, stage = Rows(read_s=0.004), METHODS[method]
+    data, stage = Rows(SAMPLES, 0.004), METHODS[method]
     if ours:
         options = LoaderOptions(num_workers=0, executor="inline", probe=False)
         module = FastDataModule.from_datasets(None, data, data, data, batch_size=2, options=options)
@@ -110,16 +73,12 @@ def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, o
 
 @pytest.mark.parametrize("method", METHODS)
 def test_where_its_seconds_went(tmp_path, method):
-    class Slow(Callback):
-        pass
-
-    def sleep(*_args, **_kwargs):
-        clock.sleep(0.02)
-
-    slow = Slow()
-    setattr(slow, f"on_{HOOKS[method]}_batch_end", sleep)
+    slow = Callback()
+    setattr(slow, f"on_{HOOKS[method]}_batch_end", lambda *_, **__: clock.sleep(0.02))
     callback = DataThroughputCallback(summary=False)
-    getattr(trainer_of(tmp_path, slow, callback), method)(Model(0.01), DataLoader(Rows(), 2))
+    getattr(trainer_of(tmp_path, slow, callback), method)(
+        Model(evaluate_s=0.01), DataLoader(Rows(SAMPLES), 2)
+    )
     wall = callback.report.wall
     assert wall.parts_s["compute"] == pytest.approx(SAMPLES // 2 * 0.01)
     assert wall.parts_s["callbacks"] == pytest.approx(SAMPLES // 2 * 0.02)
@@ -132,7 +91,7 @@ def test_what_comes_after_a_fit_leaves_its_report_alone(tmp_path):
     callback = DataThroughputCallback(summary=False)
     logger = CSVLogger(tmp_path, name="", version="")
     trainer, model = trainer_of(tmp_path, callback, logger=logger), Model()
-    fitted, other = DataLoader(Rows(), 2), DataLoader(Rows(count=6), 2)
+    fitted, other = DataLoader(Rows(), 2), DataLoader(Rows(6), 2)
     trainer.fit(model, fitted, fitted)
     of_fit = (tmp_path / "report.json").read_bytes()
     for method in METHODS:
@@ -158,20 +117,13 @@ def test_a_path_of_ones_own_gets_the_method_in_its_name(tmp_path, suffix):
 
 def test_several_loaders_are_one_stage(tmp_path):
     callback = DataThroughputCallback(summary=False)
-    loaders = [DataLoader(Rows(), 2), DataLoader(Rows(count=6), 2)]
+    loaders = [DataLoader(Rows(), 2), DataLoader(Rows(6), 2)]
     trainer_of(tmp_path, callback).test(Model(), loaders)
-    assert callback.report.stages[0].steps == SAMPLES // 2 + 3
+    assert callback.report.stages[0].steps == 16 + 3
 
 
 def test_a_loader_that_fails_leaves_a_report_of_what_came_before(tmp_path):
-    class Fails(Rows):
-        def __getitem__(self, index):
-            if index == 20:
-                raise KeyError("no such picture")
-            return super().__getitem__(index)
-
     callback = DataThroughputCallback(summary=False)
-    trainer = trainer_of(tmp_path, callback)
     with pytest.raises(KeyError):
-        trainer.predict(Model(), DataLoader(Fails(), 2))
+        trainer_of(tmp_path, callback).predict(Model(), DataLoader(Rows(missing=20), 2))
     assert read(tmp_path / "report-predict.json")["stages"]["predict"]["steps"] == 10

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from lightning.pytorch import Callback, LightningModule
+from front_door.timed import Model, Rows
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback
@@ -18,36 +18,6 @@ from lightning_fastdata.host import clock
 pytestmark = pytest.mark.usefixtures("virtual")
 
 STEPS = 16
-
-
-class Rows(Dataset):
-    def __init__(self, count=STEPS * 2, read_s=0.0):
-        self.count, self.read_s = count, read_s
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        clock.sleep(self.read_s)
-        return torch.full((4,), float(index))
-
-
-class Model(LightningModule):
-    def __init__(self, step_s=0.004):
-        super().__init__()
-        self.layer, self.step_s = torch.nn.Linear(4, 1), step_s
-
-    def training_step(self, batch, _):
-        clock.sleep(self.step_s)
-        loss = self.layer(batch).mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, _):
-        self.log("val_loss", self.layer(batch).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
 
 
 class Sleeps(Callback):
@@ -215,16 +185,10 @@ def test_what_came_before_the_training_is_setup(tmp_path):
 
 
 def test_an_epoch_that_ends_in_an_error_is_accounted_for(tmp_path):
-    class Fails(Rows):
-        def __getitem__(self, index):
-            if index == 30:
-                raise KeyError("no such picture")
-            return super().__getitem__(index)
-
     throughput = DataThroughputCallback(summary=False)
     trainer = quiet_trainer(tmp_path, max_epochs=None, callbacks=[throughput])
     with pytest.raises(KeyError):
-        trainer.fit(Model(), DataLoader(Fails(), 2))
+        trainer.fit(Model(0.004), DataLoader(Rows(missing=30), 2))
     wall = throughput.report.wall
     assert sum(wall.parts_s.values()) == pytest.approx(wall.total_s)
     assert wall.steps == 15
@@ -246,7 +210,7 @@ def test_each_epoch_that_begins_finds_the_report_of_those_before(tmp_path):
 @pytest.mark.parametrize("bar", [True, False])
 def test_one_line_tells_after_fifty_steps_what_limits_them(tmp_path, capsys, bar):
     trainer = quiet_trainer(tmp_path, enable_progress_bar=bar, callbacks=[DataThroughputCallback()])
-    trainer.fit(Model(), DataLoader(Rows(240, read_s=0.004), 2))
+    trainer.fit(Model(0.004), DataLoader(Rows(240, read_s=0.004), 2))
     text = capsys.readouterr().out
     assert text.count("fastdata after 50 steps: data-bound") == 1
     assert text.index("fastdata after 50 steps") < text.index("DATA-BOUND")

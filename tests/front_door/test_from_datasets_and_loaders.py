@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from misses import each
@@ -57,32 +57,26 @@ class Numbers(Dataset):
         }
 
 
-class Seen(LightningModule):
+class Seen(Learner):
     """Notes the batches of each stage."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.batches: dict[str, list[Any]] = {"train": [], "val": [], "test": [], "predict": []}
-
-    def note(self, stage: str, batch: Any) -> None:
-        self.batches[stage].append(plain(batch))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.note("train", batch)
-        return self.weight.sum()
+        super().__init__(plain)
+        self.batches: dict[str, list[Any]] = {
+            "train": self.seen,
+            "val": [],
+            "test": [],
+            "predict": [],
+        }
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.note("val", batch)
+        self.batches["val"].append(plain(batch))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.note("test", batch)
+        self.batches["test"].append(plain(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> None:
-        self.note("predict", batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.batches["predict"].append(plain(batch))
 
 
 def plain(batch: Any) -> Any:
@@ -92,10 +86,6 @@ def plain(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {k: plain(v) for k, v in batch.items()} if "x" not in batch else plain(batch["x"])
     return [plain(part) for part in batch] if isinstance(batch, list | tuple) else batch
-
-
-def flat(batches: list[list[int]]) -> list[int]:
-    return list(chain.from_iterable(batches))
 
 
 trainer = partial(quiet_trainer, num_sanity_val_steps=0)
@@ -115,19 +105,14 @@ def test_from_datasets_takes_the_arguments_of_lightnings_own() -> None:
     loader = data.train_dataloader()
     assert (loader.batch_size, loader.num_workers, loader.pin_memory) == (4, 2, False)
     seen = fitted(data)
-    assert sorted(flat(seen["train"])) == list(range(20))
+    assert sorted(chain(*seen["train"])) == list(range(20))
     assert seen["val"] == [[0, 1, 2, 3], [4, 5]]
     assert "set by you" in data.explain()
 
 
 def test_common_loader_arguments_say_the_same_as_options() -> None:
-    short = FastDataModule(
-        num_workers=2, persistent_workers=False, prefetch_factor=3, pin_memory=False
-    )
-    long = LoaderOptions(
-        num_workers=2, persistent_workers=False, prefetch_factor=3, pin_memory=False
-    )
-    assert short.options == long
+    how = {"persistent_workers": False, "prefetch_factor": 3, "pin_memory": False}
+    assert FastDataModule(num_workers=2, **how).options == LoaderOptions(num_workers=2, **how)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +120,10 @@ def test_common_loader_arguments_say_the_same_as_options() -> None:
     [(None, False, True), (False, True, True), (True, False, True), ({"val": True}, False, False)],
 )
 def test_shuffle_is_for_training_or_by_stage(shuffle, train_in_order, val_in_order) -> None:
-    seen = fitted(
-        FastDataModule.from_datasets(
-            Numbers(), Numbers(), batch_size=4, num_workers=0, shuffle=shuffle
-        )
-    )
+    how = {"batch_size": 4, "num_workers": 0, "shuffle": shuffle}
+    seen = fitted(FastDataModule.from_datasets(Numbers(), Numbers(), **how))
     for stage, in_order in (("train", train_in_order), ("val", val_in_order)):
-        order = flat(seen[stage])
+        order = list(chain(*seen[stage]))
         assert (order == list(range(20))) is in_order
         assert sorted(order) == list(range(20))
 
@@ -363,26 +345,31 @@ def test_what_cannot_be_taken_apart_is_named_with_what_to_do() -> None:
             wrong()
 
 
+def read(loader):
+    return [batch["x"].tolist() for batch in loader]
+
+
+def three_passes(loader):
+    """Return the batches of three passes, each of which has each sample in another order."""
+    passes = [read(loader) for _ in range(3)]
+    assert [sorted(chain(*each)) for each in passes] == 3 * [list(range(20))]
+    assert len({str(each) for each in passes}) == 3
+    return passes
+
+
 @each("workers", [0, 2, "auto"])
 @each("made", ["from_datasets", "from_loaders"])
 def test_a_plain_loop_over_a_loader_shuffles_each_pass_anew_and_goes_on_within_one(made, workers):
+    how = {"seed": 1, "num_workers": workers}
+
     def loader():
         if made == "from_datasets":
-            data = FastDataModule.from_datasets(
-                Numbers(), batch_size=4, seed=1, num_workers=workers
-            )
+            data = FastDataModule.from_datasets(Numbers(), batch_size=4, **how)
         else:
-            theirs = DataLoader(Numbers(), batch_size=4, shuffle=True)
-            data = FastDataModule.from_loaders(theirs, seed=1, num_workers=workers)
+            data = FastDataModule.from_loaders(DataLoader(Numbers(), 4, shuffle=True), **how)
         return data.train_dataloader()
 
-    def read(loader):
-        return [batch["x"].tolist() for batch in loader]
-
-    straight = loader()
-    passes = [read(straight) for _ in range(3)]
-    assert [sorted(chain(*each)) for each in passes] == 3 * [list(range(20))]
-    assert len({str(each) for each in passes}) == 3
+    passes = three_passes(loader())
     stopped, again = loader(), loader()
     assert read(stopped) == passes[0]
     given = iter(stopped)
@@ -400,10 +387,8 @@ def test_a_plain_loop_behind_a_training_shuffles_each_pass_anew_and_leaves_its_c
         (saved,) = data.state_dict()["lightning_fastdata"]["loaders"].values()
         return saved["epoch"], saved["batches"], saved["samples"]
 
-    before, loader = place(), trainer.train_dataloader
-    passes = [[batch["x"].tolist() for batch in loader] for _ in range(3)]
-    assert [sorted(chain(*each)) for each in passes] == 3 * [list(range(20))]
-    assert len({str(each) for each in passes}) == 3
+    before = place()
+    three_passes(trainer.train_dataloader)
     assert place() == before == (1, 0, 0)
 
 

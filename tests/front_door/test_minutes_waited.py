@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from front_door.timed import Model
 from torch.utils.data import DataLoader, Dataset
-from trainers import Learner, quiet_trainer
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.insight.report.compare import read_report
@@ -30,11 +31,6 @@ class Rows(Dataset):
         return torch.full((4,), float(index))
 
 
-class Validates(Learner):
-    def validation_step(self, batch, _):
-        pass
-
-
 def fit(tmp_path, patient, *, validates=False, **options):
     trainer = quiet_trainer(
         tmp_path,
@@ -44,7 +40,7 @@ def fit(tmp_path, patient, *, validates=False, **options):
         **options,
     )
     loader = DataLoader(Rows(patient), BATCH)
-    trainer.fit(Validates(), loader, loader if validates else None)
+    trainer.fit(Model(), loader, loader if validates else None)
     return read_report(Path(tmp_path) / "report.json")
 
 

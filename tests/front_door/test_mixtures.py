@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import WeightedRandomSampler
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, Mixture
@@ -69,20 +68,3 @@ def test_a_mixture_is_shuffled_and_cached_by_nobody(tmp_path):
         module(mixture(), shuffle=True).train_dataloader()
     cached = module(mixture(), cache="ram").train_dataloader()
     assert isinstance(cached.dataset, Mixture)
-
-
-def test_draws_of_a_sampler_are_keyed_so_that_later_epochs_are_those_of_before(tmp_path):
-    class Weighted(FastDataModule):
-        def train_dataloader(self):
-            sampler = WeightedRandomSampler(A + 1, LENGTH)
-            return self.make_loader(list(A), stage="train", sampler=sampler)
-
-    def data():
-        torch.seed()
-        options = LoaderOptions(num_workers=0, executor="inline", probe=False)
-        return Weighted(BATCH, options=options, guard="off", seed=3)
-
-    straight = fit(tmp_path, data())
-    assert straight[:STEPS] != straight[STEPS:]
-    fit(tmp_path, data(), steps=3)
-    assert fit(tmp_path, data(), resume=tmp_path / "last.ckpt") == straight[3:]

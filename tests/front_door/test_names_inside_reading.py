@@ -125,6 +125,10 @@ class Jpegs(Rows):
         return torch.tensor(pixels[0, 0, 0]).float().expand(4).clone()
 
 
+def noise(height, width):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         for index in range(BATCH * BATCHES):
@@ -148,11 +152,12 @@ def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
     assert line.line in (marked, marked - 1)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
-def test_the_line_that_waits_is_named_by_every_loader(tmp_path, options):
-    report, _ = fit(tmp_path, Waits(), **options)
-    expect(longest(report), Waits.read, "waits here")
+@pytest.mark.parametrize(("dataset", "function"), [(Waits, Waits.read), (Stream, Stream.__iter__)])
+def test_the_line_that_waits_is_named_by_every_loader(tmp_path, options, dataset, function):
+    report, _ = fit(tmp_path, dataset(), **options)
+    expect(longest(report), function, "waits here")
 
 
 @pytest.mark.realtime
@@ -170,11 +175,8 @@ def test_a_line_of_a_stream_is_named(tmp_path, name):
 
 
 def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
-    noise, encoded = (
-        np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8),
-        io.BytesIO(),
-    )
-    Image.fromarray(noise).save(encoded, "JPEG")
+    encoded = io.BytesIO()
+    noise(300, 400).save(encoded, "JPEG")
     report, _ = fit(tmp_path, Jpegs(encoded.getvalue()), executor="workers", num_workers=1)
     line = longest(report)
     expect(line, Jpegs.__getitem__, "decoded here")
@@ -186,9 +188,8 @@ def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
 def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
     folder = tmp_path / "images" / "class"
     folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).integers(0, 255, (500, 600, 3), np.uint8)
     for number in range(BATCH * BATCHES):
-        Image.fromarray(noise).save(folder / f"{number:03}.jpg")
+        noise(500, 600).save(folder / f"{number:03}.jpg")
     if kind is FastImageFolder:
         dataset = FastImageFolder(folder.parent, size=64)
     else:
@@ -214,12 +215,9 @@ def test_finding_summary_and_report_name_the_line(tmp_path):
 
 
 CELL = """
-class Mine(Dataset):
-    def __len__(self):
-        return 96
-    def __getitem__(self, index):
-        takes(0.004, waits_in="lock").result()
-        return torch.zeros(4)
+class Mine(Rows):
+    def read(self):
+        takes(READ_S, waits_in="lock").result()
 """
 
 
@@ -227,8 +225,8 @@ class Mine(Dataset):
     ("file", "name"), [("mine/script.py", "mine/script.py"), ("ipykernel_7/8.py", "notebook cell")]
 )
 def test_a_dataset_of_a_script_or_of_a_notebook_is_the_users(tmp_path, file, name):
-    cell = {"Dataset": Dataset, "takes": takes, "torch": torch, "__name__": "__main__"}
+    cell = {"Rows": Rows, "takes": takes, "READ_S": READ_S, "__name__": "__main__"}
     exec(compile(CELL, str(tmp_path / file), "exec"), cell)
     report, _ = fit(tmp_path, cell["Mine"](), executor="workers", num_workers=1)
     line = longest(report)
-    assert (line.file, line.line, line.function) == (name, 6, "Mine.__getitem__")
+    assert (line.file, line.line, line.function) == (name, 4, "Mine.read")

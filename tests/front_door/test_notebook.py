@@ -8,44 +8,24 @@ import pytest
 from warm_python import warm_python
 
 SETUP = """
-import logging, warnings
-import torch
-from lightning.pytorch import LightningModule, Trainer
+import warnings
+from front_door.timed import Model, Rows
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, StepTimer
-from torch.utils.data import Dataset
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from trainers import quiet_trainer
 warnings.simplefilter("ignore")
 
-class Rows(Dataset):
-    def __len__(self):
-        return 32
-    def __getitem__(self, index):
-        return torch.full((4,), float(index))
-
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-    def training_step(self, batch, _):
-        return self.layer(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-def fit(folder, callback, **options):
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_model_summary=False, default_root_dir=folder,
-        callbacks=[callback, TQDMProgressBar()], **options
-    )
-    trainer.fit(Model(), datamodule=data)
+def fit(folder, **options):
+    callbacks = [DataThroughputCallback(), TQDMProgressBar()]
+    how = {"max_epochs": 2, "enable_progress_bar": True, "callbacks": callbacks}
+    quiet_trainer(folder, **how, **options).fit(Model(), datamodule=data)
 
 data = FastDataModule.from_datasets(Rows(), batch_size=4, options=LoaderOptions(num_workers=1))
-callback = DataThroughputCallback()
 """
 CELLS = {
     "setup": SETUP,
-    "fit": "fit('one', callback)",
-    "two ranks": "fit('two', DataThroughputCallback(), strategy='ddp_notebook', devices=2)",
+    "fit": "fit('one')",
+    "two ranks": "fit('two', strategy='ddp_notebook', devices=2)",
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch.utils.data import Dataset, Sampler
-from trainers import Learner, quiet_trainer
+from trainers import trained
 
 from lightning_fastdata import FastDataError, FastDataLoader, FastDataModule, LoaderOptions
 
@@ -68,10 +70,8 @@ class Module(FastDataModule):
 
 
 def fit(module, tmp_path):
-    model = Learner(lambda batch: batch[:, 0].int().tolist())
-    trainer = quiet_trainer(str(tmp_path), devices=1, use_distributed_sampler=False)
-    trainer.fit(model, datamodule=module)
-    return sorted(model.joined)
+    how = {"folder": tmp_path, "use_distributed_sampler": False}
+    return sorted(chain(*trained(module, lambda batch: batch[:, 0].int().tolist(), **how)))
 
 
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)

@@ -26,10 +26,9 @@ from front_door.other_streams import (
     importable,
     pixels,
 )
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -69,6 +68,13 @@ def files(library, tmp_path_factory):
     return of
 
 
+def webdataset(folder, shards):
+    """The library, and its files."""
+    library = pytest.importorskip("webdataset")
+    LIBRARIES["WebDataset"].write(folder, shards)
+    return library, sorted(str(path) for path in folder.glob("*.tar"))
+
+
 def numbers(batches):
     return [batch["number"].tolist() for batch in batches]
 
@@ -77,27 +83,16 @@ def flat(batches):
     return [number for batch in batches for number in batch]
 
 
-class Learner(LightningModule):
-    """Writes down the numbers and the pixels of each step, by epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.steps = []
-        self.pixels = {}
-
-    def training_step(self, batch, batch_idx):
-        self.steps.append((self.current_epoch, *batch["number"].tolist()))
-        for number, image in zip(batch["number"].tolist(), batch["image"], strict=True):
-            self.pixels[number] = image.clone()
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def trained(data, folder, resume=None, callbacks=(), **arguments):
-    model = Learner()
+    """Return epoch and numbers of each step, and the pixels of each number."""
+    pixels = {}
+
+    def note(batch):
+        found = batch["number"].tolist()
+        pixels.update(zip(found, batch["image"].clone(), strict=True))
+        return model.current_epoch, *found
+
+    model = Learner(note)
     trainer = quiet_trainer(
         folder,
         enable_checkpointing=bool(callbacks),
@@ -107,7 +102,7 @@ def trained(data, folder, resume=None, callbacks=(), **arguments):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"lightning\.")
         trainer.fit(model, datamodule=data, ckpt_path=resume)
-    return model
+    return model.seen, pixels
 
 
 def module_of(stream, workers, **how):
@@ -177,9 +172,9 @@ def test_pixels_are_augmented_on_the_device_and_steps_are_measured(library, file
     augment = A.Compose([A.HorizontalFlip(p=1), A.InvertImg(p=1)])
     data = module_of(stream, 2, augment=augment, augment_on="gpu")  # the trainer's device
     measured = DataThroughputCallback(summary=False, report=False)
-    model = trained(data, tmp_path, max_epochs=1, callbacks=[measured])
-    assert sorted(model.pixels) == list(range(COUNT))
-    for number, image in model.pixels.items():
+    _, found = trained(data, tmp_path, max_epochs=1, callbacks=[measured])
+    assert sorted(found) == list(range(COUNT))
+    for number, image in found.items():
         expected = torch.from_numpy(255 - pixels(number)[:, ::-1].copy())
         assert torch.equal(image, expected)
     stage = measured.report.as_dict()["stages"]["train"]
@@ -193,31 +188,28 @@ def test_pixels_are_augmented_on_the_device_and_steps_are_measured(library, file
 def test_a_training_goes_on_from_a_checkpoint_behind_any_step(
     library, files, tmp_path, workers, steps
 ):
-    straight = trained(module_of(library.opened(files(6), True, as_it_is), workers), tmp_path)
-    assert len(straight.steps) == EPOCHS * COUNT // BATCH
+    straight, _ = trained(module_of(library.opened(files(6), True, as_it_is), workers), tmp_path)
+    assert len(straight) == EPOCHS * COUNT // BATCH
     save = ModelCheckpoint(tmp_path, "last", every_n_train_steps=steps, save_top_k=-1)
     first = module_of(library.opened(files(6), True, as_it_is), workers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*shuffle buffer", FastDataWarning)
-        begun = trained(first, tmp_path, callbacks=[save], max_steps=steps, max_epochs=-1)
-    assert begun.steps == straight.steps[:steps]
+        begun, _ = trained(first, tmp_path, callbacks=[save], max_steps=steps, max_epochs=-1)
+    assert begun == straight[:steps]
     again = module_of(library.opened(files(6), True, as_it_is), workers)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        rest = trained(again, tmp_path, resume=tmp_path / "last.ckpt")
-    assert rest.steps == straight.steps[steps:]
+        rest, _ = trained(again, tmp_path, resume=tmp_path / "last.ckpt")
+    assert rest == straight[steps:]
     told = [str(each.message) for each in told if each.category is FastDataWarning]
     assert all("were read again and dropped" in each or "num_workers" in each for each in told)
 
 
 def test_what_a_clock_shuffles_does_not_resume_and_says_so(tmp_path):
-    wds = pytest.importorskip("webdataset")
-    LIBRARIES["WebDataset"].write(tmp_path, 6)
+    webdataset(tmp_path, 6)
 
     def stream():
-        opened = LIBRARIES["WebDataset"].opened(tmp_path, False, as_it_is)
-        assert isinstance(opened, wds.WebDataset)
-        return opened.shuffle(40)
+        return LIBRARIES["WebDataset"].opened(tmp_path, False, as_it_is).shuffle(40)
 
     save = ModelCheckpoint(tmp_path, "last", every_n_train_steps=5)
     trained(module_of(stream(), 2), tmp_path, callbacks=[save], max_steps=5)
@@ -230,9 +222,7 @@ def test_what_a_clock_shuffles_does_not_resume_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_batches_that_webdataset_makes_come_as_they_are(tmp_path, ready):
-    wds = pytest.importorskip("webdataset")
-    LIBRARIES["WebDataset"].write(tmp_path, 6)
-    urls = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    wds, urls = webdataset(tmp_path, 6)
     stream = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("image.npy", "number.cls")
     stream = stream.batched(BATCH) if ready else stream
     given = DataLoader(stream, batch_size=None if ready else BATCH, num_workers=2)
@@ -290,8 +280,7 @@ def as_one_of_two_ranks(rank=0):
 
 
 def test_workers_that_are_started_anew_read_the_part_of_their_rank(tmp_path):
-    pytest.importorskip("webdataset")
-    LIBRARIES["WebDataset"].write(tmp_path, 6)
+    webdataset(tmp_path, 6)
     read = []
     for rank in range(2):
         with as_one_of_two_ranks(rank):
@@ -305,9 +294,7 @@ def test_workers_that_are_started_anew_read_the_part_of_their_rank(tmp_path):
 
 
 def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path):
-    wds = pytest.importorskip("webdataset")
-    LIBRARIES["WebDataset"].write(tmp_path, 2)
-    urls = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    wds, urls = webdataset(tmp_path, 2)
     for splitter, told in ((None, 1), (wds.split_by_node, 0)):
         stream = wds.WebDataset(urls, shardshuffle=False, nodesplitter=splitter).decode()
         loader = FastDataLoader(stream.to_tuple("number.cls"), BATCH, num_workers=0)
@@ -321,9 +308,7 @@ def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path
 
 
 def test_pixels_of_ready_batches_are_refused_with_a_reason(tmp_path):
-    wds = pytest.importorskip("webdataset")
-    LIBRARIES["WebDataset"].write(tmp_path, 2)
-    urls = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    wds, urls = webdataset(tmp_path, 2)
     stream = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("image.npy").batched(4)
     given = DataLoader(stream, batch_size=None, num_workers=2)
     data = FastDataModule.from_loaders(given, augment=A.Compose([A.HorizontalFlip()]))

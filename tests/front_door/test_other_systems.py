@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -122,23 +123,13 @@ def read():
 def train():
     """Return what trainings with a data module have seen, and whether they left a report."""
     import albumentations as A
-    import lightning.pytorch as pl
+    from trainers import Learner, quiet_trainer
 
     from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 
-    class Model(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.LazyLinear(1)
-            self.seen = []
-
-        def training_step(self, batch, _):
-            x = (batch if torch.is_tensor(batch) else batch[0]).flatten(1).float()
-            self.seen += x[:, 0].int().tolist()
-            return self.layer(x).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
+    def first_numbers(batch):
+        x = (batch if torch.is_tensor(batch) else batch[0]).flatten(1)
+        return x[:, 0].int().tolist()
 
     tensors = TensorDataset(torch.arange(12.0)[:, None])
     flip = A.Compose([A.HorizontalFlip()])
@@ -152,14 +143,10 @@ def train():
         module = FastDataModule.from_datasets(
             dataset, batch_size=4, options=LoaderOptions(num_workers=workers), augment=augment
         )
-        model = Model()
-        trainer = pl.Trainer(
-            max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[DataThroughputCallback(report=name + ".json")],
-        )
+        model = Learner(first_numbers)
+        trainer = quiet_trainer(callbacks=[DataThroughputCallback(report=name + ".json")])
         trainer.fit(model, datamodule=module)
-        seen[name] = sorted(model.seen)
+        seen[name] = sorted(model.joined)
         seen[name + " report"] = os.path.exists(name + ".json")
     return seen
 
@@ -185,13 +172,14 @@ if __name__ == "__main__":
 def test_a_training_runs_where_the_calls_of_linux_are_missing(tmp_path, system):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
+    path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
     done = subprocess.run(
         [sys.executable, str(script), system],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

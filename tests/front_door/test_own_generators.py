@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
-from trainers import Learner, quiet_trainer
+from trainers import trained
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -108,20 +109,18 @@ def halves(generator):
 def fit(dataset, executor, workers):
     options = LoaderOptions(num_workers=workers, executor=executor, probe=False)
     data = FastDataModule.from_datasets(dataset, batch_size=3, options=options, seed=1)
-    model = Learner(lambda batch: list(zip(*(part.tolist() for part in batch), strict=True)))
-    trainer = quiet_trainer(max_epochs=EPOCHS, limit_val_batches=0)
-    trainer.fit(model, datamodule=data)
-    return model.joined
+    return list(chain(*trained(data, rows_of, max_epochs=EPOCHS)))
 
 
-def read(dataset, executor="inline", workers=0, epochs=EPOCHS, **arguments):
+def rows_of(batch):
+    return list(zip(*(part.tolist() for part in batch), strict=True))
+
+
+def read(dataset, executor="inline", workers=0, **arguments):
     """Return the rows of all epochs, each ``(index, drawn)``."""
     arguments = {"batch_size": 3, "seed": 1, **arguments}
     loader = FastDataLoader(dataset, num_workers=workers, executor=executor, **arguments)
-    rows = []
-    for _ in range(epochs):
-        for batch in loader:
-            rows += zip(*(part.tolist() for part in batch), strict=True)
+    rows = [row for _ in range(EPOCHS) for batch in loader for row in rows_of(batch)]
     loader.close()
     return rows
 

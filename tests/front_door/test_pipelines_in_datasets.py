@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
+from torchvision.transforms import v2
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
@@ -115,17 +116,13 @@ def test_a_dataset_gets_plain_tensors_from_its_pipeline_and_its_pipeline_stays_a
 
 
 def test_a_pipeline_of_the_data_module_runs_behind_that_of_the_dataset(tmp_path):
-    made = {}
+    made = []
     for where in ("cpu", "gpu"):
         dataset = Photos(A.Compose([A.RandomCrop(16, 8), A.ToTensorV2()]))
-        mirrored = A.Compose([A.HorizontalFlip(p=1)])
-        made[where] = fit(
-            FastDataModule.from_datasets(
-                dataset, batch_size=4, seed=SEED, augment=mirrored, augment_on=where
-            ),
-            tmp_path,
-        )
-    assert torch.equal(made["cpu"], made["gpu"])
+        how = {"augment": A.Compose([A.HorizontalFlip(p=1)]), "augment_on": where}
+        data = FastDataModule.from_datasets(dataset, batch_size=4, seed=SEED, **how)
+        made.append(fit(data, tmp_path))
+    assert torch.equal(*made)
 
 
 def test_a_pipeline_that_was_moved_gives_the_same_images(tmp_path):
@@ -169,6 +166,7 @@ HELD = {
     "a wrapper of the user's": (lambda: Wraps(Photos(pipeline())), ["Compose"]),
     "lists and dicts": (Several, ["Compose", "VerticalFlip", "Compose"]),
     "one in two places": (lambda: ConcatDataset([Photos(SHARED), Photos(SHARED)]), ["Compose"]),
+    "torchvision's": (lambda: Photos(v2.Compose([v2.RandomHorizontalFlip()])), ["Compose"]),
 }
 SHARED = pipeline()
 
@@ -178,7 +176,8 @@ def test_explain_says_how_a_pipeline_is_moved(held):
     dataset, kinds = HELD[held]
     text = FastDataModule.from_datasets(dataset()).explain()
     for kind in kinds:
-        assert f" is a {kind} of albumentations {MOVED}" in text
+        library = "torchvision" if held == "torchvision's" else "albumentations"
+        assert f" is a {kind} of {library} {MOVED}" in text
     assert text.count(MOVED) == len(kinds)
 
 

@@ -97,9 +97,24 @@ def tried(tmp_path, monkeypatch):
 
 
 def quiet(package, **more):
-    return package.Trainer(
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, **more
-    )
+    how = {"max_epochs": 3, "enable_progress_bar": False, "enable_model_summary": False}
+    return package.Trainer(accelerator="cpu", **how, **more)
+
+
+def training(data, package=lightning, *, workers=0, callbacks=(), **hooks):
+    """Return a script that trains on a dataset; hooks are called in each step or epoch."""
+
+    def script(the_clock):
+        trainer = quiet(package, logger=False, callbacks=list(callbacks))
+        loader = DataLoader(data, ROWS, num_workers=workers)
+        trainer.fit(module_of(package, the_clock, **hooks), loader)
+
+    return script
+
+
+def changes(data):
+    """Return what changes a dataset."""
+    return lambda: setattr(data, "seen", data.seen + 1.0)
 
 
 def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, tmp_path):
@@ -111,12 +126,9 @@ def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, t
             ModelCheckpoint("ckpt", filename="best", save_last=True, enable_version_counter=False),
             EarlyStopping("val_loss", patience=1),
         ]
-        trainer = quiet(lightning, max_epochs=3, callbacks=callbacks, logger=CSVLogger("logs"))
-        data = Slow()
-        trainer.fit(
-            module_of(lightning, the_clock), DataLoader(data, ROWS, shuffle=True),
-            DataLoader(Slow(2 * ROWS), ROWS),
-        )  # fmt: skip
+        trainer = quiet(lightning, callbacks=callbacks, logger=CSVLogger("logs"))
+        train, val = DataLoader(Slow(), ROWS, shuffle=True), DataLoader(Slow(2 * ROWS), ROWS)
+        trainer.fit(module_of(lightning, the_clock), train, val)
 
     found = tried(script)
     assert found.outcome == "change"
@@ -134,16 +146,8 @@ def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, t
 
 @pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=lambda p: p.__name__)
 def test_a_training_whose_steps_change_what_is_read_keeps_its_workers(tried, package):
-    def script(the_clock):
-        data = Slow()
-
-        def change():
-            data.seen += 1.0
-
-        trainer = quiet(package, max_epochs=3, logger=False)
-        trainer.fit(module_of(package, the_clock, each_step=change), DataLoader(data, ROWS))
-
-    found = tried(script)
+    data = Slow()
+    found = tried(training(data, package, each_step=changes(data)))
     assert {block.arm for block in found.trial.blocks} == {AS_IS, FREE}
     refused = found.trial.refused
     assert {each.name for each in refused} >= {"num_workers=2", "a cache in memory"}
@@ -158,15 +162,10 @@ LAST_STEP = [0.0]
 
 
 def test_globals_that_steps_change_are_told_as_such(tried):
-    def script(the_clock):
-        def change():
-            LAST_STEP[0] += 1.0
+    def change():
+        LAST_STEP[0] += 1.0
 
-        trainer = quiet(lightning, max_epochs=3, logger=False)
-        model = module_of(lightning, the_clock, each_step=change)
-        trainer.fit(model, DataLoader(Slow(), ROWS))
-
-    refused = tried(script).trial.refused
+    refused = tried(training(Slow(), each_step=change)).trial.refused
     assert {each.name for each in refused} >= {"num_workers=2", "a cache in memory"}
     assert all("globals count" in each.why for each in refused)
 
@@ -175,19 +174,10 @@ def test_what_changes_with_the_epoch_is_not_kept_from_the_first(tried, tmp_path)
     (tmp_path / "config.yaml").write_text("of another run")
     os.utime(tmp_path / "config.yaml", (0, 0))
 
-    def script(the_clock):
-        data = Slow()
-
-        def change():
-            data.seen += 1.0
-
-        # What the command line writes of this run is not left for the next one.
-        config = SaveConfigCallback(LightningArgumentParser(), Namespace(), "mine.yaml")
-        trainer = quiet(lightning, max_epochs=3, logger=False, callbacks=[config])
-        loader = DataLoader(data, ROWS, num_workers=1)
-        trainer.fit(module_of(lightning, the_clock, each_epoch=change), loader)
-
-    found = tried(script)
+    # What the command line writes of this run is not left for the next one.
+    config = SaveConfigCallback(LightningArgumentParser(), Namespace(), "mine.yaml")
+    data = Slow()
+    found = tried(training(data, workers=1, callbacks=[config], each_epoch=changes(data)))
     assert found.trial.facts.get("changes", "epochs") == "epochs"
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "trial"}
 
@@ -195,12 +185,7 @@ def test_what_changes_with_the_epoch_is_not_kept_from_the_first(tried, tmp_path)
 def test_a_large_list_that_workers_would_copy_is_tried_in_shared_memory(tried):
     data = Slow()
     data.samples = list(range(10**6, 4 * 10**6))
-
-    def script(the_clock):
-        trainer = quiet(lightning, max_epochs=3, logger=False)
-        trainer.fit(module_of(lightning, the_clock), DataLoader(data, ROWS))
-
-    found = tried(script)
+    found = tried(training(data))
     assert SHARE in {block.arm for block in found.trial.blocks}
     assert SHARE not in found.trial.failed
     assert type(data.samples) is list
@@ -252,19 +237,19 @@ def prove(folder, *arguments, code):
     return done
 
 
-def test_a_script_that_trains_nothing_is_told_so(tmp_path):
-    (tmp_path / "train.py").write_text("print('hello')")
+@pytest.mark.parametrize(
+    ("script", "why", "shown"),
+    [
+        ("print('hello')", "no Lightning Trainer that fits", "hello"),
+        ("raise ValueError('wrong config')", "code 1", "wrong config"),
+    ],
+)
+def test_a_script_that_trains_nothing_is_told_so_with_what_it_printed(tmp_path, script, why, shown):
+    (tmp_path / "train.py").write_text(script)
     done = prove(tmp_path, "--json", "found.json", "train.py", code=2)
-    assert "no Lightning Trainer that fits" in done.stdout
-    assert "hello" in done.stderr
-    assert "no Lightning Trainer" in json.loads((tmp_path / "found.json").read_text())["stopped"]
-
-
-def test_an_error_of_the_script_is_shown(tmp_path):
-    (tmp_path / "train.py").write_text("raise ValueError('wrong config')")
-    done = prove(tmp_path, "train.py", code=2)
-    assert "code 1" in done.stdout
-    assert "wrong config" in done.stderr
+    assert why in done.stdout
+    assert shown in done.stderr
+    assert why in json.loads((tmp_path / "found.json").read_text())["stopped"]
 
 
 @pytest.mark.cases(1)

@@ -7,13 +7,12 @@ import json
 import pytest
 import torch
 from conformance.pieces import make_trainer
+from front_door.timed import Model
 from lightning.pytorch import Callback
 from misses import each
 from torch.utils.data import DataLoader
-from trainers import Learner
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.host import clock
 
 
 def run(folder, method, *callbacks, steps=80, step_s=0.0, **options):
@@ -21,13 +20,7 @@ def run(folder, method, *callbacks, steps=80, step_s=0.0, **options):
         folder,
         callbacks=[DataThroughputCallback(**{"summary": False, **options}), *callbacks],
     )
-    model = Model(lambda _: clock.sleep(step_s))
-    getattr(trainer, method)(model, DataLoader(torch.zeros(steps, 4), 1))
-
-
-class Model(Learner):
-    def predict_step(self, batch, _):
-        return batch
+    getattr(trainer, method)(Model(step_s), DataLoader(torch.zeros(steps, 4), 1))
 
 
 class Looks(Callback):

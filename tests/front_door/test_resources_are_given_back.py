@@ -13,23 +13,13 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from misses import each
 from open_files import open_files
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from samples import Samples, Stream
+from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, StepTimer
 
-
-class Rows(Dataset):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((32,), float(index))
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(torch.ones(12, 32))
+ROWS = Samples(lambda index: torch.full((32,), float(index)), 12)
 
 
 class Breaks(BoringModel):
@@ -46,49 +36,53 @@ def fit(model: BoringModel | None = None, **how: Any) -> tuple[object, ...]:
 
 
 def module() -> object:
-    data = FastDataModule.from_datasets(Rows(), Rows(), batch_size=2, num_workers=0)
+    data = FastDataModule.from_datasets(ROWS, ROWS, batch_size=2, num_workers=0)
     return fit(datamodule=data)
 
 
 def module_with_workers() -> object:
-    return fit(datamodule=FastDataModule.from_datasets(Rows(), batch_size=2, num_workers=1))
+    return fit(datamodule=FastDataModule.from_datasets(ROWS, batch_size=2, num_workers=1))
 
 
 def stream() -> object:
-    return fit(datamodule=FastDataModule.from_datasets(Stream(), batch_size=2, num_workers=0))
+    return fit(
+        datamodule=FastDataModule.from_datasets(
+            Stream(lambda: iter(torch.ones(12, 32))), batch_size=2, num_workers=0
+        )
+    )
 
 
 def from_loaders() -> object:
-    given = DataLoader(Rows(), 2), DataLoader(Rows(), 2)
+    given = DataLoader(ROWS, 2), DataLoader(ROWS, 2)
     return fit(datamodule=FastDataModule.from_loaders(*given))
 
 
 def callback() -> object:
-    return fit(train_dataloaders=DataLoader(Rows(), 2), val_dataloaders=DataLoader(Rows(), 2))
+    return fit(train_dataloaders=DataLoader(ROWS, 2), val_dataloaders=DataLoader(ROWS, 2))
 
 
 def training_that_breaks() -> object:
-    data = FastDataModule.from_datasets(Rows(), batch_size=2, num_workers=0)
+    data = FastDataModule.from_datasets(ROWS, batch_size=2, num_workers=0)
     with pytest.raises(ValueError, match="broken"):
         fit(Breaks(), datamodule=data)
     return data
 
 
 def loop() -> object:
-    for _ in FastDataLoader(Rows(), 2, num_workers=0):
+    for _ in FastDataLoader(ROWS, 2, num_workers=0):
         pass
     return None
 
 
 def timed_loop() -> object:
     timer = StepTimer("cpu")
-    for _ in timer.batches(FastDataLoader(Rows(), 2, num_workers=0)):
+    for _ in timer.batches(FastDataLoader(ROWS, 2, num_workers=0)):
         pass
     return None
 
 
 def timed_loop_that_is_left() -> object:
-    for number, _ in enumerate(StepTimer("cpu").batches(FastDataLoader(Rows(), 2, num_workers=0))):
+    for number, _ in enumerate(StepTimer("cpu").batches(FastDataLoader(ROWS, 2, num_workers=0))):
         if number == 4:
             break
     return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
-import tarfile
 import warnings
 from typing import Any
 
 import albumentations as A
 import pytest
+from front_door.other_streams import write_webdataset
 from lightning.pytorch import Trainer
 from torch.utils.data import (
     ChainDataset,
@@ -20,7 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
-from trainers import Learner, quiet_trainer
+from trainers import trained
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning
 from lightning_fastdata.errors import OptionsError
@@ -71,11 +70,8 @@ class Refuses(Whole):
         return super().__iter__()
 
 
-class FirstOnly(IterableDataset):
+class FirstOnly(Around):
     """Gives the first samples of a stream: in each worker so many."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
 
     def __iter__(self) -> Any:
         return itertools.islice(self.inner, 3)
@@ -90,15 +86,8 @@ class Renamed(IterDataPipe):
             yield {"x": number}
 
 
-def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
-    model = Learner(lambda batch: [int(x) for x in batch["x"]])
-    trainer = quiet_trainer(max_epochs=epochs)
-    trainer.fit(model, loader, datamodule=data)
-    return model.seen
-
-
-def flat(batches: list[list[int]]) -> list[int]:
-    return list(itertools.chain.from_iterable(batches))
+def fitted(data: Any) -> list[Any]:
+    return trained(data, lambda batch: [int(x) for x in batch["x"]])
 
 
 def hugging_face(shards: int) -> Any:
@@ -110,16 +99,11 @@ def hugging_face(shards: int) -> Any:
 
 def web_dataset(folder: Any, shards: int = 5, **how: Any) -> Any:
     wds = pytest.importorskip("webdataset")
-    for shard in range(shards):
-        with tarfile.open(folder / f"{shard}.tar", "w") as file:
-            for number in range(shard, COUNT, shards):
-                entry = tarfile.TarInfo(f"{number:04}.x")
-                text = str(number).encode()
-                entry.size = len(text)
-                file.addfile(entry, io.BytesIO(text))
-    urls = [str(folder / f"{shard}.tar") for shard in range(shards)]
+    write_webdataset(folder, shards)
+    urls = sorted(str(path) for path in folder.glob("*.tar"))
     stream = wds.WebDataset(urls, shardshuffle=False, **how)
-    return stream.map(lambda row: {"x": int(row["x"])})
+    few = stream.select(lambda row: int(row["number.cls"]) < COUNT)
+    return few.map(lambda row: {"x": int(row["number.cls"])})
 
 
 SPLITTING = {
@@ -151,12 +135,12 @@ def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind,
     workers = loader.num_workers
     assert workers > 1, data.explain()
     given = DataLoader(stream, 4, num_workers=workers)
-    theirs = fitted(None, given)
+    theirs = fitted(given)
     assert fitted(data) == theirs
     alone = FastDataLoader(stream, 4, num_workers="auto")
     assert alone.num_workers == workers
     assert [batch["x"].tolist() for batch in alone] == theirs
-    assert sorted(flat(theirs)) == list(range(COUNT))
+    assert sorted(itertools.chain(*theirs)) == list(range(COUNT))
 
 
 @SEVERAL
@@ -201,7 +185,7 @@ def test_a_worker_init_fn_may_split_the_stream() -> None:
     given = DataLoader(Configured(), 4, worker_init_fn=take_part)
     data = FastDataModule.from_loaders(given, num_workers="auto")
     assert data.train_dataloader().num_workers > 1
-    assert sorted(flat(fitted(data))) == list(range(COUNT))
+    assert sorted(itertools.chain(*fitted(data))) == list(range(COUNT))
 
 
 def test_a_pipe_that_is_wrapped_is_not_read_whole_by_each_worker() -> None:

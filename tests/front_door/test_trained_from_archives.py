@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import Dataset
-from trainers import Learner, quiet_trainer
+from samples import Samples
+from trainers import trained
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -28,12 +28,7 @@ def decode(raw, index):
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).float() + noise, index
 
 
-class InMemory(Dataset):
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, index):
-        return decode(record(index), index)
+IN_MEMORY = Samples(lambda index: decode(record(index), index), COUNT)
 
 
 def as_it_is(raw, index):
@@ -71,20 +66,19 @@ def fit(dataset, *, workers, folder=None, resume=None):
     data = ld.FastDataModule.from_datasets(
         dataset, batch_size=5, seed=2, options=ld.LoaderOptions(num_workers=workers)
     )
-    module = Learner(lambda batch: (zlib.crc32(batch[0].numpy().tobytes()), batch[1].tolist()))
-    saved = (
-        [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
-    )
-    quiet_trainer(max_epochs=2, callbacks=saved, enable_checkpointing=folder is not None).fit(
-        module, datamodule=data, ckpt_path=resume
-    )
-    return module.seen
+    saved = [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)] if folder else []
+    how = {"max_epochs": 2, "callbacks": saved, "enable_checkpointing": bool(folder)}
+    return trained(data, summed, resume=resume, **how)
+
+
+def summed(batch):
+    return zlib.crc32(batch[0].numpy().tobytes()), batch[1].tolist()
 
 
 @pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*a sample waits")  # the number of workers is set, too low
 def test_a_training_sees_the_same_and_resumes(dataset, tmp_path):
-    wanted = fit(InMemory(), workers=2)
+    wanted = fit(IN_MEMORY, workers=2)
     assert fit(dataset, workers=2, folder=tmp_path / "saved") == wanted
     (file,) = (tmp_path / "saved").glob("*step=9.ckpt")
     assert fit(dataset, workers=1, resume=file) == wanted[9:]

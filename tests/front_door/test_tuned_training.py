@@ -15,22 +15,18 @@ import torch
 from conformance.forked_ranks import launched
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rig.machine import sleep
-from rig.virtual_crew import on_machine
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.tuning.tuner import Tuner
 
+pytestmark = pytest.mark.usefixtures("machine")
+
 BATCH = 8
 CALM = {"num_workers": 2, "probe": False}
 """A number of workers is not tuned, and what is not tried is not advised on."""
-
-
-@pytest.fixture(autouse=True)
-def machine():
-    with on_machine() as virtual:
-        yield virtual
 
 
 class Waiting(Dataset):
@@ -47,49 +43,39 @@ class Waiting(Dataset):
         return torch.full((4,), float(index))
 
 
-class Module(lightning.LightningModule):
+class Module(Learner):
     """Keeps what it is given."""
 
     def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.seen = []
+        super().__init__(self.kept)
 
-    def training_step(self, batch, _index):
-        self.seen.append(batch.clone())
+    def kept(self, batch):
         sleep(0.003)
-        return self.layer(batch).mean()
+        return tree_map(torch.clone, batch)
 
     def validation_step(self, batch, _index):
-        self.log("x", batch.mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
+        pass
 
 
-class Data(FastDataModule):
-    def __init__(self, dataset=None, *, val=False, **options):
-        super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
-        self.dataset, self.val = Waiting() if dataset is None else dataset, val
-
-    def train_dataset(self):
-        return self.dataset
-
-    def val_dataset(self):
-        return Waiting(BATCH * 4, wait_s=0.0) if self.val else None
+def data_of(dataset=None, val=None, **options):
+    data = Waiting() if dataset is None else dataset
+    how = {"batch_size": BATCH, "seed": 3, "options": LoaderOptions(**options)}
+    return FastDataModule.from_datasets(data, val, **how)
 
 
-def fit(tmp_path, data, *callbacks, ckpt=None, module=None, **how):
-    module = Module() if module is None else module
-    how = {"max_epochs": 1, **how}
-    trainer = quiet_trainer(
-        tmp_path,
-        callbacks=list(callbacks),
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
-        **{"max_epochs": None, **how},
-    )
+def fit(tmp_path, data, *callbacks, ckpt=None, **how):
+    module = Module()
+    saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    trainer = quiet_trainer(tmp_path, callbacks=list(callbacks), enable_checkpointing=saves, **how)
     trainer.fit(module, data, ckpt_path=ckpt)
     return trainer, module
+
+
+def assert_same(ours, theirs, count):
+    assert len(ours) == len(theirs) == count
+    for one, other in zip(ours, theirs, strict=True):
+        assert tree_leaves(one)
+        assert all(map(torch.equal, tree_leaves(one), tree_leaves(other)))
 
 
 def tuner_of(trainer):
@@ -98,14 +84,12 @@ def tuner_of(trainer):
     return loader.tuner
 
 
-class Storage(Dataset):
+class Storage(Waiting):
     """Becomes slow while it is read: as soon as there is a file."""
 
-    def __init__(self, slow, length=BATCH * 400):
-        self.slow, self.length = slow, length
-
-    def __len__(self):
-        return self.length
+    def __init__(self, slow):
+        super().__init__(BATCH * 400)
+        self.slow = slow
 
     def __getitem__(self, index):
         sleep(0.012 if self.slow.exists() else 0.0004)
@@ -115,18 +99,18 @@ class Storage(Dataset):
 class Slows(lightning.Callback):
     """Has the storage become slow."""
 
-    def __init__(self, slow, step):
-        self.slow, self.step = slow, step
+    def __init__(self, slow):
+        self.slow = slow
 
     def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == self.step:
+        if trainer.global_step == 120:
             self.slow.touch()
 
 
 def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys):
     slow = tmp_path / "slow"
-    data = Data(Storage(slow), executor="workers")
-    trainer, module = fit(tmp_path, data, Slows(slow, 120), DataThroughputCallback(report=False))
+    data = data_of(Storage(slow), executor="workers")
+    trainer, module = fit(tmp_path, data, Slows(slow), DataThroughputCallback(report=False))
     grown = [move for move in tuner_of(trainer).moves if move.after > move.before]
     assert grown
     assert 120 < grown[0].batch < 240
@@ -135,7 +119,7 @@ def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys
     assert trainer.train_dataloader.num_workers > grown[0].before
     assert str(grown[0]) in data.explain()
     out = capsys.readouterr().out
-    assert f"fastdata: Data.train_dataset(): {str(grown[0]).partition(':')[0]}" in out
+    assert f"fastdata: FastDataModule.train_dataset(): {str(grown[0]).partition(':')[0]}" in out
     assert str(kept[-1])[:30] in out.partition("\n done ")[2]
     seen = sorted(int(batch[0]) for batches in module.seen for batch in batches)
     assert seen == list(range(BATCH * 400))
@@ -145,7 +129,7 @@ def test_it_is_done_and_told_everywhere_and_a_second_fit_goes_on_with_it(tmp_pat
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     report = tmp_path / "report.json"
     watch = DataThroughputCallback(report=report, every_n_steps=10)
-    data = Data(Waiting(BATCH * 200, quick=0), executor="workers")
+    data = data_of(Waiting(BATCH * 200, quick=0), executor="workers")
     trainer, _ = fit(tmp_path, data, watch, logger=logger, log_every_n_steps=10)
     tuner = tuner_of(trainer)
     assert tuner.moves
@@ -167,23 +151,23 @@ def test_it_is_done_and_told_everywhere_and_a_second_fit_goes_on_with_it(tmp_pat
 
 
 def test_order_and_content_are_those_of_a_run_that_is_not_tuned(tmp_path):
-    calm = fit(tmp_path, Data(**CALM), max_epochs=2)[1]
-    tuned = fit(tmp_path, Data(val=True), max_epochs=2, val_check_interval=50)[1]
-    assert len(tuned.seen) == len(calm.seen) == 260
-    assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
+    calm = fit(tmp_path, data_of(**CALM), max_epochs=2)[1]
+    tuned = fit(
+        tmp_path, data_of(val=Waiting(BATCH * 4, wait_s=0.0)), max_epochs=2, val_check_interval=50
+    )[1]
+    assert_same(tuned.seen, calm.seen, 260)
 
 
 def test_a_run_that_goes_on_has_the_same_samples_whatever_was_tuned(tmp_path):
-    whole = fit(tmp_path, Data(**CALM))[1]
+    whole = fit(tmp_path, data_of(**CALM))[1]
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_top_k=-1, filename="{step}")
-    fit(tmp_path, Data(), saves, max_steps=100)
-    _, rest = fit(tmp_path, Data(), ckpt=tmp_path / "step=60.ckpt")
-    assert len(rest.seen) == 70
-    assert all(torch.equal(*pair) for pair in zip(rest.seen, whole.seen[60:], strict=True))
+    fit(tmp_path, data_of(), saves, max_steps=100)
+    _, rest = fit(tmp_path, data_of(), ckpt=tmp_path / "step=60.ckpt")
+    assert_same(rest.seen, whole.seen[60:], 70)
 
 
 def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
-    data = Data(Waiting(BATCH * 130, quick=0))
+    data = data_of(Waiting(BATCH * 130, quick=0))
     trainer, _ = fit(tmp_path, data, max_epochs=3, reload_dataloaders_every_n_epochs=1)
     tuner = tuner_of(trainer)
     assert trainer.train_dataloader.num_workers == tuner.workers
@@ -192,41 +176,27 @@ def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*num_workers=2, but")
 def test_explicit_settings_stay(tmp_path):
-    trainer, _ = fit(tmp_path, Data(Waiting(BATCH * 80, quick=0), num_workers=2))
+    trainer, _ = fit(tmp_path, data_of(Waiting(BATCH * 80, quick=0), num_workers=2))
     assert trainer.train_dataloader.tuner is None
     assert trainer.train_dataloader.num_workers == 2
 
 
-class Two(FastDataModule):
-    def __init__(self, **options):
-        super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
-
-    def train_dataset(self):
-        return {"slow": Waiting(BATCH * 100, quick=0), "quick": Waiting(BATCH * 100, wait_s=0.001)}
-
-
-class OfTwo(Module):
-    def training_step(self, batch, _index):
-        return super().training_step(batch["slow"] + batch["quick"], _index)
-
-
 def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
-    calm = fit(tmp_path, Two(**CALM), module=OfTwo())[1]
-    trainer, tuned = fit(tmp_path, Two(), module=OfTwo())
+    two = {"slow": Waiting(BATCH * 100, quick=0), "quick": Waiting(BATCH * 100, wait_s=0.001)}
+    calm = fit(tmp_path, data_of(two, **CALM))[1]
+    trainer, tuned = fit(tmp_path, data_of(two))
     tuners = [loader.tuner for loader in trainer.train_dataloader.values()]
     assert all(isinstance(each, Tuner) for each in tuners)
     assert tuners[0] is not tuners[1]
-    assert len(tuned.seen) == 100
-    assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
+    assert_same(tuned.seen, calm.seen, 100)
 
 
 @pytest.mark.parametrize("limits", [{"limit_train_batches": 30}, {"overfit_batches": 20}])
 def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
     options = {"executor": "workers"}
-    trainer, tuned = fit(tmp_path, Data(**options), max_epochs=4, **limits)
-    calm = fit(tmp_path, Data(**CALM, **options), max_epochs=4, **limits)[1]
-    assert len(tuned.seen) == len(calm.seen)
-    assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
+    trainer, tuned = fit(tmp_path, data_of(**options), max_epochs=4, **limits)
+    calm = fit(tmp_path, data_of(**CALM, **options), max_epochs=4, **limits)[1]
+    assert_same(tuned.seen, calm.seen, 4 * min(limits.values()))
     assert tuner_of(trainer)._batches >= 4 * min(limits.values())
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from samples import Samples
+from torch.utils.data import IterableDataset, get_worker_info
 from trainers import Learner, quiet_trainer
-from virtual_time import virtual_time
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.host import clock
@@ -16,11 +16,8 @@ NOT_WITH_IT = {"FD302", "FD303", "FD304", "FD305"}
 EXECUTORS = ("torch", "workers")
 
 
-@pytest.fixture(autouse=True)
-def virtual():
-    """The training has a time of its own, and each worker another, from when it is forked."""
-    with virtual_time() as its_time:
-        yield its_time
+pytestmark = pytest.mark.usefixtures("virtual")
+"""The training has a time of its own, and each worker another, from when it is forked."""
 
 
 class Coming:
@@ -57,26 +54,9 @@ class Files(IterableDataset):
                 yield [float(number)] * 4, self.sample_s
 
 
-class Rows(Dataset):
-    def __init__(self, sample_s):
-        self.sample_s = sample_s
-
-    def __len__(self):
-        return 96
-
-    def __getitem__(self, index):
-        clock.sleep(self.sample_s)
-        return [float(index)] * 4, self.sample_s
-
-
-class OneWorker:
-    """Batches of a map-style dataset."""
-
-    def __iter__(self):
-        return iter([[number] * BATCH for number in range(24)])
-
-    def __len__(self):
-        return 24
+def row(index):
+    clock.sleep(BATCH_MS / 1e3 / BATCH)
+    return [float(index)] * 4, BATCH_MS / 1e3 / BATCH
 
 
 def fit(folder, train, *, epochs=1, step_s=0.002):
@@ -126,8 +106,8 @@ NO_MATTER = {
     "each yields the whole stream": lambda: read(Files(48, whole=True), 2, "torch"),
     "a last file that is read alone at the end": lambda: read(Files(80, 48), 2, "torch"),
     "a batch sampler gives each worker its turn": lambda: FastDataLoader(
-        Rows(BATCH_MS / 1e3 / BATCH),
-        batch_sampler=OneWorker(),
+        Samples(row, 96),
+        batch_sampler=[[number] * BATCH for number in range(24)],
         num_workers=2,
         collate_fn=batch_of,
     ),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from augment.v2_pipelines import assert_same, copied, eager, images, sample
-from torch.utils.data import DataLoader, Dataset
+from samples import Samples
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
-from trainers import Keeps, quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
     FastDataLoader,
     FastDataModule,
-    LoaderOptions,
     SampleKey,
     as_batch_transform,
     prefetch,
@@ -36,17 +36,9 @@ PIPELINE = v2.Compose(
 )
 
 
-class Photos(Dataset):
+def photos(one_size=False):
     """Photographs of several sizes, or of one."""
-
-    def __init__(self, one_size=False):
-        self.samples = ONE_SIZE if one_size else SIZES
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
+    return Samples((ONE_SIZE if one_size else SIZES).__getitem__, 8)
 
 
 def wanted(dataset, epoch=0, indices=range(8)):
@@ -56,21 +48,15 @@ def wanted(dataset, epoch=0, indices=range(8)):
     return [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
 
 
-def module(workers, augment_on="auto", one_size=False, **arguments):
-    return FastDataModule.from_datasets(
-        Photos(one_size),
-        batch_size=BATCH,
-        seed=SEED,
-        shuffle=False,
-        augment=PIPELINE,
-        augment_on=augment_on,
-        options=LoaderOptions(num_workers=workers),
-        **arguments,
-    )
+def module(workers, augment_on="auto", one_size=False, **given):
+    """Return a data module of photographs; what is given wins."""
+    own = {"train_dataset": photos(one_size), "batch_size": BATCH, "seed": SEED, "shuffle": False}
+    own |= {"augment": PIPELINE, "augment_on": augment_on, "num_workers": workers}
+    return FastDataModule.from_datasets(**own | given)
 
 
 def fit(folder, data=None, loader=None, **options):
-    model = Keeps()
+    model = Learner()
     ckpt_path = options.pop("ckpt_path", None)
     trainer = quiet_trainer(folder, **options)
     trainer.fit(model, loader, datamodule=data, ckpt_path=ckpt_path)
@@ -83,21 +69,16 @@ def fit(folder, data=None, loader=None, **options):
 )
 def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on, one_size):
     seen, _ = fit(tmp_path, module(workers, augment_on, one_size), max_epochs=2)
-    photos = Photos(one_size)
-    assert_same(seen, [*wanted(photos), *wanted(photos, epoch=1)], types=False)
+    own = photos(one_size)
+    assert_same(seen, [*wanted(own), *wanted(own, epoch=1)], types=False)
 
 
 @pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_every_executor_draws_by_sample(executor):
-    loader = FastDataLoader(
-        Photos(),
-        batch_size=BATCH,
-        seed=SEED,
-        num_workers=0 if executor == "inline" else 2,
-        executor=executor,
-        transform=as_batch_transform(PIPELINE),
-    )
-    assert_same(list(loader), wanted(Photos()), types=False)
+    how = {"executor": executor, "num_workers": 0 if executor == "inline" else 2}
+    transform = as_batch_transform(PIPELINE)
+    loader = FastDataLoader(photos(), BATCH, seed=SEED, transform=transform, **how)
+    assert_same(list(loader), wanted(photos()), types=False)
 
 
 def test_a_training_that_goes_on_draws_as_one_that_did_not_stop(tmp_path):
@@ -105,44 +86,18 @@ def test_a_training_that_goes_on_draws_as_one_that_did_not_stop(tmp_path):
     saved = tmp_path / "half.ckpt"
     trainer.save_checkpoint(saved)
     rest, _ = fit(tmp_path, module(2, "gpu"), ckpt_path=saved)
-    assert_same(rest, wanted(Photos())[2:], types=False)
+    assert_same(rest, wanted(photos())[2:], types=False)
 
 
 def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", str(SEED))  # the callback's
-    loader = DataLoader(Photos(one_size=True), batch_size=BATCH)
+    loader = DataLoader(photos(one_size=True), batch_size=BATCH)
     callback = DataThroughputCallback(PIPELINE, report=False, summary=False)
     by_callback, _ = fit(tmp_path, loader=loader, callbacks=[callback])
     prefetched = list(prefetch(loader, "cpu", PIPELINE, seed=SEED))
-    by_module, _ = fit(
-        tmp_path,
-        FastDataModule.from_datasets(
-            Photos(one_size=True),
-            batch_size=BATCH,
-            seed=SEED,
-            shuffle=False,
-            augment=PIPELINE,
-            num_workers=0,
-        ),
-    )
+    by_module, _ = fit(tmp_path, module(0, one_size=True))
     for seen in (by_callback, prefetched, by_module):
-        assert_same(seen, wanted(Photos(one_size=True)), types=False)
-
-
-def test_a_pipeline_in_the_dataset_stays_there_and_explain_says_where_it_could_be():
-    class Own(Photos):
-        def __init__(self):
-            super().__init__()
-            self.transform = PIPELINE
-
-        def __getitem__(self, index):
-            image, label = self.samples[index]
-            return self.transform(image), label
-
-    data = FastDataModule.from_datasets(Own(), batch_size=BATCH, seed=SEED, num_workers=0)
-    text = data.explain()
-    assert "train_dataset().transform is a Compose of torchvision that runs in the workers" in text
-    assert "write augment=dataset.transform, and give the dataset transform=None" in text
+        assert_same(seen, wanted(photos(one_size=True)), types=False)
 
 
 def test_detection_in_lists_is_finished_in_the_worker(tmp_path):
@@ -154,28 +109,11 @@ def test_detection_in_lists_is_finished_in_the_worker(tmp_path):
         target.pop("masks")
         target.pop("points", None)
 
-    class Boxes(Photos):
-        def __getitem__(self, index):
-            return copied(samples[index])
-
-    class Lists(Keeps):
-        def training_step(self, batch, batch_idx):
-            self.seen.append(batch)
-            return self.scale * batch[0][0].float().mean()
-
+    boxes = Samples(lambda index: copied(samples[index]), 8)
     wanted_each = eager(pipeline, samples, [SampleKey(SEED, 0, index) for index in range(8)])
     for augment_on in ("cpu", "gpu"):
-        model = Lists()
-        data = FastDataModule.from_datasets(
-            Boxes(),
-            batch_size=BATCH,
-            seed=SEED,
-            shuffle=False,
-            num_workers=0,
-            augment=pipeline,
-            augment_on=augment_on,
-            collate_fn=in_lists,
-        )
+        model = Learner()
+        data = module(0, augment_on, train_dataset=boxes, augment=pipeline, collate_fn=in_lists)
         quiet_trainer(tmp_path).fit(model, datamodule=data)
         made = [one for batch in model.seen for one in zip(*batch, strict=True)]
         assert_same(made, wanted_each, types=False)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from rig.machine import VirtualBarrier, machine
-from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
-from trainers import Learner, quiet_trainer
+from trainers import trained
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
-
-@pytest.fixture(autouse=True)
-def machine_of_workers():
-    """Whoever waits in vain for others is told so at once, and does not hang."""
-    with on_machine():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("machine"),  # on which who waits in vain for others is told so at once
+    pytest.mark.filterwarnings("ignore:.*training batches"),
+]
 
 
 class Meeting(Dataset):
@@ -48,22 +46,10 @@ def collate_pairs(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), torch.tensor([int(i) for _, i in samples])
 
 
-class Data(FastDataModule):
-    def __init__(self, dataset: Dataset, batch_size: int, options: LoaderOptions) -> None:
-        super().__init__(batch_size=batch_size, options=options)
-        self.data = dataset
-
-    def train_dataset(self) -> Dataset:
-        return self.data
+def fit(data: Any) -> list[int]:
+    return list(chain(*trained(data, lambda batch: batch[1].tolist(), max_epochs=2)))
 
 
-def fit(loaders: Any) -> list[int]:
-    model = Learner(lambda batch: batch[1].tolist())
-    quiet_trainer(max_epochs=2).fit(model, loaders)
-    return model.joined
-
-
-@pytest.mark.filterwarnings("ignore:.*training batches")
 @pytest.mark.parametrize(
     ("workers", "batch_size", "kind"),
     [(2, 8, "numbers"), (3, 1, "numbers"), (3, 2, "numbers"), (2, 4, "sizes"), (2, 8, "collated")],
@@ -82,10 +68,9 @@ def test_a_training_whose_workers_wait_for_each_other_sees_every_sample(workers,
     loader.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*training batches")
 def test_a_data_module_whose_workers_wait_for_each_other_sees_every_sample():
     options = LoaderOptions(num_workers=2, executor="workers", persistent_workers=True)
-    seen = fit(Data(Meeting(2, 24), 4, options))
+    seen = fit(FastDataModule.from_datasets(Meeting(2, 24), batch_size=4, options=options))
     assert sorted(seen[:24]) == sorted(seen[24:]) == list(range(24))
 
 
