@@ -59,13 +59,23 @@ def fit(tmp_path, module, model=None, **trainer):
     made.fit(model if model is not None else Untouched(), datamodule=module)
 
 
-def test_no_training_dataset(tmp_path):
-    class Nothing(FastDataModule):
-        pass
+@each(
+    ("given", "said"),
+    [
+        (None, r"no train dataset: train_dataset\(\) returned None. Override it"),
+        ([], r"no train dataset: .*returned \[\]"),
+        (Rows(0), r"train_dataset\(\) .*empty Rows"),
+    ],
+)
+def test_no_training_dataset_or_an_empty_one(tmp_path, given, said):
+    class Photos(FastDataModule):
+        def train_dataset(self):
+            return given
 
-    message = r"Nothing has no train dataset: train_dataset\(\) returned None. Override it"
-    with pytest.raises(DatasetError, match=message):
-        fit(tmp_path, Nothing())
+    with pytest.raises(DatasetError, match=f"Photos.*{said}"):
+        fit(tmp_path, Photos())
+    with pytest.raises(DatasetError, match=said):
+        Photos().train_dataloader()
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
@@ -74,13 +84,6 @@ def test_no_dataset_for_the_stage_that_was_asked_for(tmp_path, method):
     stage = "val" if method == "validate" else method
     with pytest.raises(DatasetError, match=rf"no {stage} dataset: {stage}_dataset\(\)"):
         getattr(make_trainer(tmp_path), method)(Untouched(), datamodule=module)
-
-
-def test_an_empty_dataset(tmp_path):
-    with pytest.raises(DatasetError, match=r"RowsModule.train_dataset\(\) .*empty Rows"):
-        fit(tmp_path, RowsModule(length=0))
-    with pytest.raises(DatasetError, match="empty Rows"):
-        RowsModule(length=0).train_dataloader()
 
 
 def test_loaders_can_be_copied_after_an_error(tmp_path):
@@ -94,11 +97,6 @@ def test_loaders_can_be_copied_after_an_error(tmp_path):
     for one in (loader, twin):
         one.close()
         assert one._iterator is None
-
-
-def test_an_empty_list_of_datasets(tmp_path):
-    with pytest.raises(DatasetError, match=r"no train dataset: .*returned \[\]"):
-        fit(tmp_path, FastDataModule.from_datasets([]))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conformance.pieces import Linear, Rows, make_trainer
-from conformance.test_logging import ours, quiet, read_csv
+from conformance.pieces import Linear, Rows, make_trainer, quiet
+from conformance.test_logging import ours, read_csv
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -201,22 +201,3 @@ def test_iterable_datasets_and_several_epochs_are_counted(tmp_path):
     assert train.causes.batches in (10, 11)  # the first one may be fetched before the start
     assert val.causes.batches == 10
     assert train.causes.wait.read_blocked_ms == pytest.approx(8)
-
-
-def test_what_a_sanity_check_read_is_not_counted(tmp_path):
-    report, _ = fit(
-        tmp_path, module(Waits(8), Waits(16, slow=1), num_workers=0), num_sanity_val_steps=2,
-        limit_val_batches=2, max_epochs=1,
-    )  # fmt: skip
-    assert report.stages[1].causes.batches == 1
-
-
-def test_somebody_who_takes_the_stamps_keeps_them(tmp_path):
-    from collections import deque
-
-    mine, loader = deque(), FastDataLoader(Waits(16), 4)
-    loader.record_stamps(mine)
-    report, _ = fit(tmp_path, {"train_dataloaders": loader})
-    assert len(mine) == 4
-    assert loader.records is mine
-    assert any("other code takes the stamps" in note for note in report.notes)
