@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import (
@@ -186,15 +186,6 @@ def test_a_training_names_what_it_cannot_read_by_default(tmp_path) -> None:
     with pytest.raises(ValueError, match="sample 21 of the dataset"):
         fit(Seen(), datamodule, tmp_path)
     assert not list(tmp_path.rglob("bad_samples*"))
-
-
-def test_a_stream_says_that_it_can_only_raise(tmp_path) -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(torch.zeros(3, 4))
-
-    with pytest.raises(OptionsError, match="is a stream"):
-        fit(Seen(), data(train=Stream()), tmp_path)
 
 
 def test_a_loader_that_chooses_for_itself_reads_over_bad_samples() -> None:
