@@ -96,7 +96,7 @@ CASES += [
 CASES += [("stream with a state", "afterwards", "max_steps", 10, ["inline"])]
 CASES += [
     (kind, "at the end of the epoch", "should_stop", 10, ["workers-1"])
-    for kind in ("plain", "stream with a state")
+    for kind in ("stream with a state", "plain")
 ]
 CASES += [
     (kind, "the last", "max_steps", 1, ["inline", "workers-1", "torch-0"])
