@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import numpy as np
 import pytest
@@ -201,3 +202,12 @@ def test_iterable_datasets_and_several_epochs_are_counted(tmp_path):
     assert train.causes.batches in (10, 11)  # the first one may be fetched before the start
     assert val.causes.batches == 10
     assert train.causes.wait.read_blocked_ms == pytest.approx(8)
+
+
+def test_somebody_who_takes_the_stamps_keeps_them(tmp_path):
+    mine, loader = deque(), FastDataLoader(Waits(16), 4)
+    loader.record_stamps(mine)
+    report, _ = fit(tmp_path, {"train_dataloaders": loader})
+    assert len(mine) == 4
+    assert loader.records is mine
+    assert any("other code takes the stamps" in note for note in report.notes)
