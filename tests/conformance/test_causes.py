@@ -10,6 +10,7 @@ import pytest
 import torch
 from conformance.pieces import Linear, Rows, make_trainer, quiet
 from conformance.test_logging import ours, read_csv
+from conformance.test_timing import Several
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -152,29 +153,19 @@ class OwnData(LightningDataModule):
         return {"a": FastDataLoader(Waits(16), 4), "b": FastDataLoader(Waits(16), 4)}
 
 
-class Sums(Linear):
-    def training_step(self, batch, batch_idx):
-        return self._step("train", batch["a"]) + self._step("train", batch["b"])
-
-
 def test_loaders_are_found_wherever_they_come_from(tmp_path):
     """Also pins the object that Lightning asks for loaders."""
     loader = FastDataLoader(Waits(16), 4, num_workers=1)
-    combined = {"train_dataloaders": CombinedLoader([FastDataLoader(Waits(16), 4)])}
+    combined = {"train_dataloaders": CombinedLoader({"a": FastDataLoader(Waits(16), 4)})}
     for data, model, batches in (
         ({"train_dataloaders": loader}, None, 3),
         ({}, OwnModule(), 3),
-        (OwnData(), Sums(), 2 * 3),
-        (combined, PlainSum(), 3),
+        (OwnData(), Several(), 2 * 3),
+        (combined, Several(), 3),
     ):
         report, _ = fit(tmp_path, data, model=model)
         assert report.stages[0].causes.batches == batches
     assert loader.records is None
-
-
-class PlainSum(Linear):
-    def training_step(self, batch, batch_idx):
-        return self._step("train", batch[0])
 
 
 @pytest.mark.parametrize("executor", ["torch", "workers"])
