@@ -7,9 +7,19 @@ from conformance.datasets import Images, Rows
 from lightning.pytorch import LightningModule
 from trainers import quiet_trainer as make_trainer
 
-from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 
-__all__ = ["Images", "Linear", "Pixels", "Rows", "RowsModule", "make_trainer"]
+__all__ = [
+    "Images",
+    "Linear",
+    "Manual",
+    "Pixels",
+    "Rows",
+    "RowsModule",
+    "add_one",
+    "make_trainer",
+    "quiet",
+]
 
 
 class Linear(LightningModule):
@@ -38,8 +48,43 @@ class Linear(LightningModule):
         self._step("predict", batch)
         return batch[1] if isinstance(batch, list | tuple) else batch
 
+    def added(self, stage="train"):
+        """What has been added to the rows of a stage on their way: each amount once."""
+        return {float(amount) for x, i in self.seen[stage] for amount in x[:, 0] - i}
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def quiet(**arguments):
+    """Return a callback that measures, and shows and writes nothing unless it is told to."""
+    return DataThroughputCallback(**{"summary": False, "report": False, **arguments})
+
+
+def add_one(batch):
+    """A transform of batches of rows."""
+    return [batch[0] + 1, batch[1]]
+
+
+class Manual(Linear):
+    """Has two optimizers, each of which it steps by hand behind so many batches."""
+
+    def __init__(self, every=1):
+        super().__init__()
+        self.automatic_optimization, self.every = False, every
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.every == 0:
+            self.update()
+
+    def update(self):
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([weight], lr=1e-3) for weight in self.layer.parameters()]
 
 
 class Pixels(LightningModule):

@@ -34,7 +34,7 @@ class Untouched(Linear):
 
 
 class Samples(Dataset):
-    """The same sample, again and again."""
+    """The same sample, again and again, or what a function returns of the index."""
 
     def __init__(self, sample):
         self.sample = sample
@@ -43,15 +43,11 @@ class Samples(Dataset):
         return 4
 
     def __getitem__(self, i):
-        return self.sample
+        return self.sample(i) if callable(self.sample) else self.sample
 
 
-class Broken(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        raise KeyError("no such photo")
+def broken(i):
+    raise KeyError("no such photo")
 
 
 def fit(tmp_path, module, model=None, **trainer):
@@ -59,13 +55,23 @@ def fit(tmp_path, module, model=None, **trainer):
     made.fit(model if model is not None else Untouched(), datamodule=module)
 
 
-def test_no_training_dataset(tmp_path):
-    class Nothing(FastDataModule):
-        pass
+@each(
+    ("given", "said"),
+    [
+        (None, r"no train dataset: train_dataset\(\) returned None. Override it"),
+        ([], r"no train dataset: .*returned \[\]"),
+        (Rows(0), r"train_dataset\(\) .*empty Rows"),
+    ],
+)
+def test_no_training_dataset_or_an_empty_one(tmp_path, given, said):
+    class Photos(FastDataModule):
+        def train_dataset(self):
+            return given
 
-    message = r"Nothing has no train dataset: train_dataset\(\) returned None. Override it"
-    with pytest.raises(DatasetError, match=message):
-        fit(tmp_path, Nothing())
+    with pytest.raises(DatasetError, match=f"Photos.*{said}"):
+        fit(tmp_path, Photos())
+    with pytest.raises(DatasetError, match=said):
+        Photos().train_dataloader()
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
@@ -74,13 +80,6 @@ def test_no_dataset_for_the_stage_that_was_asked_for(tmp_path, method):
     stage = "val" if method == "validate" else method
     with pytest.raises(DatasetError, match=rf"no {stage} dataset: {stage}_dataset\(\)"):
         getattr(make_trainer(tmp_path), method)(Untouched(), datamodule=module)
-
-
-def test_an_empty_dataset(tmp_path):
-    with pytest.raises(DatasetError, match=r"RowsModule.train_dataset\(\) .*empty Rows"):
-        fit(tmp_path, RowsModule(length=0))
-    with pytest.raises(DatasetError, match="empty Rows"):
-        RowsModule(length=0).train_dataloader()
 
 
 def test_loaders_can_be_copied_after_an_error(tmp_path):
@@ -96,16 +95,13 @@ def test_loaders_can_be_copied_after_an_error(tmp_path):
         assert one._iterator is None
 
 
-def test_an_empty_list_of_datasets(tmp_path):
-    with pytest.raises(DatasetError, match=r"no train dataset: .*returned \[\]"):
-        fit(tmp_path, FastDataModule.from_datasets([]))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_raises_is_named_with_its_cause(tmp_path, workers):
-    module = FastDataModule.from_datasets(Broken(), options=LoaderOptions(num_workers=workers))
+    module = FastDataModule.from_datasets(
+        Samples(broken), options=LoaderOptions(num_workers=workers)
+    )
     with pytest.raises(
-        DatasetError, match=r"sample 0 of .*Broken.*KeyError.*no such photo"
+        DatasetError, match=r"sample 0 of .*Samples.*KeyError.*no such photo"
     ) as info:
         fit(tmp_path, module)
     assert isinstance(info.value.__cause__, KeyError)
@@ -155,16 +151,9 @@ def test_a_callback_pipeline_for_foreign_batches_without_images(tmp_path):
 
 
 def test_images_of_different_sizes_name_the_sizes(tmp_path):
-    class Different(Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, i):
-            return np.zeros((4 + i, 4, 3), np.uint8), i
-
-    module = FastDataModule.from_datasets(
-        Different(), batch_size=4, augment=FLIP, options=LoaderOptions(num_workers=0)
-    )
+    dataset = Samples(lambda i: (np.zeros((4 + i, 4, 3), np.uint8), i))
+    options = LoaderOptions(num_workers=0)
+    module = FastDataModule.from_datasets(dataset, batch_size=4, augment=FLIP, options=options)
     for place in ("gpu", "cpu"):
         module.augment_on = place
         with pytest.raises(BatchError, match=r"Shapes found: .*Resize or a crop"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
-from conformance.pieces import Linear, Rows, make_trainer
-from conformance.test_logging import ours, quiet, read_csv
+from conformance.pieces import Linear, Rows, make_trainer, quiet
+from conformance.test_logging import ours, read_csv
+from conformance.test_timing import Several
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -151,29 +153,19 @@ class OwnData(LightningDataModule):
         return {"a": FastDataLoader(Waits(16), 4), "b": FastDataLoader(Waits(16), 4)}
 
 
-class Sums(Linear):
-    def training_step(self, batch, batch_idx):
-        return self._step("train", batch["a"]) + self._step("train", batch["b"])
-
-
 def test_loaders_are_found_wherever_they_come_from(tmp_path):
     """Also pins the object that Lightning asks for loaders."""
     loader = FastDataLoader(Waits(16), 4, num_workers=1)
-    combined = {"train_dataloaders": CombinedLoader([FastDataLoader(Waits(16), 4)])}
+    combined = {"train_dataloaders": CombinedLoader({"a": FastDataLoader(Waits(16), 4)})}
     for data, model, batches in (
         ({"train_dataloaders": loader}, None, 3),
         ({}, OwnModule(), 3),
-        (OwnData(), Sums(), 2 * 3),
-        (combined, PlainSum(), 3),
+        (OwnData(), Several(), 2 * 3),
+        (combined, Several(), 3),
     ):
         report, _ = fit(tmp_path, data, model=model)
         assert report.stages[0].causes.batches == batches
     assert loader.records is None
-
-
-class PlainSum(Linear):
-    def training_step(self, batch, batch_idx):
-        return self._step("train", batch[0])
 
 
 @pytest.mark.parametrize("executor", ["torch", "workers"])
@@ -203,17 +195,7 @@ def test_iterable_datasets_and_several_epochs_are_counted(tmp_path):
     assert train.causes.wait.read_blocked_ms == pytest.approx(8)
 
 
-def test_what_a_sanity_check_read_is_not_counted(tmp_path):
-    report, _ = fit(
-        tmp_path, module(Waits(8), Waits(16, slow=1), num_workers=0), num_sanity_val_steps=2,
-        limit_val_batches=2, max_epochs=1,
-    )  # fmt: skip
-    assert report.stages[1].causes.batches == 1
-
-
 def test_somebody_who_takes_the_stamps_keeps_them(tmp_path):
-    from collections import deque
-
     mine, loader = deque(), FastDataLoader(Waits(16), 4)
     loader.record_stamps(mine)
     report, _ = fit(tmp_path, {"train_dataloaders": loader})

@@ -61,15 +61,6 @@ def test_row_39_the_text_of_a_module_starts_no_process_and_leaves_the_random_sta
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_row_39_loaders_work_without_a_trainer():
-    module = RowsModule(8, options=LoaderOptions(num_workers=0))
-    ids = [int(i) for _, batch in module.train_dataloader() for i in batch]
-    assert sorted(ids) == list(range(32))
-    assert ids != list(range(32))
-    assert [int(i) for _, batch in module.val_dataloader() for i in batch] == list(range(16))
-    assert module.trainer is None
-
-
 def test_row_39_from_datasets_keeps_the_datasets_and_the_subclass():
     train, val = Rows(8), Rows(4)
     module = RowsModule.from_datasets(train, val, batch_size=2, seed=3)

@@ -5,31 +5,24 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import random
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from conformance.evaluate_on_ranks import Writer
+from conformance.pieces import Linear, Rows, RowsModule, make_trainer, quiet
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from misses import each
 from open_files import open_files
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    IterableDataset,
-)
+from torch.utils.data import BatchSampler, Dataset
 
 from lightning_fastdata import (
-    DataThroughputCallback,
     FastDataLoader,
     FastDataModule,
     LoaderOptions,
 )
-from lightning_fastdata.order.epoch_order import EpochOrder
 
 
 def indices(batches):
@@ -57,7 +50,7 @@ def test_row_11_combined_loaders_get_their_own_transformed_batches(tmp_path, mod
 
     model, module = Takes(), Two(batch_size=8)
     module.register_transform(lambda b: [b[0] + 1, b[1]])
-    callback = DataThroughputCallback(summary=False, report=False)
+    callback = quiet()
     trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
     trainer.fit(model, datamodule=module)
     assert len(model.seen["train"]) == {"min_size": 1, "max_size": 3, "max_size_cycle": 3}[mode]
@@ -85,46 +78,6 @@ def test_row_11_sequential_validation_loaders_keep_their_index(tmp_path):
     assert model.seen["val"] == [(0, 4), (1, 4), (1, 4), (1, 4)]
 
 
-class RecordsRank(Linear):
-    """Writes which samples each rank trained on, because processes share no memory."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def on_train_epoch_end(self):
-        path = f"{self.folder}/epoch{self.current_epoch}-rank{self.global_rank}.txt"
-        with open(path, "w") as file:
-            file.write(",".join(map(str, indices(self.seen["train"]))))
-        self.seen["train"] = []
-
-
-def test_row_13_two_ranks_share_each_step_of_one_order(tmp_path):
-    model, module = RecordsRank(tmp_path), RowsModule(batch_size=4, length=32)
-    trainer = make_trainer(
-        tmp_path, max_epochs=2, strategy="ddp_fork", devices=2, limit_val_batches=0
-    )
-    trainer.fit(model, datamodule=module)
-    epochs = []
-    for epoch in range(2):
-        shares = []
-        for rank in range(2):
-            text = (tmp_path / f"epoch{epoch}-rank{rank}.txt").read_text()
-            shares.append([int(i) for i in text.split(",")])
-        steps = [shares[0][at : at + 4] + shares[1][at : at + 4] for at in range(0, 16, 4)]
-        alone = EpochOrder(length=32, batch_size=8, seed=0, epoch=epoch)
-        assert steps == [batch.tolist() for batch in alone.batches()]
-        assert sorted(shares[0] + shares[1]) == list(range(32))
-        epochs.append(shares)
-    assert epochs[0] != epochs[1]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        for i in range(8):
-            yield torch.full((4,), float(i)), i
-
-
 def test_row_14_a_users_sampler_is_respected(tmp_path):
     class Sampled(RowsModule):
         def train_dataloader(self):
@@ -139,24 +92,6 @@ def test_row_14_a_users_sampler_is_respected(tmp_path):
         module.arguments = arguments
         make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=module)
         assert indices(model.seen["train"]) == order
-    model, module = Linear(), FastDataModule.from_datasets(Stream(), batch_size=4)
-    module.options = LoaderOptions(num_workers=0)
-    make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=module)
-    assert indices(model.seen["train"]) == list(range(8))
-
-
-def test_row_14_without_a_distributed_sampler_each_rank_sees_everything(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        strategy="ddp_fork",
-        devices=2,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(RecordsRank(tmp_path), datamodule=RowsModule(batch_size=4, length=16))
-    for rank in range(2):
-        text = (tmp_path / f"epoch0-rank{rank}.txt").read_text()
-        assert sorted(map(int, text.split(","))) == list(range(16))
 
 
 def collate_first(samples):
@@ -237,24 +172,13 @@ def test_row_17_overfitting_repeats_the_first_batches_in_order(tmp_path, overfit
 
 @each("executor", EXECUTORS)
 def test_row_18_prediction_writers_get_the_right_indices(tmp_path, executor):
-    class Writer(BasePredictionWriter):
-        def __init__(self):
-            super().__init__("batch_and_epoch")
-            self.by_batch, self.by_epoch = [], None
-
-        def write_on_batch_end(self, trainer, module, prediction, indices_, batch, *_):
-            self.by_batch.append((indices_, prediction.tolist()))
-
-        def write_on_epoch_end(self, trainer, module, predictions, indices_):
-            self.by_epoch = indices_
-
     writer = Writer()
     trainer = make_trainer(tmp_path, callbacks=[writer])
     module = RowsModule(batch_size=6, length=32, options=EXECUTORS[executor])
-    trainer.predict(Linear(), datamodule=module)
+    predicted = trainer.predict(Linear(), datamodule=module)
     expected = [list(range(6)), list(range(6, 12)), list(range(12, 16))]
-    assert writer.by_batch == [(batch, batch) for batch in expected]
-    assert writer.by_epoch in (expected, [expected])
+    assert writer.batches == [batch.tolist() for batch in predicted] == expected
+    assert writer.epoch in (expected, [expected])
 
 
 COPIES = []
@@ -291,19 +215,14 @@ class Draws(Dataset):
 def test_row_19_seeded_workers_draw_distinct_numpy_numbers(tmp_path):
     model = Linear()
     seed_everything(3, workers=True)
-    try:
-        module = FastDataModule.from_datasets(
-            Draws(), batch_size=1, options=LoaderOptions(num_workers=2)
-        )
-        trainer = make_trainer(tmp_path, limit_val_batches=0)
-        trainer.fit(model, datamodule=module)
-        assert trainer.train_dataloader.worker_init_fn is not None
-        drawn = [float(x[0, 0]) for x, _ in model.seen["train"]]
-        assert len(set(drawn)) == 4
-    finally:
-        for name in ("PL_SEED_WORKERS", "PL_GLOBAL_SEED"):
-            os.environ.pop(name, None)
-        random.seed()
+    module = FastDataModule.from_datasets(
+        Draws(), batch_size=1, options=LoaderOptions(num_workers=2)
+    )
+    trainer = make_trainer(tmp_path, limit_val_batches=0)
+    trainer.fit(model, datamodule=module)
+    assert trainer.train_dataloader.worker_init_fn is not None
+    drawn = [float(x[0, 0]) for x, _ in model.seen["train"]]
+    assert len(set(drawn)) == 4
 
 
 @pytest.mark.slow
@@ -322,7 +241,7 @@ def test_row_20_reloading_loaders_leaks_no_process_and_no_file(tmp_path):
         length=16,
         options=LoaderOptions(num_workers=1, persistent_workers=True),
     )
-    callback = DataThroughputCallback(summary=False, report=False)
+    callback = quiet()
     trainer = make_trainer(
         tmp_path,
         max_epochs=20,
@@ -350,7 +269,7 @@ def test_row_20_reloading_loaders_leaks_no_process_and_no_file(tmp_path):
 def test_row_21_limits_count_batches_as_lightning_does(tmp_path, limits, expected):
     model = Linear()
     trainer = make_trainer(tmp_path, num_sanity_val_steps=0, **limits)
-    callback = DataThroughputCallback(summary=False, report=False)
+    callback = quiet()
     trainer.callbacks.append(callback)
     trainer.fit(model, datamodule=RowsModule(batch_size=8, length=32))
     assert (len(model.seen["train"]), len(model.seen["val"])) == expected

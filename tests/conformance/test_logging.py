@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from conformance.pieces import Linear, Rows, RowsModule, make_trainer
-from lightning.pytorch import LightningModule, Trainer
+from conformance.pieces import Linear, Manual, Rows, RowsModule, make_trainer, quiet
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
@@ -40,30 +39,10 @@ class Logs(Linear):
         self.log("own/val", 1.0)
 
 
-class Manual(LightningModule):
-    """Two optimizers, stepped by hand."""
-
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(2))
-
+class LogsByHand(Manual):
     def training_step(self, batch, batch_idx):
-        for optimizer, layer in zip(self.optimizers(), self.layers, strict=True):
-            loss = layer(batch[0]).pow(2).mean()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        self.log("own/step", loss, on_step=True, on_epoch=False)
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(layer.parameters(), lr=1e-6) for layer in self.layers]
-
-
-def quiet(**arguments):
-    return DataThroughputCallback(**{"summary": False, "report": False, **arguments})
+        super().training_step(batch, batch_idx)
+        self.log("own/step", float(batch_idx), on_step=True, on_epoch=False)
 
 
 def read_events(log_dir):
@@ -115,7 +94,7 @@ def test_row_25_with_two_optimizers_each_batch_is_one_step(tmp_path):
     trainer = make_trainer(
         tmp_path, max_epochs=2, logger=logger, callbacks=[callback], log_every_n_steps=2
     )
-    trainer.fit(Manual(), DataLoader(Rows(28), batch_size=4))
+    trainer.fit(LogsByHand(), DataLoader(Rows(28), batch_size=4))
     scalars, images, _ = read_events(logger.log_dir)
     assert trainer.global_step == 28
     assert scalars["own/step"] == [1, 3, 5, 7, 9, 11, 13]

@@ -15,7 +15,7 @@ from virtual_time import VirtualClock
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.waits.ranks import RankRecords, shared_store
+from lightning_fastdata.insight.waits.ranks import RankRecords
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -244,15 +244,3 @@ def test_ranks_without_a_store_are_mentioned():
     (zero, _) = two(None)
     zero.epoch_ended(steps_of(1.0))
     assert "no store that the ranks share" in zero.notes()[0]
-
-
-def test_the_store_of_the_process_group_is_found():
-    """Pins the function of torch that returns it."""
-    assert shared_store() is None
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        store = shared_store()
-        store.set("key", "value")
-        assert store.get("key") == b"value"
-    finally:
-        dist.destroy_process_group()

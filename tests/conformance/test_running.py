@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from conformance.pieces import Linear, Rows, RowsModule, add_one, make_trainer, quiet
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -35,15 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-
-
-def quiet(**arguments):
-    return DataThroughputCallback(**{"summary": False, "report": False, **arguments})
-
-
-def add_one(batch):
-    return [batch[0] + 1, batch[1]]
-
 
 # -- profilers -------------------------------------------------------------------------------------
 
@@ -160,24 +151,13 @@ class CountsReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("logger", [False, True])
 def test_row_28_nothing_of_ours_reads_a_tensor(tmp_path, logger):
-    class Model(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch[0]).pow(2).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
     reads = []
     for callbacks in ([], [quiet(augment=add_one)]):
         trainer = make_trainer(
             tmp_path, callbacks=callbacks, logger=logger, log_every_n_steps=1, limit_val_batches=0
         )
         with CountsReads() as mode:
-            trainer.fit(Model(), DataLoader(Rows(16), batch_size=2))
+            trainer.fit(Linear(), DataLoader(Rows(16), batch_size=2))
         reads.append(mode.reads)
     assert reads[0] == reads[1]
 
@@ -261,6 +241,13 @@ def test_row_35_an_error_keeps_its_type_and_place_and_leaves_no_worker(
 # -- copies and processes --------------------------------------------------------------------------
 
 
+def data_of(source, batch_size):
+    """What a fit is given: a data module of ours, or a plain loader."""
+    if source == "ours":
+        return {"datamodule": RowsModule(batch_size=batch_size)}
+    return {"train_dataloaders": DataLoader(Rows(32), batch_size=batch_size)}
+
+
 class Copies(Callback):
     """Copies trainer and module in the middle of an epoch."""
 
@@ -276,14 +263,11 @@ class Copies(Callback):
 def test_row_37_trainers_and_modules_can_be_copied_while_they_run(tmp_path, source):
     copies, callback = Copies(), quiet(augment=add_one)
     trainer = make_trainer(tmp_path, callbacks=[callback, copies], limit_val_batches=0)
-    data = {"datamodule": RowsModule(batch_size=8)}
-    if source == "loaders":
-        data = {"train_dataloaders": DataLoader(Rows(32), batch_size=8)}
+    data = data_of(source, batch_size=8)
     model = Linear()
     trainer.fit(model, **data)
     assert callback.report.stages[0].steps == 4
-    for x, i in model.seen["train"]:
-        assert torch.equal(x[:, 0], i + 1.0)
+    assert model.added() == {1.0}
     twin, twin_model = copies.made
     # A copy is not measured: its profiler is the plain one.
     assert type(twin.profiler) is PassThroughProfiler
@@ -295,25 +279,21 @@ def test_row_37_trainers_and_modules_can_be_copied_while_they_run(tmp_path, sour
     again = make_trainer(tmp_path, callbacks=[quiet(augment=add_one)], limit_val_batches=0)
     twin_model.seen["train"].clear()
     again.fit(twin_model, **data)
-    for x, i in twin_model.seen["train"]:
-        assert torch.equal(x[:, 0], i + 1.0)
+    assert twin_model.added() == {1.0}
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("source", ["ours", "loaders"])
 def test_row_37_averaged_weights_follow_an_augmented_run(tmp_path, source):
     callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    data = {"datamodule": RowsModule(batch_size=8)}
-    if source == "loaders":
-        data = {"train_dataloaders": DataLoader(Rows(32), batch_size=8)}
+    data = data_of(source, batch_size=8)
     model = Linear()
     average = callbacks.EMAWeightAveraging(decay=0.5)
     for order in ([average, quiet(augment=add_one)], [quiet(augment=add_one), average]):
         model.seen["train"].clear()
         trainer = make_trainer(tmp_path, callbacks=order, max_epochs=1)
         trainer.fit(model, **data)
-        for x, i in model.seen["train"]:
-            assert torch.equal(x[:, 0], i + 1.0)
+        assert model.added() == {1.0}
         assert "on_after_batch_transfer" not in vars(model)
 
 
@@ -329,8 +309,7 @@ def test_row_37_a_data_module_and_a_callback_can_be_pickled(tmp_path):
     make_trainer(tmp_path, callbacks=[twin_callback], limit_val_batches=0).fit(
         model, datamodule=twin
     )
-    for x, i in model.seen["train"]:
-        assert torch.equal(x[:, 0], i + 2.0)
+    assert model.added() == {2.0}
 
 
 class WritesSeen(Callback):
@@ -354,36 +333,39 @@ def test_row_37_two_processes_share_the_samples_and_one_writes_the_report(
 ):
     if strategy == "ddp_spawn" and source == "loaders":
         pytest.skip("starting interpreters is slow; the callback starts the same way in both")
-    data = {"datamodule": RowsModule(batch_size=4, options=LoaderOptions(num_workers=0))}
-    if source == "loaders":
-        data = {"train_dataloaders": DataLoader(Rows(32), batch_size=4)}
+    seen, samples = trained_by_two(tmp_path, strategy, source)
+    assert sorted(seen[0] + seen[1]) == list(range(32))
+    assert samples == 16
+
+
+def test_row_14_without_a_distributed_sampler_each_rank_sees_everything(tmp_path):
+    seen, _ = trained_by_two(tmp_path, "ddp_fork", "ours", use_distributed_sampler=False)
+    assert [sorted(rank) for rank in seen] == [list(range(32))] * 2
+
+
+def trained_by_two(tmp_path, strategy, source, **arguments):
+    """Return which samples each process saw, and how many the report of the first one counts."""
+    data = data_of(source, batch_size=4)
     callbacks = [DataThroughputCallback(augment=add_one, summary=False), WritesSeen(tmp_path)]
     trainer = make_trainer(
-        tmp_path, strategy=strategy, devices=2, callbacks=callbacks, limit_val_batches=0
+        tmp_path,
+        strategy=strategy,
+        devices=2,
+        callbacks=callbacks,
+        limit_val_batches=0,
+        **arguments,
     )
     trainer.fit(Linear(), **data)
-    indices = []
-    for rank in range(2):
+    seen = [[], []]
+    for rank, found in enumerate(seen):
         for x, i in json.loads((tmp_path / f"rank{rank}.json").read_text()):
             assert x == [value + 1.0 for value in i]
-            indices += i
-    assert sorted(indices) == list(range(32))
+            found.extend(i)
     (report,) = tmp_path.rglob("report.json")
-    assert json.loads(report.read_text())["stages"]["train"]["samples"] == 16
+    return seen, json.loads(report.read_text())["stages"]["train"]["samples"]
 
 
 # -- compilation -----------------------------------------------------------------------------------
-
-
-class Counts:
-    """A compiler that compiles nothing and counts how often it was asked."""
-
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return graph.forward
 
 
 @pytest.mark.cases(1)
@@ -394,9 +376,11 @@ def test_row_49_a_compiled_model_is_compiled_as_often_as_without_us(tmp_path, so
             super().__init__()
             torch.manual_seed(0)
             self.layer = torch.nn.Linear(4, 1)
-            self.losses = []
-            self.counter = None
-            self.after_first_epoch = None
+            self.losses, self.graphs, self.compiled = [], [], []
+
+        def compiler(self, graph, inputs):
+            self.graphs.append(graph)
+            return graph.forward
 
         def forward(self, x):
             return self.layer(x * 1e-2)
@@ -408,8 +392,7 @@ def test_row_49_a_compiled_model_is_compiled_as_often_as_without_us(tmp_path, so
             self.losses.append(float(outputs["loss"]))
 
         def on_train_epoch_end(self):
-            if self.after_first_epoch is None:
-                self.after_first_epoch = self.counter.graphs
+            self.compiled.append(len(self.graphs))
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e-2)
@@ -417,25 +400,23 @@ def test_row_49_a_compiled_model_is_compiled_as_often_as_without_us(tmp_path, so
     def run(with_us):
         torch._dynamo.reset()
         model = Model()
-        model.counter = counter = Counts()
         callbacks = [quiet()] if with_us else []
         trainer = make_trainer(
             tmp_path, max_epochs=3, callbacks=callbacks, logger=True, log_every_n_steps=1
         )
         if source == "ours" and with_us:
-            options = LoaderOptions(num_workers=0)
-            module = FastDataModule.from_datasets(Rows(24), batch_size=4, options=options)
+            module = RowsModule(batch_size=4, length=24)
             module.register_transform(add_one)
             data = {"datamodule": module}
         else:
             data = {"train_dataloaders": DataLoader(Rows(24), batch_size=4)}
-        trainer.fit(torch.compile(model, backend=counter), **data)
-        return model, counter.graphs
+        trainer.fit(torch.compile(model, backend=model.compiler), **data)
+        return model
 
-    plain, graphs = run(with_us=False)
-    model, graphs_with_us = run(with_us=True)
-    assert graphs == graphs_with_us >= 1
-    assert model.after_first_epoch == graphs_with_us
+    plain, model = run(with_us=False), run(with_us=True)
+    # In the first of three epochs.
+    assert model.compiled == [len(plain.graphs)] * 3
+    assert plain.graphs
     if source == "loaders":
         assert model.losses == plain.losses
 

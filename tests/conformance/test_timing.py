@@ -1,18 +1,24 @@
-"""What is measured: every wait in the step that waited, and nothing that is not one."""
+"""What is measured: every wait in the step that waited, and nothing that is not one.
+
+Steps are of every kind: parts of an update, of several loaders, cold ones, and what lies between.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from conformance.pieces import Linear, Rows, RowsModule, make_trainer
-from lightning.pytorch import Callback, LightningModule
+from conformance.pieces import Linear, Manual, Rows, RowsModule, make_trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.errors import FastDataError, TransformError
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight.measure.metrics import Cold
 
 pytestmark = pytest.mark.usefixtures("virtual")
 
@@ -40,6 +46,23 @@ def spent(column):
     return {step: float(column[step]) for step in np.flatnonzero(np.nan_to_num(column))}
 
 
+BATCHES = 8
+
+
+def loader(length=BATCHES, sleep_s=None):
+    return DataLoader(Rows(length, sleep_s), batch_size=1)
+
+
+def fit(tmp_path, model, train, *, callbacks=(), val=None, **arguments):
+    """Return the callback that has measured a fit, in which ours comes last."""
+    callback = Measured()
+    if val is None:
+        arguments["limit_val_batches"] = 0
+    trainer = make_trainer(tmp_path, callbacks=[*callbacks, callback], **arguments)
+    trainer.fit(model, train, val)
+    return callback
+
+
 class SlowSaves(ModelCheckpoint):
     def _save_checkpoint(self, trainer, filepath):
         clock.sleep(SLEEP_S)
@@ -63,19 +86,17 @@ def test_row_24_validation_and_checkpoints_are_no_part_of_a_step(tmp_path, when,
         def on_validation_epoch_end(self):
             self.log("val", 1.0)
 
-    callback = Measured()
-    saves = SlowSaves(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
-    trainer = make_trainer(
+    callback = fit(
         tmp_path,
+        model := SlowlyValidated(),
+        loader(),
+        val=loader(2, {1: SLEEP_S}),
+        callbacks=[SlowSaves(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)],
         max_epochs=2,
-        callbacks=[saves, callback],
         enable_checkpointing=True,
         num_sanity_val_steps=1,
         **when,
     )
-    model = SlowlyValidated()
-    val = DataLoader(Rows(2, {1: SLEEP_S}), batch_size=1)
-    trainer.fit(model, DataLoader(Rows(8), batch_size=1), val)
     assert len(model.seen["val"]) > 3
     assert len(list((tmp_path / "saved").iterdir())) == 4
     for column in ("wait_ms", "stall_ms", "transfer_ms", "compute_ms", "step_ms"):
@@ -86,6 +107,9 @@ def test_row_24_validation_and_checkpoints_are_no_part_of_a_step(tmp_path, when,
     # A checkpoint is a gap; a validation, and what is saved beside one, is not.
     assert callback.spent("gap_ms") == dict.fromkeys(gaps, SLEEP_MS)
     assert callback.val["cold"].tolist() == [1, 0] * runs
+    assert callback.train["cold"].tolist() == [1, *[0] * 7] * 2
+    train = callback.report.stages[0]
+    assert (train.steps, train.cold_steps) == (16, 2)
 
 
 def test_a_sanity_check_is_not_measured(tmp_path):
@@ -104,18 +128,18 @@ def test_a_sanity_check_is_not_measured(tmp_path):
     assert len(model.seen["val"]) == 8
     assert len(callback.val["step"]) == 4
     assert callback.report.stages[1].steps == 4
+    # Of the stamps of a run the first batch is left out.
+    assert callback.report.stages[1].causes.batches == 3
+
+
+class Fetches(Linear):
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self._step("train", batch)
 
 
 def test_row_12_a_step_that_fetches_for_itself_is_measured(tmp_path):
-    class Fetches(Linear):
-        def training_step(self, dataloader_iter):
-            batch, _, _ = next(dataloader_iter)
-            return self._step("train", batch)
-
-    callback = Measured()
-    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
-    model = Fetches()
-    trainer.fit(model, DataLoader(Rows(6, {3: SLEEP_S}), batch_size=1))
+    callback = fit(tmp_path, model := Fetches(), loader(6, {3: SLEEP_S}))
     assert len(model.seen["train"]) == 6
     assert callback.spent() == {3: SLEEP_MS}
     assert callback.report.stages[0].wait is not None
@@ -124,18 +148,6 @@ def test_row_12_a_step_that_fetches_for_itself_is_measured(tmp_path):
 
 @pytest.mark.parametrize("source", ["ours", "callback on ours", "callback on loaders"])
 def test_row_12_a_transform_that_such_a_step_would_skip_is_an_error(tmp_path, source):
-    class Fetches(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, dataloader_iter):
-            batch, _, _ = next(dataloader_iter)
-            return self.layer(batch[0]).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
     def double(batch):
         return [batch[0] * 2, batch[1]]
 
@@ -152,13 +164,6 @@ def test_row_12_a_transform_that_such_a_step_would_skip_is_an_error(tmp_path, so
 
 
 def test_transfer_and_augmentation_are_told_apart(tmp_path):
-    class Slow(Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, i):
-            return torch.ones(4)
-
     def sleeps(batch):
         clock.sleep(SLEEP_S / 4)
         return batch
@@ -174,7 +179,7 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
 
     callback = Measured(augment=sleeps)
     trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
-    trainer.fit(SlowTransfer(), DataLoader(Slow(), batch_size=1))
+    trainer.fit(SlowTransfer(), loader(4))
     transfer, augment = callback.train["transfer_ms"], callback.train["augment_ms"]
     assert transfer.tolist() == [SLEEP_MS / 2] * 4
     assert augment.tolist() == [SLEEP_MS / 4] * 4
@@ -198,3 +203,113 @@ def test_the_duration_of_a_stage_leaves_out_the_other_stage(tmp_path):
     trainer.fit(SlowValidation(), datamodule=RowsModule(batch_size=16))
     train, val = callback.report.stages
     assert (train.duration_s, val.duration_s) == (0, pytest.approx(3 * 0.4))
+
+
+class SlowUpdates(Linear):
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        clock.sleep(SLEEP_S)
+
+
+def test_each_part_of_an_accumulated_update_is_a_step_and_the_last_one_pays_for_it(tmp_path):
+    model = SlowUpdates()
+    callback = fit(tmp_path, model, loader(9, {5: SLEEP_S}), accumulate_grad_batches=4)
+    assert callback.spent() == {5: SLEEP_MS}
+    # The ninth batch ends the epoch, and so an update.
+    assert callback.spent("compute_ms") == dict.fromkeys([3, 7, 8], SLEEP_MS)
+    (stage,) = callback.report.stages
+    assert (stage.steps, stage.samples) == (9, 9)
+
+
+class SlowByHand(Manual):
+    def update(self):
+        super().update()
+        clock.sleep(SLEEP_S)
+
+
+def test_manual_optimization_is_compute_of_the_batch_that_did_it(tmp_path):
+    callback = fit(tmp_path, SlowByHand(every=2), loader(sleep_s={4: SLEEP_S}))
+    assert callback.spent() == {4: SLEEP_MS}
+    assert callback.spent("compute_ms") == dict.fromkeys([1, 3, 5, 7], SLEEP_MS)
+    (stage,) = callback.report.stages
+    assert stage.steps == BATCHES
+
+
+class Several(Linear):
+    def training_step(self, batch, batch_idx, dataloader_idx=0):
+        parts = batch.values() if isinstance(batch, dict) else [batch]
+        return sum(self._step("train", part) for part in parts if part is not None)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("mode", "slow", "samples"),
+    [
+        ("min_size", [3], 4),
+        ("max_size_cycle", [3, 7], 8),
+        # Where the first loader is exhausted, the second one's rows are counted.
+        ("max_size", [3], 8),
+    ],
+)
+def test_a_wait_for_one_of_several_loaders_is_a_wait_of_the_step(tmp_path, mode, slow, samples):
+    loaders = {"a": loader(8), "b": loader(4, {3: SLEEP_S})}
+    callback = fit(tmp_path, Several(), CombinedLoader(loaders, mode))
+    assert callback.spent() == dict.fromkeys(slow, SLEEP_MS)
+    (stage,) = callback.report.stages
+    assert stage.steps == stage.samples == samples
+
+
+def test_validation_loaders_come_one_after_the_other(tmp_path):
+    callback = fit(tmp_path, Linear(), loader(), val=[loader(2), loader(3, {1: SLEEP_S})])
+    assert callback.spent() == {}
+    assert spent(callback.val["wait_ms"]) == {3: SLEEP_MS}
+    assert callback.report.stages[1].samples == 5
+
+
+class SlowEnds(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        clock.sleep(SLEEP_S if batch_idx == 4 else 0)
+
+
+class SlowLogger(CSVLogger):
+    def log_metrics(self, metrics, step=None):
+        clock.sleep(SLEEP_S)
+        super().log_metrics(metrics, step)
+
+
+class Logs(Linear):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        clock.sleep(SLEEP_S if batch_idx == 4 else 0)
+
+
+@pytest.mark.parametrize("what", ["a callback called before", "the module", "a logger"])
+def test_what_runs_between_two_steps_is_gap_and_no_compute(tmp_path, what):
+    arguments = {
+        "a callback called before": {"callbacks": [SlowEnds()]},
+        "the module": {},
+        # Ours logs at the same step, so that there is something to log.
+        "a logger": {"logger": SlowLogger(tmp_path), "log_every_n_steps": 5},
+    }[what]
+    model = Logs() if what == "the module" else Linear()
+    callback = fit(tmp_path, model, loader(), **arguments)
+    for phase in ("wait_ms", "transfer_ms", "compute_ms", "step_ms"):
+        assert callback.spent(phase) == {}, phase
+    assert callback.spent("gap_ms") == {5: SLEEP_MS}
+
+
+def test_the_call_that_compiles_is_in_the_cold_first_step(tmp_path):
+    def compiler(graph, inputs):
+        clock.sleep(SLEEP_S)
+        return graph.forward
+
+    class Compiled(Linear):
+        def on_fit_start(self):
+            self.net = torch.compile(self.layer, backend=compiler)
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).mean()
+
+    callback = fit(tmp_path, Compiled(), loader())
+    assert callback.spent("compute_ms") == {0: SLEEP_MS}
+    assert callback.train["cold"].tolist() == [Cold.EPOCH] + [Cold.NO] * 7
+    assert callback.report.stages[0].compute.max_ms == 0

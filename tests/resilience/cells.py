@@ -176,6 +176,18 @@ def make_module(feature, loader):
     return Module(LOADERS[loader], **about)
 
 
+LENGTHS = {
+    "epochs": {"max_epochs": EPOCHS},
+    "steps": {"max_epochs": -1, "max_steps": EPOCHS * STEPS},
+}
+
+
+def arguments_of(feature, length="epochs"):
+    """What a trainer is given for a feature; what is no feature asks for nothing of its own."""
+    about = {**LENGTHS[length], "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    return about | FEATURES.get(feature, {}).get("trainer", {})
+
+
 def make_model(feature, file):
     return Recorder(file, **FEATURES[feature].get("model", {}))
 

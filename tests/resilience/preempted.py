@@ -15,7 +15,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from pickle import UnpicklingError
 
 import psutil
 import torch
-from conformance.forked_ranks import free_port
+from conformance.forked_ranks import started
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from processes import runs, until
 from resilience.cells import LOADERS, Augmented, Draws, Module
@@ -84,32 +83,6 @@ def live(
         devices=ranks,
         max_epochs=1,
     )
-
-
-def started(ranks: int, act) -> list[int]:
-    """Process ids of ranks that call a function, all in one process group."""
-    if ranks > 1:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0"}
-    running: list[int] = []
-    for rank in range(ranks):
-        process = os.fork()
-        if process == 0:
-            os.setpgid(0, running[0] if running else 0)
-            if ranks > 1:
-                os.environ["LOCAL_RANK"] = str(rank)
-            failed = 1
-            try:
-                act()
-                failed = 0
-            except SystemExit:
-                pass
-            except BaseException:
-                traceback.print_exc()
-            os._exit(failed)
-        with suppress(PermissionError):  # it has begun, and done so itself
-            os.setpgid(process, running[0] if running else 0)
-        running.append(process)
-    return running
 
 
 def left_of(leader: int) -> list[int]:

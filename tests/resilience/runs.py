@@ -8,9 +8,11 @@ written is kept in it, so that the law of a resume is short: ``rest == straight[
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import random
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -23,14 +25,14 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 
+from lightning_fastdata.errors import FastDataWarning
+
 LINES = "lines"
 """Under this key a checkpoint tells how many steps were recorded before it."""
 
 
 class Images(Dataset):
     """Small images that differ in each pixel, with their index."""
-
-    draws = False
 
     def __init__(self, length):
         self.length = length
@@ -78,6 +80,24 @@ def indices(batch):
     if isinstance(batch, list | tuple):
         return batch[1].tolist()
     return []  # of a loader that has ended before the others
+
+
+def through_a_file(state):
+    """What is left of a state in a file that holds plain data only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@contextmanager
+def warned():
+    """Collect what this package warns of within a block."""
+    texts = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(one.message) for one in found if issubclass(one.category, FastDataWarning)]
 
 
 class Stop(Exception):

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import albumentations
-import lightning
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import Dataset, IterableDataset
-from trainers import quiet_trainer
+from torch.utils.data import Dataset
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -45,22 +44,19 @@ class Numbers(Dataset):
         return torch.full((4,), float(index))
 
 
-class Seen(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.trained: list[list[int]] = []
-        self.validated: list[list[int]] = []
+def indices(batch: torch.Tensor) -> list[int]:
+    return batch[:, 0].int().tolist()
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        self.trained.append(batch[:, 0].int().tolist())
-        return self.layer(batch).mean()
 
-    def validation_step(self, batch: torch.Tensor) -> None:
-        self.validated.append(batch[:, 0].int().tolist())
+class Seen(Learner):
+    """Remembers batches of the validation, too."""
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.0)
+    def __init__(self, note: Any = indices) -> None:
+        super().__init__(note)
+        self.validated: list[Any] = []
+
+    def validation_step(self, batch: Any) -> None:
+        self.validated.append(self.note(batch))
 
 
 class Skips(FastDataModule):
@@ -77,7 +73,7 @@ def data(**options: Any) -> FastDataModule:
     return kind.from_datasets(train, val, batch_size=8, options=given, seed=5)
 
 
-def fit(module: Seen, datamodule: Any, folder: Path, epochs: int = 2) -> lightning.Trainer:
+def fit(module: Seen, datamodule: Any, folder: Path, epochs: int = 2) -> Any:
     trainer = quiet_trainer(
         max_epochs=epochs,
         logger=CSVLogger(folder),
@@ -99,10 +95,10 @@ def test_a_training_replaces_and_a_validation_skips(workers, tmp_path, capsys) -
         options["executor"] = "workers"
     datamodule = data(train=Numbers((0, 21)), val=Numbers((0, 1, 40)), **options)
     trainer = fit(module, datamodule, tmp_path)
-    assert [len(batch) for batch in module.trained] == [8] * 16
+    assert [len(batch) for batch in module.seen] == [8] * 16
     guard = SampleGuard("replace", 5, range(64))
     for epoch in range(2):
-        read = sorted(i for batch in module.trained[8 * epoch :][:8] for i in batch)
+        read = sorted(i for batch in module.seen[8 * epoch :][:8] for i in batch)
         stand_ins = [guard.stand_in(index, epoch) for index in (0, 21)]
         assert read == sorted([*(set(range(64)) - {0, 21}), *stand_ins])
     assert [len(batch) for batch in module.validated] == [6, 8, 8, 8, 8, 7, 8, 8] * 2
@@ -121,7 +117,7 @@ def test_a_training_goes_on_over_a_sample_that_kills_its_worker(tmp_path, capfd)
     module = Seen()
     datamodule = data(train=Numbers((), deadly=30), executor="workers", num_workers=2)
     trainer = fit(module, datamodule, tmp_path)
-    read = sorted(i for batch in module.trained for i in batch)
+    read = sorted(i for batch in module.seen for i in batch)
     guard = SampleGuard("replace", 5, range(64))
     stand_ins = [guard.stand_in(30, epoch) for epoch in range(2)]
     assert read == sorted([*(set(range(64)) - {30}), *(set(range(64)) - {30}), *stand_ins])
@@ -148,15 +144,6 @@ class Pictures(Dataset):
         return image.astype(np.complex64) if index in self.bad[1::2] else image, index
 
 
-class Shown(Seen):
-    def training_step(self, batch: Any) -> torch.Tensor:
-        images, indices = batch
-        self.trained.append([indices.clone(), images.float().clone()])
-        return self.layer(
-            images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0].expand(-1, 4)
-        ).mean()
-
-
 def test_what_waits_for_the_device_is_replaced_with_the_same_pixels(tmp_path) -> None:
     bad, seen = (3, 17, 50, 51), []
     steps = [albumentations.HorizontalFlip(), albumentations.RandomBrightnessContrast(p=0.9)]
@@ -166,13 +153,13 @@ def test_what_waits_for_the_device_is_replaced_with_the_same_pixels(tmp_path) ->
         ("gpu", {"executor": "inline"}),
         ("gpu", {"executor": "workers", "num_workers": 2}),
     ):
-        module = Shown()
+        module = Seen(lambda batch: [batch[1].clone(), batch[0].float()])
         given = LoaderOptions(on_bad_sample="replace", **options)
         datamodule = FastDataModule.from_datasets(
             Pictures(bad), batch_size=8, options=given, seed=5, augment=augment, augment_on=place
         )
         fit(module, datamodule, tmp_path, epochs=1)
-        seen.append([torch.cat(parts) for parts in zip(*module.trained, strict=True)])
+        seen.append([torch.cat(parts) for parts in zip(*module.seen, strict=True)])
     guard = SampleGuard("replace", 5, range(64))
     stand_ins = [guard.stand_in(index, 0) for index in bad]
     assert sorted(seen[0][0].tolist()) == sorted([*(set(range(64)) - set(bad)), *stand_ins])
@@ -186,15 +173,6 @@ def test_a_training_names_what_it_cannot_read_by_default(tmp_path) -> None:
     with pytest.raises(ValueError, match="sample 21 of the dataset"):
         fit(Seen(), datamodule, tmp_path)
     assert not list(tmp_path.rglob("bad_samples*"))
-
-
-def test_a_stream_says_that_it_can_only_raise(tmp_path) -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(torch.zeros(3, 4))
-
-    with pytest.raises(OptionsError, match="is a stream"):
-        fit(Seen(), data(train=Stream()), tmp_path)
 
 
 def test_a_loader_that_chooses_for_itself_reads_over_bad_samples() -> None:

@@ -7,7 +7,16 @@ from functools import cache
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from misses import each
-from resilience.cells import EPOCHS, LOADERS, SAMPLES, STEPS, Module, make_model, make_module
+from resilience.cells import (
+    EPOCHS,
+    LOADERS,
+    SAMPLES,
+    STEPS,
+    Module,
+    arguments_of,
+    make_model,
+    make_module,
+)
 from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
 from resilience.test_resumed_again import StreamModule
 
@@ -40,15 +49,6 @@ def new(kind, file, loader="inline"):
     return make_model(kind, file), make_module(kind, loader)
 
 
-def arguments_of(kind):
-    own = {"accumulate": {"accumulate_grad_batches": 2}, "reload": {}}.get(kind, {})
-    if kind == "validate twice":
-        own = {"val_check_interval": 0.5}
-    if kind == "reload":
-        own = {"reload_dataloaders_every_n_epochs": 1}
-    return {"max_epochs": EPOCHS, "limit_val_batches": 1, "num_sanity_val_steps": 0, **own}
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     @cache
@@ -60,7 +60,7 @@ def straight(tmp_path_factory):
     return record
 
 
-def in_pieces(folder, kind, cut, save, batches, loaders=("inline",)):
+def in_pieces(folder, kind, cut, save, batches, loaders):
     """The record of a training in pieces of so many batches, each gone on with from a file."""
     record, resume, arguments = [], None, arguments_of(kind)
     steps = 2 if "accumulate_grad_batches" in arguments else 1
@@ -89,29 +89,27 @@ def in_pieces(folder, kind, cut, save, batches, loaders=("inline",)):
     return record
 
 
-CASES = [("plain", save, CUTS[at % 2], 8) for at, save in enumerate(SAVES)]
-CASES += [(kind, SAVES[at % 3], CUTS[(at + 1) % 2], 10) for at, kind in enumerate(KINDS[1:])]
-CASES += [("stream with a state", "afterwards", "max_steps", 10)]
+CASES = [("plain", save, CUTS[at % 2], 8, ["inline"]) for at, save in enumerate(SAVES)]
+CASES += [
+    (kind, SAVES[at % 3], CUTS[(at + 1) % 2], 10, ["inline"]) for at, kind in enumerate(KINDS[1:])
+]
+CASES += [("stream with a state", "afterwards", "max_steps", 10, ["inline"])]
+CASES += [
+    (kind, "at the end of the epoch", "should_stop", 10, ["workers-1"])
+    for kind in ("stream with a state", "plain")
+]
+CASES += [
+    (kind, "the last", "max_steps", 1, ["inline", "workers-1", "torch-0"])
+    for kind in ("plain", "deferred augment", "sampler with state")
+]
 
 
-@pytest.mark.cases(6)
-@each(("kind", "save", "cut", "batches"), CASES)
-def test_pieces_are_the_whole(tmp_path, straight, kind, save, cut, batches):
-    got = in_pieces(tmp_path / f"{kind} {save} {cut}", kind, cut, save, batches)
-    assert first_difference(got, straight(kind)) is None
-
-
-@pytest.mark.parametrize("kind", ["plain", "stream with a state"])
-def test_pieces_that_workers_read_are_the_whole(tmp_path, straight, kind):
-    got = in_pieces(tmp_path, kind, "should_stop", "at the end of the epoch", 10, ["workers-1"])
-    assert first_difference(got, straight(kind)) is None
-
-
-@pytest.mark.cases(1)
-@each("kind", ["plain", "deferred augment", "sampler with state"])
-def test_pieces_of_one_step_that_any_loader_reads_are_the_whole(tmp_path, straight, kind):
-    loaders = ["inline", "workers-1", "torch-0"]
-    got = in_pieces(tmp_path / kind, kind, "max_steps", "the last", 1, loaders)
+@pytest.mark.cases(9)
+@each(("kind", "save", "cut", "batches", "loaders"), CASES)
+def test_pieces_that_any_loaders_read_are_the_whole(
+    tmp_path, straight, kind, save, cut, batches, loaders
+):
+    got = in_pieces(tmp_path, kind, cut, save, batches, loaders)
     assert first_difference(got, straight(kind)) is None
 
 

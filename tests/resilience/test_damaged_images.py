@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import struct
 
@@ -14,9 +15,8 @@ from PIL import Image
 from programs import run_program
 from resilience.damaged_images import damaged_images, png_chunk, sound_images
 from thoroughness import some
-from torch.utils.data import Dataset
 
-from lightning_fastdata import FastDataLoader, FastImageFolder
+from lightning_fastdata import BadSamples, FastDataLoader, FastImageFolder
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.ext.images.decoders import choose_decoder
 from lightning_fastdata.ext.images.reading import open_image
@@ -100,39 +100,25 @@ def test_a_damaged_file_is_refused_at_any_scale(name, scale, damaged, files):
             assert small == (-(-whole[0] // scale), -(-whole[1] // scale), 3)
 
 
-class Judged(Dataset):
-    """Samples of a folder: their pixels and True, or zeros and False for a refused file."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __len__(self):
-        return len(self.folder)
-
-    def __getitem__(self, index):
-        try:
-            return self.folder[index][0], True
-        except DatasetError:
-            return torch.zeros(self.folder.sample_shape, dtype=torch.uint8), False
-
-
 @pytest.mark.filterwarnings("ignore")  # of Pillow, about odd tags
 @pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
-def test_a_loader_gives_each_file_the_same_outcome_and_outlives_all(executor, files):
+def test_a_loader_refuses_the_same_files_and_outlives_all(executor, files, tmp_path):
     root = os.path.dirname(os.path.dirname(next(iter(files.values()))))
     folder = FastImageFolder(root, size=32, crop="stretch", is_valid_file=lambda path: True)
-    expected = []
-    for path, _ in folder.samples:
+    whole, refused = [], set()
+    for index, (path, _) in enumerate(folder.samples):
         try:
             open_image(path, decoder=folder.decoder).decode()
         except DatasetError:
-            expected.append(False)
+            refused.add(path)
         else:
-            expected.append(True)
+            whole.append(folder[index][0])
+    rule = BadSamples("skip", 1, tmp_path / "bad.jsonl")
     workers = 0 if executor == "inline" else 2
-    loader = FastDataLoader(Judged(folder), batch_size=32, num_workers=workers, executor=executor)
-    outcomes = [bool(one) for _, whole in loader for one in whole]
-    assert outcomes == expected
+    loader = FastDataLoader(folder, 32, num_workers=workers, executor=executor, on_bad_sample=rule)
+    assert torch.equal(torch.cat([images for images, _ in loader]), torch.stack(whole))
+    lines = (tmp_path / "bad.jsonl").read_text().splitlines()
+    assert {json.loads(line)["path"] for line in lines} == refused
 
 
 def test_claims_of_size_are_refused_before_memory_is_taken(damaged, files):

@@ -7,7 +7,6 @@ import socket
 import sqlite3
 import sys
 import tarfile
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resilience.runs import warned
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.errors import FastDataWarning
 
 SAMPLES = 40
 
@@ -95,14 +94,13 @@ FINE = {
 
 def told(dataset: Dataset) -> list[str]:
     """Return what is said of a dataset before its workers have read anything."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned() as texts:
         loader = FastDataLoader(
             dataset, 8, num_workers=1, executor="workers", multiprocessing_context="fork"
         )
         assert len(list(loader)) == SAMPLES // 8
         loader.close()
-    return [str(each.message) for each in said if each.category is FastDataWarning]
+    return texts
 
 
 @pytest.mark.parametrize("what", OPEN)

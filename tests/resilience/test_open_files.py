@@ -6,6 +6,7 @@ import os
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,58 @@ from lightning_fastdata.host.system_calls import files_being_read, open_anew
 
 SAMPLES = 400
 ROW = 64  # bytes: a few hundred rows are more than one buffer holds
-FOUND_BY_SEEKING = ("unbuffered", "buffered", "descriptor", "zip", "tar", "hdf5")
 
 
 def row(index: int) -> bytes:
     return f"{index:0{ROW}d}".encode()
+
+
+def write_plain(path: Path) -> None:
+    path.write_bytes(b"".join(map(row, range(SAMPLES))))
+
+
+def write_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for index in range(SAMPLES):
+            archive.writestr(str(index), row(index))
+
+
+def write_tar(path: Path) -> None:
+    member = path.with_suffix(".row")
+    with tarfile.open(path, "w") as archive:
+        for index in range(SAMPLES):
+            member.write_bytes(row(index))
+            archive.add(member, str(index))
+
+
+def hdf5(path: Path, mode: str = "r") -> Any:
+    return pytest.importorskip("h5py").File(path, mode)
+
+
+def write_hdf5(path: Path) -> None:
+    with hdf5(path, "w") as file:
+        file["rows"] = [row(index) for index in range(SAMPLES)]
+
+
+def of_file(file: Any, index: int) -> bytes:
+    file.seek(index * ROW)
+    return file.read(ROW)
+
+
+def of_descriptor(descriptor: int, index: int) -> bytes:
+    os.lseek(descriptor, index * ROW, os.SEEK_SET)
+    return os.read(descriptor, ROW)
+
+
+FOUND_BY_SEEKING = {
+    "unbuffered": (write_plain, lambda path: path.open("rb", buffering=0), of_file),
+    "buffered": (write_plain, lambda path: path.open("rb"), of_file),
+    "descriptor": (write_plain, lambda path: os.open(path, os.O_RDONLY), of_descriptor),
+    "zip": (write_zip, zipfile.ZipFile, lambda archive, index: archive.read(str(index))),
+    "tar": (write_tar, tarfile.open, lambda tar, index: tar.extractfile(str(index)).read()),
+    "hdf5": (write_hdf5, hdf5, lambda file, index: file["rows"][index]),
+}
+"""How rows are written, opened and read."""
 
 
 class Rows(Dataset):
@@ -28,57 +76,18 @@ class Rows(Dataset):
 
     def __init__(self, path: Path, how: str, *, at_once: bool = False) -> None:
         self.path, self.how = path, how
-        self.write()
-        self.file = self.open() if at_once else None
-
-    def write(self) -> None:
-        if self.how == "zip":
-            with zipfile.ZipFile(self.path, "w") as archive:
-                for index in range(SAMPLES):
-                    archive.writestr(str(index), row(index))
-        elif self.how == "tar":
-            member = self.path.with_suffix(".row")
-            with tarfile.open(self.path, "w") as archive:
-                for index in range(SAMPLES):
-                    member.write_bytes(row(index))
-                    archive.add(member, str(index))
-        elif self.how == "hdf5":
-            with pytest.importorskip("h5py").File(self.path, "w") as file:
-                file["rows"] = [row(index) for index in range(SAMPLES)]
-        else:
-            self.path.write_bytes(b"".join(map(row, range(SAMPLES))))
-
-    def open(self):
-        match self.how:
-            case "zip":
-                return zipfile.ZipFile(self.path)
-            case "tar":
-                return tarfile.open(self.path)
-            case "hdf5":
-                return pytest.importorskip("h5py").File(self.path, "r")
-            case "descriptor":
-                return os.open(self.path, os.O_RDONLY)
-        return self.path.open("rb", buffering=0 if self.how == "unbuffered" else -1)
+        write, open_, _ = FOUND_BY_SEEKING[how]
+        write(path)
+        self.file = open_(path) if at_once else None
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        _, open_, found_in = FOUND_BY_SEEKING[self.how]
         if self.file is None:
-            self.file = self.open()
-        match self.how:
-            case "zip":
-                found = self.file.read(str(index))
-            case "tar":
-                found = self.file.extractfile(str(index)).read()
-            case "hdf5":
-                found = self.file["rows"][index]
-            case "descriptor":
-                os.lseek(self.file, index * ROW, os.SEEK_SET)
-                found = os.read(self.file, ROW)
-            case _:
-                self.file.seek(index * ROW)
-                found = self.file.read(ROW)
+            self.file = open_(self.path)
+        found = found_in(self.file, index)
         return torch.tensor([int(found), len(found)])
 
 

@@ -11,10 +11,9 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from programs import refused
 from torch.utils.data import Dataset, IterableDataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastImageFolder, LoaderOptions
 from lightning_fastdata.augment.mixing import MixUp, mixed
@@ -31,42 +30,31 @@ LENGTH = 22
 class Photos(Dataset):
     """Images of noise that are drawn on by the global generators as well, with their index."""
 
-    def __init__(self, pipeline=None):
-        self.pipeline = pipeline
-
     def __len__(self):
         return LENGTH
 
     def __getitem__(self, index):
         image = np.random.default_rng(index).integers(0, 256, (24, 20, 3)).astype(np.uint8)
         image[0, 0] = np.random.randint(256), random.randrange(256), 0
-        if self.pipeline is not None:
-            image = self.pipeline(image=image)["image"]
         return {"image": image, "label": index % 3, "index": index}
 
 
 class Data(FastDataModule):
-    pipeline = None
-
     def train_dataset(self):
-        return Photos(self.pipeline)
+        return Photos()
 
 
-class Model(LightningModule):
+class Model(Learner):
     """Keeps every batch that its steps saw, with its epoch and its number in that."""
 
     def __init__(self):
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.seen = {}
 
     def training_step(self, batch, batch_idx):
         kept = {name: value.clone() for name, value in batch.items()}
         self.seen[self.current_epoch, batch_idx] = kept
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return self.weight * 1.0
 
 
 def augmentation():
@@ -321,36 +309,26 @@ def test_a_module_finds_its_neighbours_by_its_name_and_by_its_file(folder, monke
         main(["replay", name, "--step", "0"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train.py:Folder", "--epoch", "0"], "--epoch and --batch, or --step"),
-        (["train.py:Folder", "--batch", "0"], "--epoch and --batch, or --step"),
-        (["train.py:Folder", "--epoch", "0", "--step", "0"], "--epoch and --batch, or --step"),
-        (["train.py:Folder", "--batch", "0", "--step", "0"], "--epoch and --batch, or --step"),
-        (["train.py:Folder", "--step", "-1"], "no batch -1"),
-        (["train.py:Folder", "--epoch", "-1", "--batch", "0"], "no batch 0 in epoch -1"),
-        (["text.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "is of no training"),
-        (["none.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "cannot be read"),
-        (["other.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "is of no training"),
-    ],
-)
-def test_what_says_no_batch_and_what_is_no_checkpoint_is_refused(folder, arguments, said) -> None:
+REFUSED = {
+    "train.py:Folder --epoch 0": "--epoch and --batch, or --step",
+    "train.py:Folder --batch 0": "--epoch and --batch, or --step",
+    "train.py:Folder --epoch 0 --step 0": "--epoch and --batch, or --step",
+    "train.py:Folder --batch 0 --step 0": "--epoch and --batch, or --step",
+    "train.py:Folder --step -1": "no batch -1",
+    "train.py:Folder --epoch -1 --batch 0": "no batch 0 in epoch -1",
+    "text.ckpt --datamodule train.py:Folder --step 0": "is of no training",
+    "none.ckpt --datamodule train.py:Folder --step 0": "cannot be read",
+    "other.ckpt --datamodule train.py:Folder --step 0": "is of no training",
+    "train.py --step 0": "does not say where",
+    "train.py:Missing --step 0": "has no 'Missing'",
+    "train.py:Other --step 0": "cannot be called without arguments",
+    "train.py:nothing --step 0": "is no FastDataModule",
+}
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED.items())
+def test_what_says_no_batch_no_checkpoint_or_no_data_module_is_refused(folder, command, said):
     torch.save({"state_dict": {}}, "other.ckpt")
     torch.save("no checkpoint", "text.ckpt")
     with refused(said):
-        main(["replay", *arguments])
-
-
-@pytest.mark.parametrize(
-    ("named", "said"),
-    [
-        ("train.py", "does not say where"),
-        ("train.py:Missing", "has no 'Missing'"),
-        ("train.py:Other", "cannot be called without arguments"),
-        ("train.py:nothing", "is no FastDataModule"),
-    ],
-)
-def test_what_names_no_data_module_is_refused(folder, named, said) -> None:
-    with refused(said):
-        main(["replay", named, "--epoch", "0", "--batch", "0"])
+        main(["replay", *command.split()])

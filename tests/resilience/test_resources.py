@@ -64,10 +64,10 @@ def test_a_soft_limit_of_open_files_is_raised_where_it_may_be():
 
 
 FULL_DISK = """
-    import sys, warnings
-    import lightning, torch
+    import sys
+    import torch
     from torch.utils.data import Dataset
-    from lightning.pytorch.loggers import CSVLogger
+    from trainers import Learner, quiet_trainer
     from lightning_fastdata import BadSamples, DataThroughputCallback, FastDataModule, LoaderOptions
 
     class Rows(Dataset):
@@ -79,31 +79,14 @@ FULL_DISK = """
                 raise ValueError("bad")
             return torch.full((4,), float(index))
 
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch, _):
-            return self.layer(batch).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.01)
-
-    class Data(FastDataModule):
-        def train_dataset(self):
-            return Rows()
-
     folder = sys.argv[1]
-    data = Data(batch_size=8, options=LoaderOptions(
+    data = FastDataModule.from_datasets(Rows(), batch_size=8, options=LoaderOptions(
         num_workers=2, executor="workers",
         on_bad_sample=BadSamples("replace", quarantine_file=folder + "/bad.jsonl")))
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, default_root_dir=folder,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[DataThroughputCallback(summary=False)],
+    trainer = quiet_trainer(
+        folder, max_epochs=2, callbacks=[DataThroughputCallback(summary=False)]
     )
-    trainer.fit(Model(), data)
+    trainer.fit(Learner(), data)
     print(trainer.global_step)
 """
 
@@ -117,7 +100,8 @@ def test_a_full_disk_ends_no_training(tmp_path):
     if subprocess.run(["unshare", "-m", "sh", "-c", fill + "true"], check=False).returncode:
         pytest.skip("may mount nothing")
     command = fill + f'exec {sys.executable} -W ignore -c "$CODE" {disk}'
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CODE": textwrap.dedent(FULL_DISK)}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "CODE": textwrap.dedent(FULL_DISK)}
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", command],
         env=environment, capture_output=True, text=True, timeout=280, check=False,

@@ -17,11 +17,13 @@ from resilience.cells import (
     EPOCHS,
     FEATURES,
     HOOKS,
+    LENGTHS,
     LOADERS,
     SAMPLES,
     STEPS,
     Module,
     SavesIn,
+    arguments_of,
     families_of,
     make_model,
     make_module,
@@ -45,10 +47,6 @@ pytestmark = [
 
 MOST_LIVES = 40
 NEVER = 10**6
-LENGTHS = {
-    "epochs": {"max_epochs": EPOCHS},
-    "steps": {"max_epochs": -1, "max_steps": EPOCHS * STEPS},
-}
 TUNED = [name for name in FEATURES if "finder" in name]
 AGAIN = [(name, each) for name in FEATURES if name not in TUNED for each in families_of(name)]
 
@@ -103,11 +101,6 @@ def straight(tmp_path_factory):
         return lines(folder / "record")
 
     return record
-
-
-def arguments_of(feature, length="epochs"):
-    about = {**LENGTHS[length], "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    return about | FEATURES[feature].get("trainer", {})
 
 
 @pytest.mark.cases(3)
@@ -191,9 +184,8 @@ class StreamModule(Module):
 @pytest.mark.parametrize("one_cycle", [False, True])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_many_lives_take_the_batches_of_one_stream(tmp_path, loader, one_cycle, stateful, seed):
-    about = {"max_epochs": EPOCHS, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    if one_cycle:  # asks for the number of steps, which a stream does not know
-        about["max_steps"] = EPOCHS * STEPS
+    # One cycle asks for the number of steps, which a stream does not know.
+    about = arguments_of("stream", "steps" if one_cycle else "epochs")
 
     def make(name, file):
         return Recorder(file, one_cycle=one_cycle), StreamModule(LOADERS[name], stateful=stateful)

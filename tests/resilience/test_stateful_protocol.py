@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import random
 import re
-import warnings
 from itertools import islice, pairwise
 
 import numpy as np
@@ -17,11 +16,11 @@ import torch
 from lightning.fabric import Fabric
 from misses import each
 from resilience.cells import LOADERS, Draws, Reversing, weighted
-from resilience.runs import Images, digest, rows
+from resilience.runs import Images, digest, rows, through_a_file, warned
 from torch.utils.data import RandomSampler
 
 from lightning_fastdata import FastDataLoader, prefetch
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import OptionsError
 
 LENGTH, BATCH = 22, 4
 STEPS = 6
@@ -50,14 +49,6 @@ def epochs(count, loader="inline", **how):
     return [seen(whole) for _ in range(count)]
 
 
-def through_a_file(state):
-    """What is left of a state in a file that holds plain data only."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def left_after(batches, loader="inline", **how):
     """The state of a loop that was left after so many batches."""
     stopped = make(loader, **how)
@@ -73,12 +64,16 @@ def resumed(state, loader="inline", **how):
     return again
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
-@pytest.mark.parametrize("at", [0, 1, 3, STEPS - 1])
-def test_a_loop_that_is_left_goes_on_with_the_next_batch(loader, at):
+WAYS = ["inline", "workers-1", "workers-4", "torch-0", "torch-2"]
+LEFT = [(way, way, at) for way in ("inline", "workers-2", "torch-2") for at in (0, 1, 3, STEPS - 1)]
+LEFT += [(before, after, 3) for before, after in pairwise([*WAYS, WAYS[0]])]
+
+
+@pytest.mark.cases(5)
+@each(("before", "after", "at"), LEFT)
+def test_a_loop_that_is_left_goes_on_with_the_next_batch_whoever_reads_it(before, after, at):
     first, second = epochs(2)
-    again = resumed(left_after(at, loader), loader)
+    again = resumed(left_after(at, before), after)
     assert seen(again) == first[at:]
     assert seen(again) == second
 
@@ -153,18 +148,6 @@ def test_a_resumed_loop_that_is_left_goes_on_again():
     assert seen(resumed(again.state_dict())) == first[3:]
 
 
-WAYS = ["inline", "workers-1", "workers-4", "torch-0", "torch-2"]
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize(("before", "after"), list(pairwise([*WAYS, WAYS[0]])))
-def test_another_executor_and_other_workers_go_on(before, after):
-    first, second = epochs(2)
-    again = resumed(left_after(3, before), after)
-    assert seen(again) == first[3:]
-    assert seen(again) == second
-
-
 @pytest.mark.parametrize(("before", "after"), [("inline", "workers-2"), ("workers-4", "inline")])
 def test_what_samples_draw_is_what_they_would_have_drawn(before, after):
     (first,) = epochs(1, data=Draws)
@@ -198,12 +181,11 @@ def test_a_state_is_a_copy():
 # -- what has changed is said ----------------------------------------------------------------------
 
 
-def warned(state, **how):
+def told_of(state, **how):
     """The texts of the warnings of an epoch that goes on from a state."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warned() as texts:
         seen(resumed(state, **how))
-    return [str(each.message) for each in found if each.category is FastDataWarning]
+    return texts
 
 
 @pytest.mark.parametrize("at", [1, 3])
@@ -217,23 +199,18 @@ def warned(state, **how):
     ],
 )
 def test_the_first_thing_that_differs_is_named(at, how, names):
-    text = warned(left_after(at), **how)[0]
+    text = told_of(left_after(at), **how)[0]
     assert re.search(names, text), text
 
 
 def test_another_version_of_the_package_is_named():
     state = {**left_after(3), "package": "0.0.1"}
-    (text,) = warned(state)
+    (text,) = told_of(state)
     assert "0.0.1" in text
 
 
 def test_nothing_is_said_where_nothing_has_changed():
-    assert warned(left_after(3), loader="workers-2") == []
-
-
-def test_a_state_of_a_later_form_is_refused():
-    with pytest.raises(OptionsError, match=r"version 99.*reads version 1"):
-        resumed({**left_after(3), "version": 99})
+    assert told_of(left_after(3), loader="workers-2") == []
 
 
 @each("state", [{}, {"epoch": 1}, None, [1], "state"])
@@ -242,51 +219,40 @@ def test_what_is_no_state_is_refused(state):
         resumed(state)
 
 
-@pytest.mark.parametrize(("name", "value"), [("batches", -1), ("epoch", "1"), ("samples", None)])
-def test_an_impossible_position_is_refused(name, value):
-    with pytest.raises(OptionsError, match=name):
+@each(
+    ("name", "value", "said"),
+    [
+        ("batches", -1, "batches"),
+        ("epoch", "1", "epoch"),
+        ("samples", None, "samples"),
+        ("version", 99, r"version 99.*reads version 1"),
+    ],
+)
+def test_an_impossible_position_and_a_later_form_are_refused(name, value, said):
+    with pytest.raises(OptionsError, match=said):
         resumed({**left_after(3), name: value})
-
-
-def test_another_batch_size_goes_on_behind_the_same_samples():
-    state = left_after(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FastDataWarning)
-        again = make()
-        again = FastDataLoader(again.dataset, 2, sampler=again.sampler, seed=3, executor="inline")
-        again.load_state_dict(state)
-        rest = [i for batch in again for i in batch["index"].tolist()]
-    whole = [i for batch in make() for i in batch["index"].tolist()]
-    assert rest == whole[12:]
 
 
 # -- samplers and datasets with a state of their own -----------------------------------------------
 
 
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("sampler", [Reversing, weighted])
-@pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
-@pytest.mark.parametrize("at", [0, 1, 4, STEPS])
-def test_a_sampler_of_ones_own_goes_on(sampler, loader, at):
-    whole = epochs(2, sampler=sampler(LENGTH))
-    state = left_after(at, loader, sampler=sampler(LENGTH))
-    again = resumed(state, loader, sampler=sampler(LENGTH))
-    left = [*whole[0], *whole[1]][at:]
-    assert seen(again) == left[: len(left) - STEPS or STEPS]
+ORDERS = {
+    "a sampler with a state": lambda: {"sampler": Reversing(LENGTH)},
+    "a sampler with a generator": lambda: {"sampler": weighted(LENGTH)},
+    "a generator of the loader": lambda: {
+        "sampler": None, "shuffle": True, "generator": torch.Generator().manual_seed(8)
+    },
+}  # fmt: skip
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("before", "after"), [("inline", "inline"), ("workers-2", "workers-2")])
-@pytest.mark.parametrize("at", [1, 4, STEPS])
-def test_a_generator_of_the_loader_goes_on(before, after, at):
-    def generator():
-        return {"sampler": None, "shuffle": True, "generator": torch.Generator().manual_seed(8)}
-
-    whole = epochs(3, before, **generator())
-    again = resumed(left_after(at, before, **generator()), after, **generator())
-    left = [batch for epoch in whole for batch in epoch][at:]
-    found = [*seen(again), *seen(again)]
-    assert found == left[: len(found)]
+@pytest.mark.cases(6)
+@each("order", ORDERS.values())
+@each("loader", ["inline", "workers-2", "torch-2"])
+@each("at", [0, 1, 4, STEPS])
+def test_an_order_of_ones_own_goes_on(order, loader, at):
+    whole = [batch for epoch in epochs(3, **order()) for batch in epoch]
+    again = resumed(left_after(at, loader, **order()), loader, **order())
+    assert [*seen(again), *seen(again)] == whole[at : at + 2 * STEPS - at % STEPS]
 
 
 class Counting(Images):

@@ -6,7 +6,6 @@ streams is stated here for later epochs, too.
 
 from __future__ import annotations
 
-import io
 import random
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from misses import each
-from resilience.runs import Recorder, first_difference, lines, lines_before, train
+from resilience.runs import (
+    Recorder,
+    first_difference,
+    lines,
+    lines_before,
+    through_a_file,
+    train,
+    warned,
+)
 from thoroughness import some
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from virtual_time import virtual_time
@@ -195,7 +202,7 @@ class KnowsPasses(IterableDataset):
         self.passes, self.goes_on = state["passes"], True
 
 
-class Once(IterableDataset, Iterator):
+class Once(IterableDataset, Samples):
     """Ends for ever."""
 
     def __init__(self):
@@ -204,17 +211,9 @@ class Once(IterableDataset, Iterator):
     def __iter__(self):
         return self
 
-    def __next__(self):
-        if self.at == len(mine(range(LENGTH))):
-            raise StopIteration
-        self.at += 1
-        return self.at
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
+    @property
+    def samples(self):
+        return mine(range(LENGTH))
 
 
 class Uneven(CountsPasses):
@@ -312,14 +311,6 @@ def loader_of(stream, workers, persistent=True, executor=None, batch=BATCH, **ho
     return FastDataLoader(stream, batch, num_workers=workers, executor=executor, **kept, **how)
 
 
-def through_a_file(state):
-    """What is left of a state in a file that holds plain data only."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def text(batch):
     return repr(batch.tolist() if isinstance(batch, torch.Tensor) else batch)
 
@@ -411,11 +402,10 @@ def resumed(state, stream, workers, **how):
 
 
 def told_by(loader):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warned() as texts:
         batches = [text(batch) for batch in loader]
     loader.close()
-    return [str(one.message) for one in told if one.category is FastDataWarning], batches
+    return texts, batches
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -570,22 +560,19 @@ def test_what_was_read_in_the_training_process_goes_on_in_one_worker():
     assert rest == told_by(loader_of(CountsPasses, 0))[1][3:]
 
 
+class Long(IterableDataset):
+    def __iter__(self):
+        return iter(range(100))
+
+
 def test_a_position_that_is_not_known_is_an_error():
     loader = loader_of(CountsPasses, 0, batch=None)
     list(islice(loader, 10))
     assert loader.state_behind(9)["batches"] == 1
-    long = loader_of(range_stream(), 0, batch=None)
+    long = loader_of(Long, 0, batch=None)
     list(islice(long, 90))
     with pytest.raises(OptionsError, match=r"after 50 batches .* not known: 90 were"):
         long.state_behind(40)
-
-
-def range_stream():
-    class Long(IterableDataset):
-        def __iter__(self):
-            return iter(range(100))
-
-    return Long
 
 
 @AGAIN
@@ -693,11 +680,10 @@ def on_rank(rank, loader, saved):
 def test_another_rank_reads_its_own_part_and_is_told_that_the_state_is_of_none(epoch, told):
     found = [state for (of, _), state in run(loader_of(CountsPasses, 0), range(2)) if of == epoch]
     loader = loader_of(CountsPasses, 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         state = on_rank(1, loader, found[1])
     assert (state.batches, state.lanes, state.digest) == (2, [], None)
-    assert [str(one.message).count("was saved on rank 0") for one in caught] == [1] * told
+    assert [text.count("was saved on rank 0") for text in texts] == [1] * told
 
 
 @AGAIN
@@ -715,10 +701,8 @@ def test_batches_as_they_are_ready_are_gone_on_from_by_all_ranks_or_by_none(stre
     saved = saved_after(3, stream, 2, in_order=False)
     for rank in range(2):
         again = loader_of(stream, 2, in_order=False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as told:
             again.load_state_dict(on_rank(rank, again, saved).as_dict())
-        told = [str(one.message) for one in caught if one.category is FastDataWarning]
         assert len(told) == (rank if goes_on else 0)
         assert all("each rank had taken others" in said for said in told)
         if goes_on:
@@ -747,33 +731,16 @@ def test_a_loader_that_has_workers_goes_on_from_a_state_with_the_seeds_of_it(str
     loader.close()
 
 
-class GoesOnFromItsCount(IterableDataset):
-    at = 0
-
-    def __iter__(self):
-        while self.at < LENGTH:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 def test_a_stream_with_a_state_that_torch_itself_reads_is_told_what_saves_it():
     for executor, known in (("torch", False), ("auto", True), ("inline", True)):
-        loader = FastDataLoader(GoesOnFromItsCount(), BATCH, num_workers=0, executor=executor)
+        loader = loader_of(CountsPasses, 0, executor=executor)
         batches = iter(loader)
         seen = [next(batches).tolist() for _ in range(3)]
         loader.load_state_dict(loader.state_dict())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as texts:
             seen += [next(iter(loader)).tolist()]
-        assert ([*chain(*seen)] == list(range(4 * BATCH))) is known
-        assert any('executor="inline"' in str(one.message) for one in caught) is not known
+        assert ([*chain(*seen)] == ordered(0)[: 4 * BATCH]) is known
+        assert any('executor="inline"' in said for said in texts) is not known
 
 
 class CountsAndDraws(CountsPasses):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from resilience.runs import warned
 from torch.utils.data import Dataset, IterableDataset
-from virtual_time import HurriedClock, virtual_time
+from virtual_time import HurriedClock
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
@@ -53,12 +53,6 @@ def test_a_training_whose_workers_keep_dying_ends_and_says_what_the_kernel_says(
     assert "was ended by SIGKILL" in text
     assert "The kernel has killed" in text or "The kernel does not say" in text
     assert "Memory of those that live: " in text
-
-
-@pytest.fixture
-def virtual() -> Iterator[None]:
-    with virtual_time():
-        yield
 
 
 @pytest.mark.usefixtures("virtual")
@@ -118,8 +112,7 @@ def looks(sizes: dict[int, int], left: list[int]) -> Any:
 @pytest.mark.usefixtures("virtual")
 def test_growth_is_told_of_before_memory_runs_out_and_then_ended():
     sizes, left = {0: 100 * MIB, 1: 100 * MIB}, [8000 * MIB]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warned() as texts:
         look = looks(sizes, left)
         found = look()
         while found is None and left[0] > 0:
@@ -128,7 +121,6 @@ def test_growth_is_told_of_before_memory_runs_out_and_then_ended():
             found = look()
     assert found is not None
     assert found.number == 1
-    texts = [str(each.message) for each in told]
     assert len(texts) == 2
     assert all(text.startswith("Side process 1 (pid 1) has grown from 100 to") for text in texts)
     assert "Take fewer workers" in texts[0]
@@ -156,11 +148,10 @@ def test_a_worker_that_hoards_is_replaced_and_no_sample_is_lost_or_doubled():
     got = next(batches).tolist()
     crew = loader._iterator._crew
     crew._growth = Growth(left_bytes=lambda: 100 * MIB)
-    with clock.installed(HurriedClock()), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with clock.installed(HurriedClock()), warned() as texts:
         for batch in batches:
             got += batch.tolist()
     loader.close()
-    assert any("It is replaced between two tasks" in str(each.message) for each in told)
+    assert any("It is replaced between two tasks" in text for text in texts)
     assert [index for index, _ in got] == list(range(400))
     assert len({pid for _, pid in got}) > 2
