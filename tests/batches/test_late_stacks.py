@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from alike import alike
 from misses import each
 from torch.utils.data import default_collate
 
@@ -18,6 +19,7 @@ from lightning_fastdata.batches.packed import LateStack, pack, unpack, write_lea
 from lightning_fastdata.errors import BatchError
 
 Pair = namedtuple("Pair", "image label")
+same = partial(alike, strides=True)
 
 
 def written(batch: Any) -> Any:
@@ -26,24 +28,6 @@ def written(batch: Any) -> Any:
     memory = np.full(max(1, packed.size_bytes), 0xAA, np.uint8)
     write_leaves(packed, leaves, memory)
     return unpack(packed, memory)
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, torch.Tensor):
-        return (
-            ours.dtype == theirs.dtype
-            and ours.shape == theirs.shape
-            and ours.stride() == theirs.stride()
-            and ours.requires_grad == theirs.requires_grad
-            and torch.equal(ours, theirs)
-        )
-    if isinstance(ours, Mapping):
-        return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return bool(ours == theirs)
 
 
 def turned(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

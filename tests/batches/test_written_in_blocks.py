@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alike import alike
 from misses import each
 from torch.utils.data import Dataset, default_collate
 
@@ -32,14 +33,6 @@ SAMPLES: dict[str, Any] = {
 }
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(theirs, torch.Tensor):
-        return bool(ours.dtype == theirs.dtype and torch.equal(ours, theirs))
-    if isinstance(theirs, dict):
-        return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in ours)
-    return type(ours) is type(theirs) and all(map(same, ours, theirs))
-
-
 class Made(Dataset):
     def __init__(self, make: Any) -> None:
         self.make = make
@@ -56,7 +49,7 @@ def test_what_is_written_at_once_is_what_torch_collates(kind: str, count: int) -
     assert layout is not None
     memory = np.zeros(max(1, layout.offsets(count)[1]), np.uint8)
     layout.write(samples, layout.writers(memory, count), 0)
-    assert same(layout.batch(memory, count), default_collate(samples))
+    assert alike(layout.batch(memory, count), default_collate(samples))
 
 
 ODD: dict[str, Any] = {
@@ -101,7 +94,7 @@ def test_batches_of_blocks_are_those_of_torch_whichever_sample_differs(odd) -> N
     executor = PoolExecutor(plan, processes=2)
     executor.start_epoch(order, 0)
     assert all(
-        same(ours, default_collate([make(i) for i in indices]))
+        alike(ours, default_collate([make(i) for i in indices]))
         for ours, indices in zip(executor, order, strict=True)
     )
     executor.close()

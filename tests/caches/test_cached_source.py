@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from misses import each
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -95,16 +96,35 @@ def test_records_of_several_parts(tmp_path):
         assert [cached[index][0] for index in (4, 2)] == source.get_bytes([4, 2])
 
 
-def test_an_archive_that_was_written_again_has_another_cache(tmp_path):
-    def packed(salt):
-        (tmp_path / "one").write_bytes(salt + record(1))
-        with tarfile.open(tmp_path / "x.tar", "w") as archive:
-            archive.add(tmp_path / "one", "one")
-        os.utime(tmp_path / "x.tar", (len(salt), ord(salt)))
-        return kept(sources.TarSource(tmp_path / "x.tar"), tmp_path / "cache")
+def archive(folder, value):
+    (folder / "one").write_bytes(bytes([value]))
+    with tarfile.open(folder / "x.tar", "w") as file:
+        file.add(folder / "one", "one")
+    os.utime(folder / "x.tar", (1, value))
+    return sources.TarSource(folder / "x.tar")
 
-    assert packed(b"a")[0][0] == b"a" + record(1)
-    assert packed(b"b")[0][0] == b"b" + record(1)
+
+def database(folder, value):
+    lmdb = pytest.importorskip("lmdb")
+    with (
+        lmdb.open(str(folder / "db"), map_size=1 << 20) as opened,
+        opened.begin(write=True) as transaction,
+    ):
+        transaction.put(b"one", bytes([value]))
+    return sources.LmdbSource(folder / "db", [b"one"])
+
+
+def arrays(folder, value):
+    zarr = pytest.importorskip("zarr", minversion="3")
+    group = zarr.open_group(folder / "x.zarr", mode="w")
+    group.create_array("number", data=np.full(9, value))
+    return sources.ZarrSource(folder / "x.zarr")
+
+
+@each("write", [archive, database, arrays])
+def test_what_was_written_again_has_another_cache(tmp_path, write):
+    one, two = (kept(write(tmp_path, value), tmp_path / "cache") for value in (1, 2))
+    assert one.folder != two.folder
 
 
 def test_records_that_changed_under_one_name_are_told(log, tmp_path):
@@ -143,17 +163,3 @@ def test_that_given_objects_are_known_by_their_names_is_said(server, tmp_path):
     with pytest.warns(FastDataWarning, match=r"40 files by their names alone.*key="):
         kept(objects, tmp_path)
     kept(objects, tmp_path, key="photos-1")  # whose user tells of changes
-
-
-def test_a_database_that_was_written_again_has_another_cache(tmp_path):
-    lmdb = pytest.importorskip("lmdb")
-
-    def folder(value):
-        with (
-            lmdb.open(str(tmp_path / "db"), map_size=1 << 20) as database,
-            database.begin(write=True) as transaction,
-        ):
-            transaction.put(b"one", value)
-        return kept(sources.LmdbSource(tmp_path / "db", [b"one"]), tmp_path / "cache").folder
-
-    assert folder(b"a") != folder(b"b")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alike import alike
 from hypothesis import example, given
 from hypothesis import strategies as st
 from misses import each
@@ -54,16 +55,6 @@ WANTED = {kind: list(DataLoader(DATASETS[kind], 8, collate_fn=COLLATE[kind])) fo
 WORKERS = {"inline": 0, "gather": 0, "workers": 1, "torch": 1}
 
 
-def equal(ours, theirs):
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, tuple | list):
-        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
-    if isinstance(ours, torch.Tensor):
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    return type(ours) is type(theirs) and ours == theirs
-
-
 def read(kind, root, executor):
     """Read two epochs through a loader, and hold them against torch's; return the cache."""
     cached = CachedDataset(DATASETS[kind], root)
@@ -71,7 +62,7 @@ def read(kind, root, executor):
         cached, 8, collate_fn=COLLATE[kind], executor=executor, num_workers=WORKERS[executor]
     )
     for _ in range(2):
-        assert equal(list(loader), WANTED[kind])
+        assert alike(list(loader), WANTED[kind])
     return cached
 
 
@@ -210,7 +201,7 @@ def test_a_cache_of_pages_of_two_moments_is_believed_in_nothing(
     again = CachedDataset(DATASETS[kind], root)
     for _ in range(2):
         for index in later:  # what is missing is written in between
-            assert equal(again[index], DATASETS[kind][index])
+            assert alike(again[index], DATASETS[kind][index])
     assert again.stored == COUNT
 
 
@@ -305,7 +296,7 @@ def test_without_a_cache_that_is_optional_samples_are_made_and_that_is_said(
     break_it(root, cached.folder)  # after it was decided to use it
     with pytest.warns(FastDataWarning, match="no cache can be used") as told:
         found = all_of(cached, looked_at=looked_at)
-    assert equal(found, all_of(Mixed()))
+    assert alike(found, all_of(Mixed()))
     assert len(told) == 1
 
 
@@ -330,7 +321,7 @@ class Odd(Rows):
 def test_a_sample_that_cannot_be_kept_ends_no_training_that_has_not_asked_for_it(tmp_path):
     cached = cache_in(tmp_path, Odd(), optional=True)
     with pytest.warns(FastDataWarning, match="at sample|as a sample"):
-        assert equal(all_of(cached), all_of(Odd()))
+        assert alike(all_of(cached), all_of(Odd()))
     with pytest.raises(DatasetError, match="cannot be cached"):
         cache_in(tmp_path, Odd())[5]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -108,13 +109,7 @@ def test_a_damaged_file_is_named(root, tmp_path):
         kept[0]
 
 
-class Photos(ld.FastDataModule):
-    def __init__(self, data, **options):
-        super().__init__(batch_size=4, seed=7, **options)
-        self.data = data
-
-    def train_dataset(self):
-        return self.data
+photos = partial(ld.FastDataModule.from_datasets, batch_size=4, seed=7)
 
 
 def epochs_of(module):
@@ -128,8 +123,8 @@ def test_a_data_module_keeps_pictures_where_crops_are_random(root, tmp_path, par
         whole = folder_of(root, shorter_side=48, resample="exact")
         return Subset(whole, range(1, 10)) if part else whole
 
-    plain = epochs_of(Photos(data()))
-    module = Photos(data(), cache=tmp_path / "kept")
+    plain = epochs_of(photos(data()))
+    module = photos(data(), cache=tmp_path / "kept")
     for ours, theirs in zip(epochs_of(module), plain, strict=True):
         assert all(map(torch.equal, ours, theirs))
     assert "pictures, shorter side 48" in module.explain()
@@ -139,7 +134,7 @@ def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
     kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     kept.pictures.fill()
     assert cache_of(kept).stored == len(kept)
-    module = Photos(folder_of(root, shorter_side=48), cache=tmp_path / "kept")
+    module = photos(folder_of(root, shorter_side=48), cache=tmp_path / "kept")
     loader = module.train_dataloader()
     assert cache_of(loader.dataset).stored == len(kept)
 

@@ -1,14 +1,11 @@
-"""What every executor keeps beyond torch's own behaviour: draws, epochs and their workers."""
+"""What workers keep beyond torch's own behaviour: the first batch first, and epochs."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from processes import until
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
@@ -18,49 +15,9 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import ShuffleSampler
 
 
-def opened(dataset: Any, name: str = "workers", workers: int = 2, **settings: Any) -> Any:
-    how = {"collate_fn": default_collate, "default_collation": True, **settings}
-    plan = FetchPlan(dataset=dataset, **how)
-    return open_executor(plan, Resources(executor=name, workers=workers))
-
-
-def fetched(name: str, batches: list[Any], epoch: int = 0, workers: int = 2) -> list[Any]:
-    executor = opened(Drawing(), name, workers, seed=7)
-    executor.start_epoch(batches, epoch)
-    found = list(executor)
-    executor.close()
-    return found
-
-
-class Drawing(Dataset):
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.rand(3), torch.rand(2)
-
-
-def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
-    one = [list(range(8)), list(range(8, 16))]
-    other = [[i] for i in reversed(range(16))]
-
-    def by_sample(*how: Any) -> dict:
-        found = {}
-        for index, a, b, c in fetched(*how):
-            for row in range(len(index)):
-                found[int(index[row])] = (a[row].item(), *b[row].tolist(), *c[row].tolist())
-        return found
-
-    expected = by_sample("inline", one)
-    assert expected == by_sample("workers", one, 0, 1)
-    assert expected == by_sample("workers", other, 0, 3)
-    assert len(set(expected.values())) == 16
-    assert not set(expected.values()) & set(by_sample("inline", one, 1).values())
-
-
-def test_inline_leaves_the_callers_generators_alone() -> None:
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    before = random.random(), np.random.rand(), torch.rand(1).item()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    fetched("inline", [[1, 2]])
-    assert before == (random.random(), np.random.rand(), torch.rand(1).item())
+def opened(dataset: Any, workers: int = 2) -> Any:
+    plan = FetchPlan(dataset=dataset, collate_fn=default_collate, default_collation=True)
+    return open_executor(plan, Resources(executor="workers", workers=workers))
 
 
 class FirstBatchFirst(Dataset):

@@ -8,18 +8,17 @@ import os
 import resource
 import select
 import signal
-import subprocess
-import sys
 import threading
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
-from processes import hang, runs, until
+from processes import hang, until
 from programs import run_program
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
@@ -38,15 +37,23 @@ def listed(samples: list[Any]) -> Any:
     return [sample.clone() for sample in samples], "kept beside"
 
 
-def pool(dataset: Any, collate: Any = listed, processes: int = 2, **how: Any):
-    """Return an executor, of which a batch that is lost is an error and no test without end."""
-    plan = FetchPlan(
-        dataset=dataset,
-        collate_fn=collate,
-        default_collation=collate is default_collate,
-        **{"timeout_s": 40, **how},
-    )
-    return PoolExecutor(plan, processes=processes)
+@pytest.fixture
+def pool() -> Iterator[Any]:
+    """Return what opens an executor, of which a batch that is lost is an error and no endless test.
+
+    All are closed behind the test.
+    """
+    with ExitStack() as opened:
+
+        def open_one(dataset: Any, collate: Any = listed, processes: int = 2, **how: Any) -> Any:
+            default = collate is default_collate
+            how = {"default_collation": default, "timeout_s": 40, **how}
+            plan = FetchPlan(dataset=dataset, collate_fn=collate, **how)
+            stream = isinstance(dataset, IterableDataset)
+            kind = StreamExecutor if stream else PoolExecutor
+            return opened.enter_context(closing(kind(plan, processes=processes)))
+
+        yield open_one
 
 
 def kill(child: ChildProcess) -> None:
@@ -72,7 +79,7 @@ class Quick(Dataset):
         return torch.full((200,), index)
 
 
-def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing() -> None:
+def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing(pool) -> None:
     executor = pool(Quick())
     executor.start_epoch([], 0)
     dies, leaves = executor.children.values()
@@ -89,10 +96,9 @@ def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing() -> None:
     halt(leaves)
     kill(dies)
     assert firsts(executor) == list(range(4))
-    executor.close()
 
 
-def test_a_task_that_woke_a_process_about_to_leave_wakes_another() -> None:
+def test_a_task_that_woke_a_process_about_to_leave_wakes_another(pool) -> None:
     executor = pool(Quick())
     executor.start_epoch([[0]], 0)
     assert firsts(executor) == [0]
@@ -114,32 +120,18 @@ def test_a_task_that_woke_a_process_about_to_leave_wakes_another() -> None:
         assert firsts(executor) == [1]
     finally:
         os.sched_setaffinity(0, allowed)
-    executor.close()
 
 
 def dies_at_once(number: int) -> None:
     os._exit(7)
 
 
-def test_workers_that_never_start_are_given_up_each_time() -> None:
+def test_workers_that_never_start_are_given_up_each_time(pool) -> None:
     executor = pool(Quick(), processes=1, worker_init_fn=dies_at_once)
     executor.start_epoch([[1]], 0)
     for times in (3, 4):
         with pytest.raises(WorkerError, match=f"exit code 7 {times} times"):
             next(executor)
-    executor.close()
-
-
-def no_licence(number: int) -> None:
-    raise ValueError(f"no licence for {number}")
-
-
-def test_an_error_at_the_start_of_a_worker_is_raised() -> None:
-    executor = pool(Quick(), worker_init_fn=no_licence)
-    executor.start_epoch([[1]], 0)
-    with pytest.raises(ValueError, match="no licence for"):
-        next(executor)
-    executor.close()
 
 
 class Ragged(Dataset):
@@ -151,14 +143,13 @@ class Ragged(Dataset):
         return torch.full((200,), index)
 
 
-def test_an_error_beside_a_sample_of_another_shape_is_raised() -> None:
+def test_an_error_beside_a_sample_of_another_shape_is_raised(pool) -> None:
     executor = pool(Ragged(), default_collate)
     executor.start_epoch([list(range(at, at + 32)) for at in range(0, 128, 32)], 0)
     assert next(executor)[:, 0].tolist() == list(range(32))
     with pytest.raises(KeyError, match="sample 60"):
         next(executor)
     assert [int(batch[0][0]) for batch in executor] == [64, 96]
-    executor.close()
 
 
 class Growing(Dataset):
@@ -166,7 +157,7 @@ class Growing(Dataset):
         return torch.full((25_000 if index < 30 else 150_000,), index)
 
 
-def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
+def test_a_process_that_starts_is_given_no_memory_that_was_given_up(pool) -> None:
     executor = pool(Growing(), memory_limit_bytes=2**20, look_ahead=6)
     epochs = 0
     # Nobody is to know yet of some memory that was given up, which is mostly so at once.
@@ -178,24 +169,6 @@ def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
         executor.start_epoch([[index] for index in range(20)], epochs := epochs + 1)
         assert firsts(executor) == list(range(20))
     assert executor.respawned == 0
-    executor.close()
-
-
-class Leaves(Dataset):
-    def __getitem__(self, index: int) -> Any:
-        if index == 20:
-            raise SystemExit(3)
-        return torch.full((200,), index)
-
-
-def test_a_sample_that_would_end_its_process_is_named_and_the_others_come() -> None:
-    executor = pool(Leaves(), processes=1)
-    executor.start_epoch([[index] for index in range(30)], 0)
-    assert [firsts([next(executor)]) for _ in range(20)] == [[index] for index in range(20)]
-    with pytest.raises(RuntimeError, match=r"SystemExit in side process 0 while reading sample 20"):
-        next(executor)
-    assert firsts(executor) == list(range(21, 30))
-    executor.close()
 
 
 class Private(Dataset):
@@ -205,14 +178,13 @@ class Private(Dataset):
         return namedtuple("Kind", "x")(torch.full((200,), index))
 
 
-def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
+def test_a_batch_that_cannot_be_pickled_is_an_error(pool) -> None:
     executor = pool(Private(), default_collate, 1)
     executor.start_epoch([[index] for index in range(6)], 0)
     for _ in range(6):
         with pytest.raises(RuntimeError, match="pickle"):
             next(executor)
     assert not executor.respawned
-    executor.close()
 
 
 def unknown() -> None:
@@ -227,7 +199,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("length", [1, 3000])
-def test_indices_that_cannot_be_unpickled_are_an_error(length: int) -> None:
+def test_indices_that_cannot_be_unpickled_are_an_error(pool, length: int) -> None:
     executor = pool(Quick(), processes=1)
     executor.start_epoch([[0], [Foreign()] * length, [2]], 0)
     assert firsts([next(executor)]) == [0]
@@ -235,7 +207,6 @@ def test_indices_that_cannot_be_unpickled_are_an_error(length: int) -> None:
         next(executor)
     assert firsts(executor) == [2]
     assert not executor.respawned
-    executor.close()
 
 
 class Told(Dataset):
@@ -255,7 +226,7 @@ class Told(Dataset):
         return torch.tensor([index, self.epoch])
 
 
-def test_a_process_tells_its_dataset_of_an_epoch_once() -> None:
+def test_a_process_tells_its_dataset_of_an_epoch_once(pool) -> None:
     dataset = Told()
     executor = pool(dataset, processes=1)
     for epoch in range(3):
@@ -263,7 +234,6 @@ def test_a_process_tells_its_dataset_of_an_epoch_once() -> None:
         samples = [samples[0].tolist() for samples, _ in executor]
         assert samples == [[index, epoch] for index in range(40)]
     assert int(dataset.told) == 2
-    executor.close()
 
 
 class ForkProcess(multiprocessing.context.ForkProcess):
@@ -292,7 +262,7 @@ def crowded() -> Iterator[ForkContext]:
         os.waitpid(bystander, 0)
 
 
-def test_a_death_is_seen_while_others_hold_the_wire(crowded: ForkContext) -> None:
+def test_a_death_is_seen_while_others_hold_the_wire(pool, crowded: ForkContext) -> None:
     executor = pool(Quick(), context=crowded)
     executor.start_epoch([[index] for index in range(100)], 0)
     seen = firsts([next(executor)])
@@ -301,7 +271,6 @@ def test_a_death_is_seen_while_others_hold_the_wire(crowded: ForkContext) -> Non
     seen += firsts(executor)
     assert seen == list(range(100))
     assert executor.respawned >= 1
-    executor.close()
 
 
 class Numbers(IterableDataset):
@@ -309,9 +278,8 @@ class Numbers(IterableDataset):
         return (torch.full((200,), index) for index in range(50))
 
 
-def test_a_death_of_a_stream_is_seen_while_others_hold_the_wire(crowded: ForkContext) -> None:
-    plan = FetchPlan(dataset=Numbers(), collate_fn=listed, timeout_s=40, context=crowded)
-    executor = StreamExecutor(plan, processes=1)
+def test_a_death_of_a_stream_is_seen_while_others_hold_the_wire(pool, crowded: ForkContext) -> None:
+    executor = pool(Numbers(), processes=1, context=crowded)
     for epoch in range(2):
         executor.start_epoch([1], epoch)
         assert firsts(executor) == list(range(50))
@@ -320,10 +288,9 @@ def test_a_death_of_a_stream_is_seen_while_others_hold_the_wire(crowded: ForkCon
     kill(executor.children[0])
     with pytest.raises(WorkerError, match=r"process 0 was ended by SIGKILL .*before the end"):
         list(executor)
-    executor.close()
 
 
-def test_processes_outlive_the_thread_that_started_them() -> None:
+def test_processes_outlive_the_thread_that_started_them(pool) -> None:
     executor = pool(Quick(), processes=5)
     starter = threading.Thread(target=executor.start_epoch, args=([[0]], 0))
     starter.start()
@@ -333,10 +300,9 @@ def test_processes_outlive_the_thread_that_started_them() -> None:
     executor.start_epoch([[index] for index in range(50)], 1)
     assert firsts(executor) == list(range(50))
     assert not executor.respawned
-    executor.close()
 
 
-def test_idle_processes_that_are_killed_are_replaced() -> None:
+def test_idle_processes_that_are_killed_are_replaced(pool) -> None:
     executor = pool(Quick(), processes=5)
     executor.start_epoch([[0]], 0)
     assert firsts(executor) == [0]
@@ -346,10 +312,9 @@ def test_idle_processes_that_are_killed_are_replaced() -> None:
     executor.start_epoch([[index] for index in range(20)], 1)
     assert firsts(executor) == list(range(20))
     until(lambda: executor.ready() and executor.respawned == 5)
-    executor.close()
 
 
-def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> None:
+def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way(pool) -> None:
     dataset = Told()
     executor = pool(dataset)
     dataset.set_epoch(5)
@@ -359,7 +324,6 @@ def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> N
     kill(executor.children[0])
     executor.resize(3)
     assert [samples[0].tolist() for samples, _ in executor] == [[i, 5] for i in range(1, 400)]
-    executor.close()
 
 
 CROWD = """
@@ -411,7 +375,7 @@ def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
 
 
 @pytest.mark.parametrize("collate", [listed, default_collate])
-def test_a_batch_without_memory_is_an_error_of_its_own(collate: Any) -> None:
+def test_a_batch_without_memory_is_an_error_of_its_own(pool, collate: Any) -> None:
     executor = pool(Quick(), collate)
     executor.start_epoch([[index, index] for index in range(4)], 0)
     assert len(list(executor)) == 4
@@ -429,45 +393,6 @@ def test_a_batch_without_memory_is_an_error_of_its_own(collate: Any) -> None:
         next(executor)
     executor.start_epoch([[index, index] for index in range(4)], 2)
     assert len(list(executor)) == 4
-    executor.close()
-
-
-THREADED = """
-import signal, threading, torch
-from torch.utils.data import default_collate
-from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-
-class Rows(torch.utils.data.Dataset):
-    def __getitem__(self, index):
-        return torch.full((1000,), index)
-
-plan = FetchPlan(dataset=Rows(), collate_fn=default_collate, default_collation=True)
-running = []
-
-def start():
-    for _ in range(2):
-        running.append(PoolExecutor(plan, processes=2))
-        running[-1].start_epoch([[index] for index in range(10**6)], 0)
-
-thread = threading.Thread(target=start)
-thread.start()
-thread.join()
-next(running[0]), next(running[1])
-print(*[each.process.pid for one in running for each in one.children.values()], flush=True)
-signal.pause()
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_a_thread_started_end_with_the_program() -> None:
-    program = subprocess.Popen([sys.executable, "-c", THREADED], stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    pids = [int(pid) for pid in program.stdout.readline().split()]
-    assert len(pids) == 4
-    program.kill()
-    program.wait(40)
-    until(lambda: not any(map(runs, pids)))
 
 
 def late(index: int, folder: Path) -> int:
@@ -486,7 +411,7 @@ class LateIndex:
         return late, (self.index, self.folder)
 
 
-def test_a_task_that_another_has_noted_meanwhile_is_not_done_again(tmp_path: Path) -> None:
+def test_a_task_that_another_has_noted_meanwhile_is_not_done_again(pool, tmp_path: Path) -> None:
     executor = pool(Quick(), listed)
     executor.start_epoch([[LateIndex(index, tmp_path)] for index in range(8)], 0)
     until(lambda: len(list(tmp_path.iterdir())) == 2)
@@ -500,7 +425,6 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again(tmp_path: Pat
     until(lambda: len({file.name.partition("-")[2] for file in tmp_path.glob("*-*")}) >= 4)
     assert [int(batch[0][0][0]) for batch in executor] == list(range(8))
     assert executor.respawned == 1
-    executor.close()
 
 
 def test_what_a_process_said_before_it_died_is_heard() -> None:

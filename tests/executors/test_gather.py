@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
-import random
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from alike import alike
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
@@ -19,7 +22,6 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
     StackDataset,
     Subset,
     TensorDataset,
@@ -111,21 +113,7 @@ def datasets(draw: Any, depth: int = 2) -> Any:
     return data
 
 
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        assert ours.stride() == theirs.stride() or not ours.numel() or 1 in ours.shape
-        flat = [t.reshape(-1).view(torch.uint8) if t.numel() else t for t in (ours, theirs)]
-        assert flat[0].numel() == 0 or torch.equal(*flat)
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs)
-        for key in ours:
-            assert_same_bits(ours[key], theirs[key])
-    else:
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same_bits(one, other)
+same = partial(alike, strides=True)
 
 
 def plan_of(dataset: Any, **settings: Any) -> FetchPlan:
@@ -133,13 +121,18 @@ def plan_of(dataset: Any, **settings: Any) -> FetchPlan:
     return FetchPlan(dataset=dataset, **{**default, **settings})
 
 
-def gathered(dataset: Any, batches: list[Any], *, threads: int = 0, **settings: Any) -> list[Any]:
+@contextmanager
+def begun(dataset: Any, batches: Any, threads: int = 0, **settings: Any) -> Iterator[Any]:
+    """Have an executor that has begun an epoch while a block runs."""
     executor = GatherExecutor(plan_of(dataset, **settings), threads=threads)
-    try:
+    with closing(executor):
         executor.start_epoch(batches, 0)
+        yield executor
+
+
+def gathered(dataset: Any, batches: list[Any], *, threads: int = 0) -> list[Any]:
+    with begun(dataset, batches, threads) as executor:
         return list(executor)
-    finally:
-        executor.close()
 
 
 @max_examples(150)
@@ -150,8 +143,8 @@ def test_batches_are_those_of_torch_to_the_bit(data, dataset, threads) -> None:
     theirs = list(DataLoader(dataset, batch_sampler=batches))
     as_arrays = [np.array(batch) for batch in batches]
     assert gatherable(dataset)
-    assert_same_bits(gathered(dataset, batches, threads=threads), theirs)
-    assert_same_bits(gathered(dataset, as_arrays, threads=threads), theirs)
+    assert same(gathered(dataset, batches, threads=threads), theirs)
+    assert same(gathered(dataset, as_arrays, threads=threads), theirs)
 
 
 def hugging_face(rows: int = 30) -> Any:
@@ -195,7 +188,7 @@ def test_tables_of_hugging_face_are_gathered_where_they_lie(view, form) -> None:
     batches = list(BatchSampler(torch.randperm(len(dataset)).tolist(), 4, drop_last=False))
     theirs = list(DataLoader(dataset, batch_sampler=batches))
     for _ in range(2):
-        assert_same_bits(gathered(dataset, batches, threads=1), theirs)
+        assert same(gathered(dataset, batches, threads=1), theirs)
 
 
 def test_other_tables_of_hugging_face_are_not_gathered() -> None:
@@ -218,7 +211,7 @@ def test_a_format_that_is_set_later_counts() -> None:
     dataset = hugging_face().with_format("torch", columns=["score"])
     first = gathered(dataset, [[1, 2]])
     dataset.set_format("torch", columns=["label"])
-    assert_same_bits(gathered(dataset, [[1, 2]]), list(DataLoader(dataset, batch_sampler=[[1, 2]])))
+    assert same(gathered(dataset, [[1, 2]]), list(DataLoader(dataset, batch_sampler=[[1, 2]])))
     assert list(first[0]) == ["score"]
 
 
@@ -262,37 +255,16 @@ def test_an_index_out_of_range_raises_what_the_dataset_raises_at_its_batch(
 ) -> None:
     with pytest.raises(IndexError) as theirs:
         data[bad]
-    executor = GatherExecutor(plan_of(data), threads=threads)
-    executor.start_epoch([[0, 1], [2], [3, bad], [4]], 0)
-    assert len(next(executor)) in (1, 2)
-    next(executor)
-    with pytest.raises(IndexError, match="^" + str(theirs.value)[:20].replace("(", ".")):
+    with begun(data, [[0, 1], [2], [3, bad], [4]], threads) as executor:
+        assert len(next(executor)) in (1, 2)
         next(executor)
-    assert_same_bits(list(executor), list(DataLoader(data, batch_sampler=[[4]])))
-    executor.close()
-
-
-def test_an_empty_batch_fails_as_with_torch() -> None:
-    with pytest.raises(IndexError):
-        list(DataLoader(TABLE, batch_sampler=[[]]))
-    with pytest.raises(IndexError):
-        gathered(TABLE, [[]])
+        with pytest.raises(IndexError, match="^" + str(theirs.value)[:20].replace("(", ".")):
+            next(executor)
+        assert same(list(executor), list(DataLoader(data, batch_sampler=[[4]])))
 
 
 def test_an_empty_dataset_has_no_batches() -> None:
     assert gathered(TensorDataset(torch.empty(0, 3)), []) == []
-
-
-@pytest.mark.parametrize("limit_bytes", [2**20, 2**31])
-@pytest.mark.parametrize("rows", [8, 1200])
-def test_batches_that_are_kept_are_never_overwritten(rows, limit_bytes) -> None:
-    table, labels = torch.randn(50_000, 20), torch.arange(50_000)
-    batches = list(torch.randperm(50_000).numpy()[: 40 * rows].reshape(40, rows))
-    data = TensorDataset(table, labels)
-    kept = gathered(data, batches, threads=2, memory_limit_bytes=limit_bytes)
-    for (values, numbers), index in zip(kept, batches, strict=True):
-        assert torch.equal(values, table[index])
-        assert torch.equal(numbers, labels[index])
 
 
 def test_a_batch_that_several_threads_write_is_whole_when_it_is_delivered() -> None:
@@ -329,31 +301,27 @@ def test_who_waits_for_rows_that_are_dropped_goes_on() -> None:
 
 @pytest.mark.parametrize("threads", [0, 1])
 def test_memory_of_batches_that_are_dropped_is_used_again(threads) -> None:
-    table = torch.randn(4000, 64)
-    executor = GatherExecutor(plan_of(table), threads=threads)
-    executor.start_epoch([range(i, i + 400) for i in range(0, 3600, 5)], 0)
-    places = {batch.untyped_storage().data_ptr() for batch in executor}
-    executor.close()
+    batches = [range(i, i + 400) for i in range(0, 3600, 5)]
+    with begun(torch.randn(4000, 64), batches, threads) as executor:
+        places = {batch.untyped_storage().data_ptr() for batch in executor}
     assert len(places) < 720 / 4
 
 
 def test_without_threads_a_batch_is_read_when_it_is_asked_for() -> None:
     table = torch.zeros(6, 2)
-    executor = GatherExecutor(plan_of(table), threads=0)
-    executor.start_epoch(iter([[0, 1], [2, 3], [4, 5]]), 0)
-    for value in range(3):
-        table += 1
-        assert next(executor).unique().item() == value + 1
+    with begun(table, iter([[0, 1], [2, 3], [4, 5]])) as executor:
+        for value in range(3):
+            table += 1
+            assert next(executor).unique().item() == value + 1
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_a_sampler_of_the_user_is_not_asked_long_before(threads) -> None:
     asked = []
-    executor = GatherExecutor(plan_of(TABLE, look_ahead=8), threads=threads)
-    executor.start_epoch(([asked.append(i) or i % 8] for i in range(100)), 0)
-    for delivered, _ in enumerate(executor):
-        assert len(asked) <= delivered + (9 if threads else 1)
-    executor.close()
+    batches = ([asked.append(i) or i % 8] for i in range(100))
+    with begun(TABLE, batches, threads, look_ahead=8) as executor:
+        for delivered, _ in enumerate(executor):
+            assert len(asked) <= delivered + (9 if threads else 1)
 
 
 @pytest.mark.parametrize("threads", [0, 1])
@@ -367,23 +335,6 @@ def test_what_is_replaced_between_epochs_is_read_anew(threads) -> None:
         executor.start_epoch([[0, 1]], epoch)
         assert torch.equal(next(executor)[0], data.tensors[0][[epoch, 3]])
         assert list(executor) == []
-    executor.close()
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_an_abandoned_epoch_leaves_nothing_in_the_next(threads) -> None:
-    table = torch.arange(200_000).view(2000, 100)
-    executor = GatherExecutor(plan_of(table), threads=threads)
-    for epoch in range(8):
-        executor.start_epoch([range(i, i + 400) for i in range(epoch, 1600, 100)], epoch)
-        assert next(executor)[:, 0].tolist() == [100 * (epoch + i) for i in range(400)]
-    assert len(list(executor)) == 15
-    executor.resize(1)
-    executor.start_epoch([[5]], 0)
-    assert next(executor)[0, 0] == 500
-    executor.close()
-    executor.start_epoch([[6]], 0)
-    assert next(executor)[0, 0] == 600
     executor.close()
 
 
@@ -409,7 +360,7 @@ def test_threads_end_with_their_executor(end) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
-@each("odd", [[True, False], [1.0], ["a"], [[1, 2]], [[1], [2, 3]], [None]])
+@each("odd", [[True, False], [1.0], ["a"], [[1, 2]], [[1], [2, 3]], [None], []])
 def test_other_indices_than_whole_numbers_are_for_the_dataset_to_judge(odd) -> None:
     def outcome(read: Any) -> Any:
         try:
@@ -421,7 +372,7 @@ def test_other_indices_than_whole_numbers_are_for_the_dataset_to_judge(odd) -> N
     theirs = outcome(lambda: list(DataLoader(TABLE, batch_sampler=[odd])))
     assert type(ours) is type(theirs)
     if isinstance(ours, list):
-        assert_same_bits(ours, theirs)
+        assert same(ours, theirs)
     else:
         assert ours == theirs
 
@@ -438,7 +389,7 @@ def test_a_mapped_file_is_gathered_through_the_loader_as_by_torch(tmp_path) -> N
         )
         theirs = DataLoader(data, **how, generator=order[1])
         for _ in range(2):
-            assert_same_bits(list(ours), list(theirs))
+            assert same(list(ours), list(theirs))
         ours.close()
 
 
@@ -474,48 +425,3 @@ def test_windows_are_slices_and_all_that_fit(tokens, length, stride) -> None:
     assert [w.tolist() for w in data.__getitems__(range(len(data)))] == [
         data[i].tolist() for i in range(len(data))
     ]
-
-
-class Batched(Dataset):
-    """Answers only whole batches, and says how many were asked for."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("asked for a single sample")
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [(index, len(indices)) for index in indices]
-
-
-@each("executor", ["inline", "workers"])
-@each("wrap", [lambda d: Subset(Subset(d, range(10)), [3, 1, 7]), lambda d: StackDataset(d, d)])
-def test_batched_fetching_is_honoured_below_wrappers(wrap, executor) -> None:
-    data = wrap(Batched())
-    ours = FastDataLoader(data, batch_size=2, num_workers=2, executor=executor)
-    assert_same_bits(list(ours), list(DataLoader(data, batch_size=2)))
-    ours.close()
-
-
-class Plain(Dataset):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random(), torch.rand(2)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("wrap", [lambda d: Subset(d, range(12)), lambda d: StackDataset(d, d)])
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_draws_below_a_wrapper_are_still_keyed_by_sample(wrap, executor) -> None:
-    def drawn(batch_size: int) -> list[Any]:
-        loader = FastDataLoader(
-            wrap(Plain()), batch_size=batch_size, num_workers=2, executor=executor, seed=5
-        )
-        leaves = [torch.utils._pytree.tree_leaves(batch) for batch in loader]
-        loader.close()
-        return [torch.cat(column).tolist() for column in zip(*leaves, strict=True)]
-
-    assert drawn(3) == drawn(4)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from alike import alike
 from processes import runs, until
 from thoroughness import LONG
 from torch.utils.data import Dataset
@@ -45,13 +46,6 @@ def only_tensors(samples: list[Any]) -> Any:
 def loader_of(executor: str, collate: Any, **how: Any) -> FastDataLoader:
     how = {"batch_size": 6, "num_workers": 3, "persistent_workers": True, **how}
     return FastDataLoader(Rows(), executor=executor, collate_fn=collate, **how)
-
-
-def same(ours: list[Any], theirs: list[Any]) -> bool:
-    pairs = zip(ours, theirs, strict=True)
-    return all(
-        torch.equal(a, b) for one, two in pairs for a, b in zip(one[:2], two[:2], strict=True)
-    )
 
 
 class Killer:
@@ -90,7 +84,7 @@ def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(coll
     # Deaths that were seen and made good are counted, not signals that were sent.
     while loader._iterator.respawned < kills:
         seen = [(x, r) for x, r, *_ in killer.watched(loader)]
-        assert same(seen, expected[epoch % 4])
+        assert alike(seen, expected[epoch % 4])
         epoch += 1
     assert len([*loader]) == LENGTH // 6
     loader.close()
@@ -107,7 +101,7 @@ def test_out_of_order_nothing_is_lost_or_doubled_while_processes_are_killed() ->
 
 
 SCRIPT = """
-import signal, sys, torch
+import signal, sys, threading, torch
 # A shell that runs its tests in the background hands down a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from torch.utils.data import Dataset, IterableDataset
@@ -124,15 +118,25 @@ class Stream(IterableDataset):
         for index in range(10**6):
             yield torch.full((100000,), index)
 
+def start():
+    for loader in loaders:
+        next(iter(loader))
+
 if __name__ == "__main__":
     kind, context = sys.argv[1:]
-    data = Stream() if kind == "stream" else Rows()
-    loader = FastDataLoader(data, batch_size=2, num_workers=2, executor="workers",
-                            persistent_workers=True, multiprocessing_context=context)
-    running = iter(loader)
-    next(running)
-    print(*[s.process.pid for s in loader._iterator.children.values()], flush=True)
-    for batch in running:
+    data, by_a_thread = Stream() if kind == "stream" else Rows(), kind == "rows of a thread"
+    loaders = [FastDataLoader(data, batch_size=2, num_workers=2, executor="workers",
+                              persistent_workers=True, multiprocessing_context=context)
+               for _ in range(1 + by_a_thread)]
+    if by_a_thread:
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    else:
+        start()
+    print(*[child.process.pid for loader in loaders
+            for child in loader._iterator.children.values()], flush=True)
+    for batch in loaders[0]._iterator:
         pass
 """
 
@@ -146,6 +150,7 @@ if __name__ == "__main__":
         ("rows", signal.SIGINT, "fork"),
         ("stream", signal.SIGINT, "fork"),
         ("stream", signal.SIGKILL, "spawn"),
+        ("rows of a thread", signal.SIGKILL, "fork"),
     ],
 )
 def test_a_program_that_ends_leaves_no_process_and_no_file(

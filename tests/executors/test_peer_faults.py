@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ import pytest
 import torch
 from open_files import open_files
 from processes import until
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
+from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.loading.loader import FastDataLoader
 
 torch.set_num_threads(1)
 ALL = ("inline", "workers")
-SIDE = ("workers",)
 
 
 def loader_of(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
@@ -29,7 +31,7 @@ def loader_of(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
 class Faulty(Dataset):
     """A user's own dataset whose transform fails for one sample."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Callable[[], BaseException]) -> None:
         self.error = error
 
     def __len__(self) -> int:
@@ -37,7 +39,7 @@ class Faulty(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 10:
-            raise self.error
+            raise self.error()
         return torch.full((4,), index)
 
 
@@ -49,72 +51,87 @@ class Awkward(Exception):
         self.lock = threading.Lock()
 
 
-class FaultyAndAwkward(Faulty):
-    def __init__(self) -> None:
-        self.error = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 10:
-            raise Awkward(7, where="the licence server")
-        return super().__getitem__(index)
-
-
 FAULTS = {
-    "value": (lambda: Faulty(ValueError("bad box")), "bad box"),
-    "key": (lambda: Faulty(KeyError("label")), "label"),
-    "stop": (lambda: Faulty(StopIteration("no more")), "no more"),
-    "awkward": (FaultyAndAwkward, "code 7 at the licence server"),
+    "value": (lambda: ValueError("bad box"), ValueError, "bad box"),
+    "key": (lambda: KeyError("a\nkey of two lines"), KeyError, r"a\\nkey of two lines"),
+    "stop": (lambda: StopIteration("no more"), RuntimeError, "no more"),
+    "awkward": (lambda: Awkward(7, where="disk 1"), RuntimeError, "Awkward: code 7 at disk 1"),
+    "exit": (lambda: SystemExit(3), RuntimeError, "SystemExit in side process"),
 }
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("executor", ALL)
 @pytest.mark.parametrize(
     ("fault", "persistent"),
-    [("value", False), ("value", True), ("key", True), ("stop", False), ("awkward", True)],
-)
+    [("value", False), ("exit", False), ("value", True), ("key", True), ("stop", False),
+     ("awkward", True)],
+)  # fmt: skip
 def test_a_transform_that_raises_is_told_with_its_sample_and_hangs_nothing(
     executor, fault, persistent
 ) -> None:
-    make, said = FAULTS[fault]
-    loader = loader_of(make(), executor, batch_size=4, persistent_workers=persistent)
+    if (executor, fault) == ("inline", "exit"):
+        pytest.skip("it ends the program")
+    make, kind, said = FAULTS[fault]
+    loader = loader_of(Faulty(make), executor, batch_size=4, persistent_workers=persistent)
     for _ in range(3):
         epoch = iter(loader)
         seen = [next(epoch), next(epoch)]
-        with pytest.raises(Exception, match=said) as raised:
+        with pytest.raises(Exception, match=said if executor == "workers" else "") as raised:
             next(epoch)
         assert not isinstance(raised.value, StopIteration)  # it would end the epoch
         told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
         assert "sample 10" in told
+        if executor == "workers":
+            assert type(raised.value) is kind
+            assert ", in __getitem__\n" in told  # lines stay lines, also in a KeyError
         seen += epoch
         assert torch.cat(seen)[:, 0].tolist() == [*range(8), *range(12, 24)]
     loader.close()
 
 
 class Plain(Dataset):
-    def __init__(self, length: int, start: int = 0, side: int = 40) -> None:
-        self.length, self.start, self.side = length, start, side
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        value = self.start + index
-        return torch.full((self.side, self.side), value, dtype=torch.int32), value
+        return torch.full((40, 40), index, dtype=torch.int32), index
 
 
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("executor", ALL)
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return islice(map(Plain(64).__getitem__, range(64)), info.id, None, info.num_workers)
+
+
+COLUMNS = TensorDataset(
+    torch.arange(64, dtype=torch.int32)[:, None, None].repeat(1, 40, 40), torch.arange(64)
+)
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(
+    ("executor", "dataset"),
+    [("inline", Plain(64)), ("workers", Plain(64)), ("workers", Stream()), ("gather", COLUMNS)],
+)
 @pytest.mark.parametrize("persistent", [False, True])
-def test_what_is_kept_of_a_batch_outlives_epochs_and_the_loader(executor, persistent) -> None:
-    loader = loader_of(Plain(60), executor, batch_size=4, persistent_workers=persistent)
+@pytest.mark.parametrize("memory_bytes", [None, 2**20])
+def test_what_is_kept_of_a_batch_outlives_epochs_and_the_loader(
+    executor, dataset, persistent, memory_bytes, monkeypatch
+) -> None:
+    if memory_bytes:  # of which not all batches have room
+        monkeypatch.setattr(HostMemory, "available_bytes", memory_bytes)
+    loader = loader_of(dataset, executor, batch_size=4, persistent_workers=persistent)
     kept = []
     for _ in range(3):
         for images, labels in loader:
             kept.append((images[1:], images[2].numpy(), labels.tolist()))
     loader.close()
     del loader, images, labels
-    assert len(kept) == 45
+    assert len(kept) == 48
     for rows, array, values in kept:
         assert rows[:, 5, 5].tolist() == values[1:]
         assert (rows.amin((1, 2)) == rows.amax((1, 2))).all()
@@ -122,9 +139,8 @@ def test_what_is_kept_of_a_batch_outlives_epochs_and_the_loader(executor, persis
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", SIDE)
 @pytest.mark.parametrize("finished", [False, True])
-def test_iterators_made_again_leave_nothing_behind(executor, finished) -> None:
+def test_iterators_made_again_leave_nothing_behind(finished) -> None:
     def alive() -> tuple[set[Any], ...]:
         maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
         mappings = {(place, inode) for place, _, _, _, inode, *name in maps if "memfd" in str(name)}
@@ -140,7 +156,7 @@ def test_iterators_made_again_leave_nothing_behind(executor, finished) -> None:
         del epoch, batches
         return [len(now - then) for now, then in zip(alive(), before, strict=True)]
 
-    loader = loader_of(Plain(12), executor)
+    loader = loader_of(Plain(12), "workers")
     most = [torch.tensor([held() for _ in range(3)]).amax(0) for _ in range(3)]
     assert (most[-1] <= most[0]).all(), most
 
@@ -163,7 +179,6 @@ class Meeting(Dataset):
         return index
 
 
-@pytest.mark.parametrize("executor", SIDE)
-def test_a_slow_sample_does_not_hold_up_the_rest_of_its_batch(tmp_path, executor) -> None:
-    batches = list(loader_of(Meeting(tmp_path / "sign"), executor, batch_size=4))
+def test_a_slow_sample_does_not_hold_up_the_rest_of_its_batch(tmp_path) -> None:
+    batches = list(loader_of(Meeting(tmp_path / "sign"), "workers", batch_size=4))
     assert torch.cat(batches).tolist() == list(range(8))

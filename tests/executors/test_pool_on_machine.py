@@ -256,23 +256,55 @@ def test_workers_that_wait_for_each_other_in_their_first_sample_all_have_one(wor
 # Half of the workers for a moment
 
 
+def waits_unlike(index):
+    """2 ms on average; of one length, their workers would always end together."""
+    sleep(0.0014 + 0.0001 * (index * 5 % 13))
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_trial_with_half_of_the_workers_shows_whether_they_share_what_they_wait_for(shared):
     lock = VirtualLock()
 
-    def cost(index):
-        if shared:
-            with lock:
-                sleep(0.002)
-        else:  # 2 ms on average; of one length, their workers would always end together
-            sleep(0.0014 + 0.0001 * (index * 5 % 13))
+    def waits_for_all(index):
+        with lock:
+            sleep(0.002)
 
+    cost = waits_for_all if shared else waits_unlike
     records = recorded(cost, workers=4, steps=600, step=lambda: sleep(0.001))
     (rates,) = [stamps.rates for stamps in records if stamps.rates is not None]
     assert (rates.few, rates.many) == (2, 4)
     assert rates.few_per_s == pytest.approx(500 if shared else 1000, rel=0.05)
     assert rates.many_per_s == pytest.approx(500 if shared else 2000, rel=0.1)
     assert [stamps.number for stamps in records] == list(range(1, 601))
+
+
+@each(
+    "how",
+    [{"step": lambda: sleep(0.02)}, {"cost": lambda _: work(0.002), "workers": 2}, {"workers": 1}],
+)
+def test_no_trial_is_made_where_it_would_show_nothing(how):
+    how = {"cost": waits_unlike, "workers": 4, "step": lambda: sleep(0.001), **how}
+    assert not any(stamps.rates for stamps in recorded(steps=600, **how))
+
+
+@each("again", [True, False])
+def test_a_trial_ends_with_its_epoch_which_makes_another_and_with_stamps_that_nobody_takes(again):
+    machine, records = Machine(2), deque()
+    with machine.installed():
+        plan = fetch_plan(Numbers(4800, waits_unlike))
+        pool = VirtualExecutor(machine, plan, costs=SOME, processes=2)
+        pool.record(records)
+        pool.start_epoch(iter(batches_of(600, 8)), 0)
+        while pool._trial.limit is None:
+            next(pool)
+        if again:
+            pool.start_epoch(iter(batches_of(600, 8)), 1)
+        else:
+            pool.record(None)
+        assert pool._trial.limit is None
+        assert len(list(pool)) > 300
+        assert sum(stamps.rates is not None for stamps in records) == again
+        pool.close()
 
 
 # Waits, and what they are for

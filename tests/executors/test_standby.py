@@ -74,13 +74,15 @@ def wait_for_workers(loader):
             threading.Event().wait(0.01)
 
 
-def readers_of(loader):
-    """Who has read the batches of an epoch: how many batches each process."""
+def readers_of(loader, step=lambda _, batch: batch.tolist()):
+    """What a step says of each batch of an epoch, and how many of them each process has read."""
     records = deque()
     loader.record_stamps(records)
-    batches = [batch.tolist() for batch in loader]
+    batches = [step(number, batch) for number, batch in enumerate(loader)]
     loader.record_stamps(None)
-    counts = Counter(min((task.process for task in each.tasks), default=-1) for each in records)
+    counts = Counter()
+    for stamps in records:
+        counts.update({task.process for task in stamps.tasks} or {-1})
     return batches, counts
 
 
@@ -136,17 +138,15 @@ def test_nothing_changes_so_that_the_training_process_reads(untried):
 def test_behind_a_change_of_a_global_the_worker_reads_what_was_there(change, untried, alone):
     LEVEL["now"] = 0
     loader = standing_by(Cheap(lambda _, index: index + LEVEL["now"]))
-    records = deque()
-    loader.record_stamps(records)
-    found = []
+
+    def step(number, batch):
+        return number or change(), batch.tolist()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", FastDataWarning)
-        for number, batch in enumerate(loader):
-            found += batch.tolist()
-            if number == 0:
-                change()
-    assert found == list(range(LENGTH))
-    assert {task.process for each in records for task in each.tasks} == {-1, 0}
+        batches, readers = readers_of(loader, step)
+    assert [index for _, batch in batches for index in batch] == list(range(LENGTH))
+    assert set(readers) == {-1, 0}
 
 
 DRAWS = {
@@ -166,13 +166,11 @@ def test_draws_are_those_of_the_sample_whoever_reads_it(name):
     loader = shuffled(dataset)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     for _ in range(2):
-        found, expected = [], []
+        found = []
         for number, batch in enumerate(loader):
             found.append(batch.tolist())
             LOSSES.append(0.0) if number == 11 else None
-        for batch in wanted:
-            expected.append(batch.tolist())
-        assert found == expected
+        assert found == [batch.tolist() for batch in wanted]
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert before == after
 
@@ -257,14 +255,14 @@ class Held(Cheap):
 def test_what_the_training_does_to_a_batch_changes_no_other(given, untried, alone):
     data = Held()
     loader = standing_by(data, **given)
+
+    def step(_, batch):
+        for row in filter(torch.is_tensor, leaves(batch)):
+            assert row.tolist() == [0, 0, 0]
+            row.add_(1)
+
     for _ in range(2):
-        records = deque()
-        loader.record_stamps(records)
-        for batch in loader:
-            for row in filter(torch.is_tensor, leaves(batch)):
-                assert row.tolist() == [0, 0, 0]
-                row.add_(1)
-        assert {task.process for each in records for task in each.tasks} == {-1}
+        assert set(readers_of(loader, step)[1]) == {-1}
     assert not data.rows.any()
 
 

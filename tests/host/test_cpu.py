@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from host.roots import V1_MOUNTS, V2_MOUNT, host
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
@@ -22,22 +23,6 @@ from lightning_fastdata.host.cpu import (
     read_cpu_throttling,
     tasks_on_node,
 )
-
-V2_MOUNT = "35 25 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-V1_MOUNTS = (
-    "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n"
-    "33 31 0:30 /docker/abc /sys/fs/cgroup/cpu,cpuacct ro master:2 - cgroup cgroup rw,cpu,cpuacct\n"
-    "36 31 0:33 /docker/abc /sys/fs/cgroup/memory ro master:15 - cgroup cgroup rw,memory\n"
-)
-
-
-def host(root: Path, *, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
-    """A folder that looks like the root of a machine with these cgroups."""
-    for name, text in {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts, **files}.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 @each(
@@ -87,23 +72,19 @@ def test_throttled_time_is_microseconds_in_both_versions() -> None:
 def test_folders_lead_from_the_own_cgroup_to_the_mount_point(
     cgroup: str, mounts: str, expected: list[str], tmp_path: Path
 ) -> None:
-    root = host(tmp_path, cgroup=cgroup, mounts=mounts, files={})
+    root = host(tmp_path, cgroup=cgroup, mounts=mounts)
     folders = read_cgroup_folders("cpu", root=root)
     assert [str(f) for f in reversed(folders)] == [f"/sys/fs/cgroup{tail}" for tail in expected]
 
 
 def test_the_tightest_quota_above_the_process_holds(tmp_path: Path) -> None:
-    root = host(
-        tmp_path,
-        cgroup="0::/pod/app/worker\n",
-        mounts=V2_MOUNT,
-        files={
-            "sys/fs/cgroup/pod/cpu.max": "250000 100000\n",
-            "sys/fs/cgroup/pod/app/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/pod/app/worker/cpu.max": "800000 100000\n",
-            "sys/fs/cgroup/other/cpu.max": "1000 100000\n",
-        },
-    )
+    below = {
+        "pod/cpu.max": "250000 100000\n",
+        "pod/app/cpu.max": "max 100000\n",
+        "pod/app/worker/cpu.max": "800000 100000\n",
+        "other/cpu.max": "1000 100000\n",
+    }
+    root = host(tmp_path, cgroup="0::/pod/app/worker\n", below=below)
     limit = read_cpu_limit(root=root, environ={}, affinity=lambda: 128)
     assert limit.quota_cpus == 2.5
     assert limit.quota_source == "/sys/fs/cgroup/pod/cpu.max"
@@ -112,15 +93,11 @@ def test_the_tightest_quota_above_the_process_holds(tmp_path: Path) -> None:
 
 
 def test_a_v1_container_quota_holds(tmp_path: Path) -> None:
-    root = host(
-        tmp_path,
-        cgroup="4:cpu,cpuacct:/docker/abc\n",
-        mounts=V1_MOUNTS,
-        files={
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        },
-    )
+    below = {
+        "cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
+        "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    root = host(tmp_path, cgroup="4:cpu,cpuacct:/docker/abc\n", mounts=V1_MOUNTS, below=below)
     limit = read_cpu_limit(root=root, local_ranks=2, environ={}, affinity=lambda: 128)
     assert (limit.quota_cpus, limit.usable_cpus) == (4.0, 2)
 
@@ -219,16 +196,12 @@ def test_the_callers_number_of_ranks_wins(tmp_path: Path) -> None:
 
 
 def test_throttling_is_read_from_the_cgroup_that_has_the_quota(tmp_path: Path) -> None:
-    root = host(
-        tmp_path,
-        cgroup="0::/pod/app\n",
-        mounts=V2_MOUNT,
-        files={
-            "sys/fs/cgroup/cpu.stat": "usage_usec 10\n",
-            "sys/fs/cgroup/pod/cpu.stat": "nr_periods 9\nnr_throttled 3\nthrottled_usec 77\n",
-            "sys/fs/cgroup/pod/app/cpu.stat": "nr_periods 0\nnr_throttled 0\nthrottled_usec 0\n",
-        },
-    )
+    below = {
+        "cpu.stat": "usage_usec 10\n",
+        "pod/cpu.stat": "nr_periods 9\nnr_throttled 3\nthrottled_usec 77\n",
+        "pod/app/cpu.stat": "nr_periods 0\nnr_throttled 0\nthrottled_usec 0\n",
+    }
+    root = host(tmp_path, cgroup="0::/pod/app\n", below=below)
     throttling = read_cpu_throttling(root=root)
     assert throttling is not None
     assert (throttling.throttled_periods, throttling.throttled_us) == (3, 77)

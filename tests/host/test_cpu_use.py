@@ -7,6 +7,7 @@ import os
 import time
 
 import pytest
+from host.roots import root_of
 
 from lightning_fastdata.host.usage import read_cpu_use
 
@@ -25,10 +26,8 @@ def of_process(*, used: tuple[int, int, int, int], name: str = "python") -> str:
 
 @pytest.mark.parametrize("name", ["python", "a (b) c", ")) 1 2 3"])
 def test_busy_ticks_of_the_machine_and_of_processes_are_added_up(name, tmp_path):
-    (tmp_path / "proc" / "77").mkdir(parents=True)
-    (tmp_path / "proc" / "stat").write_text(MACHINE)
-    (tmp_path / "proc" / "77" / "stat").write_text(of_process(used=(5, 4, 3, 2), name=name))
-    found = read_cpu_use([77, 78], root=tmp_path)
+    told = {"proc/stat": MACHINE, "proc/77/stat": of_process(used=(5, 4, 3, 2), name=name)}
+    found = read_cpu_use([77, 78], root=root_of(tmp_path, told))
     assert found.all_s == pytest.approx(136 * TICK_S)
     assert found.own_s == pytest.approx(14 * TICK_S)
     assert found.cpus == 2

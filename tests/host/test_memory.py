@@ -8,51 +8,35 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from host.roots import V1_MOUNTS, host, root_of
 
-from lightning_fastdata.host.memory import (
-    read_host_memory,
-)
+from lightning_fastdata.host.memory import read_host_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-V2_MOUNT = "35 25 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-V1_MOUNT = "36 31 0:33 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 MIB = 2**20
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 def test_meminfo_counts_in_kibibytes(tmp_path: Path) -> None:
     text = "MemTotal:       24684084 kB\nMemFree:  9 kB\nMemAvailable:   24192520 kB\n"
-    memory = read_host_memory(root=write(tmp_path, {"proc/meminfo": text}))
+    memory = read_host_memory(root=root_of(tmp_path, {"proc/meminfo": text}))
     assert memory.ram_available_bytes == 24192520 * 1024
-    memory = read_host_memory(root=write(tmp_path, {"proc/meminfo": "MemTotal:  5 kB\n"}))
+    memory = read_host_memory(root=root_of(tmp_path, {"proc/meminfo": "MemTotal:  5 kB\n"}))
     assert memory.ram_available_bytes > 5 * 1024
 
 
 def test_the_tightest_memory_limit_above_the_process_holds(tmp_path: Path) -> None:
-    outer, inner = "sys/fs/cgroup/job", "sys/fs/cgroup/job/step"
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/job/step\n",
-            "proc/self/mountinfo": V2_MOUNT,
-            "proc/meminfo": f"MemAvailable: {1000 * 1024} kB\n",
-            f"{outer}/memory.max": f"{100 * MIB}\n",
-            f"{outer}/memory.current": f"{70 * MIB}\n",
-            f"{outer}/memory.stat": f"inactive_file {10 * MIB}\n",
-            f"{inner}/memory.max": "max\n",
-            f"{inner}/memory.high": f"{200 * MIB}\n",
-            f"{inner}/memory.current": f"{60 * MIB}\n",
-        },
-    )
+    below = {
+        "job/memory.max": f"{100 * MIB}\n",
+        "job/memory.current": f"{70 * MIB}\n",
+        "job/memory.stat": f"inactive_file {10 * MIB}\n",
+        "job/step/memory.max": "max\n",
+        "job/step/memory.high": f"{200 * MIB}\n",
+        "job/step/memory.current": f"{60 * MIB}\n",
+    }
+    meminfo = {"meminfo": f"MemAvailable: {1000 * 1024} kB\n"}
+    root = host(tmp_path, cgroup="0::/job/step\n", below=below, proc=meminfo)
     memory = read_host_memory(root=root)
     assert memory.cgroup_available_bytes == 40 * MIB
     assert memory.ram_available_bytes == 1000 * MIB
@@ -60,18 +44,13 @@ def test_the_tightest_memory_limit_above_the_process_holds(tmp_path: Path) -> No
 
 
 def test_a_v1_memory_limit_holds(tmp_path: Path) -> None:
-    folder = "sys/fs/cgroup/memory/docker"
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/docker\n",
-            "proc/self/mountinfo": V1_MOUNT,
-            f"{folder}/memory.limit_in_bytes": "1000\n",
-            f"{folder}/memory.usage_in_bytes": "400\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "400\n",
-        },
-    )
+    below = {
+        "memory/in/memory.limit_in_bytes": "1000\n",
+        "memory/in/memory.usage_in_bytes": "400\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": "400\n",
+    }
+    root = host(tmp_path, cgroup="4:memory:/docker/abc/in\n", mounts=V1_MOUNTS, below=below)
     assert read_host_memory(root=root).cgroup_available_bytes == 600
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from host.roots import root_of
 
 from lightning_fastdata.host.usage import read_pages
 
@@ -23,22 +24,10 @@ Shared_Clean:       1000 kB
 """
 
 
-def proc(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / "proc" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> None:
-    root = proc(
-        tmp_path,
-        {
-            "11/smaps_rollup": ROLLUP.format(anonymous=100),
-            "12/smaps_rollup": ROLLUP.format(anonymous=50),
-        },
-    )
+    sizes = {11: 100, 12: 50}
+    files = {f"proc/{pid}/smaps_rollup": ROLLUP.format(anonymous=kib) for pid, kib in sizes.items()}
+    root = root_of(tmp_path, files)
     sizes = [read_pages(process, root=root) for process in (11, 12, 13)]
     assert [size and size.anonymous_bytes for size in sizes] == [100 * 1024, 50 * 1024, None]
 

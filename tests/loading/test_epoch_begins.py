@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from misses import each
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 from lightning_fastdata.errors import WorkerError
@@ -88,27 +87,14 @@ def test_a_loader_that_is_made_anew_gives_the_first_pass_of_its_sampler(
         def train_dataloader(self) -> Any:
             return self.make_loader(Rows(), stage="train", sampler=sampler())
 
-    class Seen(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-            self.batches: list[Any] = []
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            self.batches.append(batch[:, 0].tolist())
-            return self.weight.sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    module = Seen()
+    module = Learner(lambda batch: batch[:, 0].tolist())
     trainer = quiet_trainer(
         tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_train_batches=limit
     )
     options = LoaderOptions(executor=executor, num_workers=workers, probe=False)
     trainer.fit(module, datamodule=Module(4, options=options))
     one = [batch[:, 0].tolist() for batch in DataLoader(Rows(), 4, sampler=sampler())]
-    assert module.batches == 2 * one[: len(one) if limit == 1.0 else limit]
+    assert module.seen == 2 * one[: len(one) if limit == 1.0 else limit]
 
 
 ORDERS = (

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from misses import each
 from rig.late_cuda import late_cuda
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -50,9 +51,8 @@ def columns():
 
 
 def loader_of(dataset, executor="workers", **options):
-    return FastDataLoader(
-        dataset, BATCH, num_workers=1, executor=executor, pin_memory=True, **options
-    )
+    how = {"num_workers": 1, "executor": executor, "pin_memory": True, **options}
+    return FastDataLoader(dataset, BATCH, **how)
 
 
 @contextmanager
@@ -243,9 +243,14 @@ def test_batches_errors_and_the_end_come_as_without_it(dataset, options):
 
 
 @MADE_ASIDE
-def test_an_epoch_that_is_left_in_its_middle_leaves_nothing_in_the_next(dataset, executor):
+@each("pinned", [False, True])
+@each("persistent", [False, True])
+def test_an_epoch_that_is_left_in_its_middle_leaves_nothing_in_the_next(
+    dataset, executor, pinned, persistent
+):
     with watched_pins():
-        loader = loader_of(dataset, executor)
+        how = {"pin_memory": pinned, "persistent_workers": persistent}
+        loader = loader_of(dataset, executor, **how)
         for _ in range(3):
             batches = iter(loader)
             assert [next(batches)[0, 0].item() for _ in range(2)] == [0, BATCH]

@@ -6,16 +6,21 @@ torch's own loader over the same data is the judge wherever it can be.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 from collections import OrderedDict, namedtuple
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from alike import alike
 from misses import Misses, each
+from processes import until
 from thoroughness import LONG
 from torch.utils.data import (
     BatchSampler,
@@ -33,11 +38,13 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
     random_split,
 )
 
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.samplers import ShuffleSampler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -93,27 +100,14 @@ class Holder:
         self.stacked = torch.stack([torch.as_tensor(s) for s in samples])
         self.pinned = False
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Holder) and torch.equal(self.stacked, other.stacked)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def pin_memory(self) -> Holder:
         self.pinned = True
         return self
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, torch.Tensor):
-        if ours.layout is not torch.strided:
-            ours, theirs = ours.to_dense(), theirs.to_dense()
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    if isinstance(ours, np.ndarray):
-        return ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
-    if isinstance(ours, dict):
-        return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    if isinstance(ours, Holder):
-        return same(ours.stacked, theirs.stacked)
-    return bool(ours == theirs)
 
 
 def both(executor: str, how: Any, dataset: Any = ROWS, epochs: int = 1) -> tuple[Any, Any]:
@@ -162,7 +156,14 @@ ORDERS: dict[str, Any] = {
     "more than the data": lambda: {"sampler": RandomSampler(ROWS, num_samples=75)},
     "a random subset": lambda: {"sampler": SubsetRandomSampler([3, 1, 8]), "batch_size": 2},
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 5 + [3.0] * 25, 20)},
-    "of one rank": lambda: {"sampler": DistributedSampler(ROWS, 3, 1, shuffle=True)},
+    "weighted, each once": lambda: {
+        "sampler": WeightedRandomSampler([1.0, 2.0] * 15, 20, replacement=False)
+    },
+    "a part by a generator": lambda: {"sampler": SubsetRandomSampler([-4, -1, 8, 5], generator())},
+    "of one rank": lambda: {"sampler": DistributedSampler(ROWS, 4, 3, seed=5), "batch_size": 3},
+    "of one rank, in order": lambda: {"sampler": DistributedSampler(ROWS, 4, 1, shuffle=False)},
+    "of one rank, cut": lambda: {"sampler": DistributedSampler(ROWS, 4, 2, drop_last=True)},
+    "by the package": lambda: {"sampler": ShuffleSampler(ROWS, seed=1), "batch_size": 7},
     "a batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ROWS), 4, True)},
     "a list of batches": lambda: {"batch_sampler": [[1, 2], [5], [2, 2, 2]]},
     "batches as samples": lambda: {
@@ -178,14 +179,14 @@ ORDERS: dict[str, Any] = {
 UNBATCHED = ("not batched", "not batched, shuffled", "batches as samples")
 
 
-@pytest.mark.cases(15)
+@pytest.mark.cases(21)
 @pytest.mark.parametrize("executor", [*ENGINE, "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_samples_is_that_of_torch(executor: str, order: str) -> None:
     if executor == "gather" and order in UNBATCHED:
         pytest.skip("gather makes batches")
     ours, theirs = both(executor, ORDERS[order], epochs=2 if order == "kept workers" else 1)
-    assert same(ours, theirs)
+    assert alike(ours, theirs)
 
 
 DATASETS: dict[str, Any] = {
@@ -206,7 +207,7 @@ DATASETS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", DATASETS)
 def test_any_kind_of_dataset_is_read(executor: str, kind: str) -> None:
     ours, theirs = both(executor, lambda: {"batch_size": 4}, DATASETS[kind]())
-    assert same(ours, theirs)
+    assert alike(ours, theirs)
 
 
 LEAVES: dict[str, Any] = {
@@ -261,13 +262,13 @@ def check_kinds(executor: str, kinds: dict[str, Any], size: int | None) -> None:
         for group in (rows, others):
             make = partial(_together, {kind: kinds[kind] for kind in group})
             ours, theirs = both(executor, lambda: {"batch_size": size}, Made(make))
-            misses.check(same(ours[1], theirs[1]), "what is drawn next")
+            misses.check(alike(ours[1], theirs[1]), "what is drawn next")
             for one, other in zip(ours[0][0], theirs[0][0], strict=True):
                 for kind in group:
-                    misses.check(same(one[kind], other[kind]), kind)
+                    misses.check(alike(one[kind], other[kind]), kind)
         for kind in kinds if LONG else ALONE:
             ours, theirs = both(executor, lambda: {"batch_size": size}, Made(kinds[kind]))
-            misses.check(same(ours, theirs), kind, "alone")
+            misses.check(alike(ours, theirs), kind, "alone")
 
 
 def _together(makers: dict[str, Any], index: int) -> dict[str, Any]:
@@ -307,29 +308,36 @@ def test_nested_tensors_pass_as_single_samples(executor: str) -> None:
 def test_batches_of_an_own_type_travel_and_are_pinned_by_their_own_method(executor: str) -> None:
     how = {"batch_size": 3, "collate_fn": Holder, "num_workers": 2}
     ours = FastDataLoader(Made(float), **how, executor=executor)
-    assert same(list(ours), list(DataLoader(Made(float), **how)))
+    assert alike(list(ours), list(DataLoader(Made(float), **how)))
     if torch.accelerator.is_available():
         assert all(batch.pinned for batch in FastDataLoader(Made(float), **how, pin_memory=True))
 
 
-class Batched(Made):
-    """Gives the samples of a batch in one call, and notes how it was asked."""
+class Batched(Dataset):
+    """Gives the samples of a batch in one call, each with how many were asked for."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda i: pytest.fail("asked for a single sample"))
-        self.calls: list[list[int]] = []
+    def __len__(self) -> int:
+        return 12
 
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        self.calls.append(list(indices))
-        return [torch.tensor(i) for i in indices]
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("asked for a single sample")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(index, len(indices)) for index in indices]
 
 
 @each("executor", ENGINE)
-def test_batched_fetching_is_honoured_also_through_a_subset(executor: str) -> None:
-    dataset = Subset(Batched(), [5, 1, 7, 2])
-    batches = list(FastDataLoader(dataset, 2, num_workers=1, executor=executor))
-    assert [b.tolist() for b in batches] == [[5, 1], [7, 2]]
-    assert dataset.dataset.calls == ([[5, 1], [7, 2]] if executor == "inline" else [])
+@each(
+    "wrap",
+    [
+        lambda data: Subset(data, [5, 1, 7, 2]),
+        lambda data: Subset(Subset(data, range(10)), [3, 1, 7]),
+        lambda data: StackDataset(data, data),
+    ],
+)
+def test_batched_fetching_is_honoured_also_below_wrappers(wrap, executor) -> None:
+    ours, theirs = both(executor, lambda: {"batch_size": 2}, wrap(Batched()))
+    assert alike(ours, theirs)
 
 
 class Counting(IterableDataset):
@@ -347,7 +355,7 @@ class Counting(IterableDataset):
 def test_streams_and_chains_of_them_are_read_as_by_torch(executor, batch_size, chained) -> None:
     dataset = ChainDataset([Counting(7), Counting(2)]) if chained else Counting(8)
     ours, theirs = both(executor, lambda: {"batch_size": batch_size}, dataset)
-    assert same(ours, theirs)
+    assert alike(ours, theirs)
 
 
 @pytest.mark.parametrize("executor", [*ENGINE, "gather"])
@@ -373,7 +381,7 @@ def test_every_form_of_multiprocessing_context_is_taken(executor: str, form: str
     }[form]
     how = {"batch_size": 4, "multiprocessing_context": context}
     ours, theirs = both(executor, lambda: how)
-    assert same(ours, theirs)
+    assert alike(ours, theirs)
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -454,3 +462,88 @@ def test_a_forked_process_keeps_the_batch_that_it_was_given(executor: str) -> No
 
 def test_a_loader_may_be_annotated_with_what_it_gives() -> None:
     assert FastDataLoader[list[torch.Tensor]].__origin__ is FastDataLoader
+
+
+# Workers
+
+
+def children() -> set[int]:
+    gc.collect()
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def gone(pids: set[int]) -> bool:
+    """Wait for processes to end; whoever waited for them too may have reaped them."""
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    return True
+
+
+def facts(index: int) -> Any:
+    info = get_worker_info()
+    met = Path(os.environ["FASTDATA_TEST_GATE"])
+    (met / str(os.getpid())).touch()
+    until(lambda: len(list(met.iterdir())) == 2)  # or one takes all samples before another wakes
+    return (info.id, info.num_workers, info.seed - info.id, os.getpid(), type(info.dataset) is Made)
+
+
+def test_worker_info_is_that_of_torch_and_there_is_none_in_the_caller(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("FASTDATA_TEST_GATE", str(tmp_path))
+    ours = FastDataLoader(Made(facts, 40), batch_size=None, num_workers=2, executor="workers")
+    theirs = DataLoader(Made(facts, 40), batch_size=None, num_workers=2)
+    mine = list(ours)
+    for met in tmp_path.iterdir():
+        met.unlink()
+    other = list(theirs)
+    assert {row[0] for row in mine} == {row[0] for row in other} == {0, 1}
+    assert {row[1] for row in mine} == {2}
+    assert len({row[2] for row in mine}) == 1  # one seed for all, of which each adds its number
+    assert len({row[3] for row in mine}) == 2
+    assert os.getpid() not in {row[3] for row in mine}
+    assert all(row[4] for row in mine)
+    assert get_worker_info() is None
+    alone = FastDataLoader(
+        Made(lambda i: get_worker_info() is None), batch_size=None, executor="inline"
+    )
+    assert all(alone)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_is_dropped_midway_ends_its_processes(persistent) -> None:
+    before = children()
+    how = {"num_workers": 2, "persistent_workers": persistent, "executor": "workers"}
+    loader = FastDataLoader(Made(float, 400), **how)
+    running = iter(loader)
+    next(running)
+    started = children() - before
+    assert started
+    del running
+    if persistent:
+        assert not started - children()
+    del loader
+    gc.collect()
+    assert gone(started)
+
+
+def with_daemons(index: int) -> float:
+    return sum(1 for _ in FastDataLoader(Made(float, 6), num_workers=1, executor="workers"))
+
+
+def test_side_processes_have_no_side_processes_as_workers_of_torch_have_none() -> None:
+    loader = FastDataLoader(Made(with_daemons, 5), num_workers=1, executor="workers")
+    with pytest.raises(AssertionError, match="daemonic processes are not allowed"):
+        next(iter(loader))
+
+
+def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    loader = FastDataLoader(
+        Made(lambda i: sorted(os.sched_getaffinity(0)) == allowed[:1]),
+        num_workers=1,
+        worker_init_fn=lambda number: os.sched_setaffinity(0, allowed[:1]),
+        executor="workers",
+    )
+    assert all(loader)
+    assert sorted(os.sched_getaffinity(0)) == allowed

@@ -447,7 +447,9 @@ def test_batch_samplers_go_on_on_another_number_of_ranks(size):
         assert joined(left) == order[at * before * size :], (before, at, ranks)
 
 
-@pytest.mark.parametrize("name", ["shuffle", "weighted with a generator", "own"])
+@pytest.mark.parametrize(
+    "name", ["shuffle", "weighted with a generator", "own", "the package's own"]
+)
 def test_steps_of_another_size_take_what_is_left_any_number_of_times(name):
     order = alone(SAMPLERS[name])
     state = stopped(SAMPLERS[name], 2, 2)
@@ -456,23 +458,6 @@ def test_steps_of_another_size_take_what_is_left_any_number_of_times(name):
             state = stopped(SAMPLERS[name], ranks, 1, state=state, step=step)
         assert state["samples"] == samples
     assert joined(after(state, SAMPLERS[name], 1, step=5)) == order[33:]
-
-
-@pytest.mark.filterwarnings("ignore:From epoch")
-def test_the_packages_own_order_is_cut_anew_any_number_of_times():
-    def loader(size):
-        return FastDataLoader(range(40), size, sampler=None, executor="inline", seed=3)
-
-    state = None
-    for size, at in ((8, 2), (5, 1), (4, 1)):
-        again = loader(size)
-        if state is not None:
-            again.load_state_dict(state)
-        given = iter(again)
-        found = [next(given).tolist() for _ in range(at)]
-        state = again.state_dict()
-    assert found == [[21, 22, 23, 24]]
-    assert state["samples"] == 25
 
 
 def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():

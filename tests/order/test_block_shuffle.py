@@ -11,11 +11,9 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.data import BlockShuffleSampler
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.epoch_order import EpochOrder
 
 
 @max_examples(150)
@@ -74,37 +72,6 @@ def test_the_ends_are_a_full_shuffle(block, at_once):
 def test_less_than_one_is_refused(name):
     with pytest.raises(OptionsError, match=f"{name} is 0"):
         BlockShuffleSampler(range(5), **{"block": 2, name: 0})
-
-
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_a_loader_goes_on_within_an_epoch(executor):
-    data = torch.arange(90)
-
-    class Plain(torch.utils.data.Dataset):
-        def __len__(self):
-            return 90
-
-        def __getitem__(self, index):
-            return data[index]
-
-    def loader():
-        sampler = BlockShuffleSampler(data, 7, blocks_at_once=3, seed=2)
-        workers = 0 if executor == "inline" else 2
-        return ld.FastDataLoader(
-            Plain(), 8, sampler=sampler, num_workers=workers, executor=executor
-        )
-
-    whole = loader()
-    epochs = [torch.cat(list(whole)).tolist() for _ in range(2)]
-    assert sorted(epochs[0]) == list(range(90))
-    first = loader()
-    batches = iter(first)
-    taken = [next(batches) for _ in range(5)]
-    state = first.state_dict()
-    again = loader()
-    again.load_state_dict(state)
-    rest = torch.cat(list(again)).tolist()
-    assert torch.cat(taken).tolist() + rest == epochs[0]
 
 
 def test_groups_of_a_table_are_read_few_times(tmp_path, monkeypatch):
@@ -209,22 +176,6 @@ def test_a_part_of_the_order_is_that_of_the_whole(sizes, at_once, epoch, data):
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
     assert order[start:stop].tolist() == whole[start:stop]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_ranks_share_the_batches_of_one(ranks, drop_last):
-    data = Stored([7, 3, 9, 1, 12, 5, 4, 6, 8, 2, 3])
-    blocks = BlockShuffleSampler(data, blocks_at_once=3).blocks
-    how = {"seed": 4, "epoch": 2, "drop_last": drop_last, "length": len(data), "blocks": blocks}
-    alone = list(EpochOrder(batch_size=12, **how).batches())
-    each = [
-        list(EpochOrder(batch_size=12 // ranks, rank=rank, world_size=ranks, **how).batches())
-        for rank in range(ranks)
-    ]
-    assert alone[0].tolist() == list(blocks.order(4, 2)[:12])
-    together = [np.concatenate(parts).tolist() for parts in zip(*each, strict=True)]
-    assert together == [batch.tolist() for batch in alone]
 
 
 @each("starts", [[], [1, 2], [0, 0], [0, 2, 1], [0, 5], [0.0, 2.0], [[0, 1]], "texts"])

@@ -20,7 +20,6 @@ from benchmarks.lengths import LAWS, drawn
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.buckets import dealt
-from lightning_fastdata.order.samplers import index_batches
 
 SIZES = {
     "lengths": st.lists(st.integers(0, 60), max_size=70),
@@ -215,32 +214,6 @@ def test_a_loader_gives_torchs_batches_and_goes_on_in_the_middle(executor) -> No
     assert [batch.tolist() for batch in stopped_epoch(loader_of, 3)] == expected
 
 
-@pytest.mark.parametrize("then", [1, 2, 3])
-def test_a_state_of_4_ranks_goes_on_on_others_in_its_order(then) -> None:
-    data = Sequences(drawn("chat", 400))
-
-    def loader_of(ranks, rank):
-        sampler = BucketBatchSampler(data.lengths, tokens=8192, num_replicas=ranks, rank=rank)
-        return FastDataLoader(data, batch_sampler=sampler, collate_fn=pad, executor="inline")
-
-    seen, states = [], []
-    for rank in range(4):
-        loader = loader_of(4, rank)
-        for _, batch in zip(range(5), loader, strict=False):
-            seen += batch[:, 0].tolist()
-        states.append(loader.state_dict())
-    assert states[0]["samples"] == len(seen)
-    for rank in range(then):
-        loader = loader_of(then, rank)
-        loader.load_state_dict(states[0])
-        with pytest.warns(match="no sample comes twice or is left out"):
-            batches = list(loader)
-        seen += [int(row[0]) for batch in batches for row in batch]
-        assert loader.state_dict()["epoch"] == 1
-        assert loader.state_dict()["drawn"] == {"ahead": {"sampler": {"together": 4}}}
-    assert sorted(seen) == list(range(400))
-
-
 def test_lightning_puts_no_sampler_of_its_own_in_its_place() -> None:
     lengths = drawn("sentences", 200)
     sampler = BucketBatchSampler(lengths, tokens=512)
@@ -253,13 +226,6 @@ def test_lightning_puts_no_sampler_of_its_own_in_its_place() -> None:
     trainer, module = quiet_trainer(max_epochs=2), Keeps()
     trainer.fit(module, datamodule=data)
     assert sampler.sampler.epoch == 1
-
-
-def test_index_arrays_are_the_samplers_own_indices() -> None:
-    sampler = BucketBatchSampler(drawn("sentences", 200), tokens=512)
-    arrays = [batch.tolist() for batch in index_batches(sampler)]
-    assert arrays == list(sampler)
-    assert [index for batch in arrays for index in batch] == list(sampler.sampler)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
@@ -87,48 +80,6 @@ def test_order_is_that_of_the_shuffle_sampler_and_changes_with_the_epoch() -> No
 def test_impossible_plans_are_refused(bad) -> None:
     with pytest.raises(OptionsError, match=next(iter(bad))):
         EpochOrder(**{"length": 5, "batch_size": 2, "world_size": 2, **bad})
-
-
-@max_examples(40)
-@given(
-    length=st.integers(1, 50),
-    batch_size=st.integers(1, 9),
-    drop_last=st.booleans(),
-    kind=st.sampled_from(
-        [
-            *("sequential", "random", "generator", "with", "shuffle", "weighted", "without"),
-            *("subset", "part", "ranks", "ranks in order", "ranks cut"),
-        ]
-    ),
-    rank=st.integers(0, 4),
-)
-def test_index_arrays_are_the_samplers_own_indices(
-    length, batch_size, drop_last, kind, rank
-) -> None:
-    data = range(length)
-    ranks = {"num_replicas": 5, "rank": rank, "seed": length}
-    made = {
-        "sequential": lambda: SequentialSampler(data),
-        "random": lambda: RandomSampler(data),
-        "generator": lambda: RandomSampler(data, generator=torch.Generator().manual_seed(1)),
-        "shuffle": lambda: ShuffleSampler(data, seed=1),
-        "weighted": lambda: WeightedRandomSampler([1.0] * length, length),
-        "with": lambda: RandomSampler(data, replacement=True),
-        "without": lambda: WeightedRandomSampler([1.0, 2.0] * length, length, replacement=False),
-        "subset": lambda: SubsetRandomSampler(range(5, 5 + length)),
-        "part": lambda: SubsetRandomSampler([3 * i - 4 for i in data], torch.Generator()),
-        "ranks": lambda: DistributedSampler(data, **ranks),
-        "ranks in order": lambda: DistributedSampler(data, shuffle=False, **ranks),
-        "ranks cut": lambda: DistributedSampler(data, drop_last=True, **ranks),
-    }[kind]
-
-    def epochs(read) -> list:
-        torch.manual_seed(5)
-        sampler = BatchSampler(made(), batch_size, drop_last)
-        found = [[np.asarray(b).tolist() for b in read(sampler)] for _ in range(2)]
-        return [*found, torch.rand(1).item()]  # what is drawn next
-
-    assert epochs(index_batches) == epochs(iter)
 
 
 def test_a_generator_of_the_user_is_left_as_by_torch_also_by_an_epoch_that_is_abandoned() -> None:

@@ -51,24 +51,6 @@ def test_every_draw_is_seen_and_undone(draw) -> None:
     assert repr(first) == repr(again)
 
 
-def test_a_normal_deviate_that_numpy_kept_back_is_seen_to_be_taken() -> None:
-    np.random.seed(0)
-    np.random.randn()
-    watch = DrawWatch()
-    kept_back = np.random.randn()
-    assert watch.drew()
-    watch.restore()
-    assert np.random.randn() == kept_back
-
-
-def test_a_deviate_kept_back_after_the_watch_began_is_dropped_by_restoring() -> None:
-    np.random.seed(0)
-    watch = DrawWatch()
-    first = np.random.randn()
-    watch.restore()
-    assert np.random.randn() == first
-
-
 def test_a_deviate_kept_back_is_asked_for_anew_where_the_words_are_those_of_before() -> None:
     np.random.seed(0)
     np.random.rand(2)  # as many words as a pair of normal deviates takes

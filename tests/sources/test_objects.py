@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -71,19 +72,11 @@ def test_workers_read_objects_many_at_once(server):
 
 def test_answers_that_fail_are_asked_for_again(server):
     server.fail_share = 0.2
-    retry = {"max_retries": 10, "backoff": {"init_backoff": 0.01, "max_backoff": 0.05, "base": 2}}
-    _numbers_to_durations(retry)
+    soon, later = (timedelta(milliseconds=ms) for ms in (10, 50))
+    backoff = {"init_backoff": soon, "max_backoff": later, "base": 2}
+    retry = {"max_retries": 10, "backoff": backoff}
     assert in_workers(source_of(server, retry_config=retry)) == list(range(COUNT))
     assert server.requests > COUNT
-
-
-def _numbers_to_durations(retry):
-    from datetime import timedelta
-
-    retry["backoff"] = {
-        name: timedelta(seconds=value) if name != "base" else value
-        for name, value in retry["backoff"].items()
-    }
 
 
 @pytest.mark.parametrize("status", [503, 429])
@@ -210,19 +203,10 @@ def s3():
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    config = {
-        "endpoint": f"http://127.0.0.1:{port}",
-        "aws_access_key_id": "key",
-        "aws_secret_access_key": "secret",
-        "region": "us-east-1",
-    }
-    client = boto3.client(
-        "s3",
-        endpoint_url=config["endpoint"],
-        aws_access_key_id="key",
-        aws_secret_access_key="secret",
-        region_name="us-east-1",
-    )
+    url, region = f"http://127.0.0.1:{port}", "us-east-1"
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+    config = {"endpoint": url, "region": region, **keys}
+    client = boto3.client("s3", endpoint_url=url, region_name=region, **keys)
 
     def answers():
         assert process.poll() is None

@@ -336,16 +336,6 @@ def in_a_fork(work):
     return words
 
 
-def test_reading_in_a_forked_process_copies_no_page_of_what_is_shared():
-    shared = share([{"path": f"{n}.jpg", "box": [n, 2.5]} for n in range(20_000)])
-
-    def read():
-        length = sum(len(item["path"]) for item in shared)
-        return f"{length} {_copied_kib(os.getpid(), 'fastdata-shared')}"
-
-    assert in_a_fork(read) == [str(sum(len(f"{n}.jpg") for n in range(20_000))), "0"]
-
-
 def test_another_process_with_the_same_content_takes_over_the_memory():
     def inode(items):
         kept = share(items)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import tarfile
 import threading
 
@@ -13,6 +12,7 @@ import lmdb
 import numpy as np
 import pytest
 import torch
+from alike import alike
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
@@ -73,10 +73,6 @@ def decode(raw, index):
     return torch.tensor([len(raw), raw[0], index])
 
 
-def drawn(raw, index):
-    return torch.cat([decode(raw, index).float(), torch.rand(1), torch.tensor([np.random.rand()])])
-
-
 @max_examples(25)
 @given(data=st.data())
 def test_records_come_in_any_order(tmp_path_factory, data):
@@ -91,6 +87,7 @@ def test_records_come_in_any_order(tmp_path_factory, data):
 @pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_every_executor_delivers_the_records(source, executor):
     dataset = sources.SourceDataset(source, decode)
+    dataset[3]  # opened here first
     workers = 0 if executor == "inline" else 2
     loader = ld.FastDataLoader(dataset, 5, num_workers=workers, executor=executor)
     for _ in range(2):
@@ -106,31 +103,16 @@ def test_other_start_methods_deliver_the_records(source, method):
     assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
 
 
-def test_a_source_that_was_read_here_can_be_forked_and_pickled(source):
+def test_a_source_that_was_read_here_can_be_pickled(source):
     dataset = sources.SourceDataset(source, decode)
     dataset[3]
     again = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(again[-1], dataset[COUNT - 1])
-    loader = ld.FastDataLoader(dataset, 5, num_workers=2, executor="workers")
-    assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
 
 
-@pytest.mark.cases(3)
-def test_draws_are_those_of_the_sample(source):
-    dataset = sources.SourceDataset(source, drawn)
-    batches = [
-        torch.cat(list(ld.FastDataLoader(dataset, rows, num_workers=workers, seed=4)))
-        for rows, workers in ((5, 0), (7, 2), (16, 3))
-    ]
-    assert torch.equal(batches[0], batches[1])
-    assert torch.equal(batches[0], batches[2])
-
-
-def test_wrapped_datasets_read_ahead_too(source, tmp_path):
-    dataset = sources.SourceDataset(source, decode)
-    asked = []
-    dataset.read_ahead = None  # of the class, not of the object
-    kept = sources.SourceDataset.read_ahead
+def test_wrapped_datasets_read_ahead_too(source, tmp_path, monkeypatch):
+    dataset, asked = sources.SourceDataset(source, decode), []
+    monkeypatch.setattr(sources.SourceDataset, "read_ahead", lambda _, more: asked.extend(more))
     for wrapped, indices, wanted in [
         (dataset, [3, 5], [3, 5]),
         (Subset(dataset, [7, 9, 11]), [2, 0], [11, 7]),
@@ -139,15 +121,7 @@ def test_wrapped_datasets_read_ahead_too(source, tmp_path):
     ]:
         assert reads_ahead(wrapped)
         asked.clear()
-        try:
-            sources.SourceDataset.read_ahead = lambda _self, more: asked.extend(more)
-            del dataset.__dict__["read_ahead"]
-        except KeyError:
-            pass
-        try:
-            read_ahead(wrapped, indices)
-        finally:
-            sources.SourceDataset.read_ahead = kept
+        read_ahead(wrapped, indices)
         assert asked == wanted
     assert not reads_ahead(torch.utils.data.TensorDataset(torch.zeros(3)))
 
@@ -238,19 +212,6 @@ def test_bad_records_are_replaced_as_bad_samples_are(tmp_path):
         rows = torch.cat(list(loader))
     assert len(rows) == COUNT
     assert 7 not in rows[:, 0].tolist()
-
-
-def test_killed_workers_lose_no_record():
-    dataset = sources.SourceDataset(Slow(), decode)
-    loader = ld.FastDataLoader(dataset, 4, num_workers=2, executor="workers")
-    others = set(multiprocessing.active_children())
-    rows = []
-    for number, batch in enumerate(loader):
-        rows.append(batch)
-        if number in (1, 6):
-            for child in set(multiprocessing.active_children()) - others:
-                os.kill(child.pid, signal.SIGKILL)
-    assert torch.cat(rows)[:, 2].tolist() == list(range(COUNT))
 
 
 def test_a_worker_asks_for_the_next_batch_before_it_decodes_one(tmp_path):
@@ -406,6 +367,34 @@ def test_hdf5_rows_are_those_of_h5py(tmp_path):
         sources.Hdf5Source(tmp_path / "x.h5", ["x", "short"])
     with pytest.raises(DatasetError, match=r"has not all of \['z'\].*\['short', 'x', 'y'\]"):
         sources.Hdf5Source(tmp_path / "x.h5", ["z"])
+
+
+def test_zarr_rows_are_those_of_zarr(tmp_path):
+    zarr = pytest.importorskip("zarr", minversion="3")
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    values = np.random.default_rng(0).random((30, 4, 3), np.float32)
+    group.create_array("values", data=values, chunks=(4, 2, 3))
+    group.create_array("number", data=np.arange(30), chunks=(2,), shards=(10,))
+    group.create_array("short", data=np.arange(3))
+    group.create_array("scalar", data=np.array(3))
+    source = sources.ZarrSource(tmp_path / "x.zarr", ["number", "values"])
+    order = [17, 3, 0, 29, 3]
+    for index, row in zip(order, source.get_bytes(order), strict=True):
+        assert alike(row, {"number": np.array(index), "values": values[index]})
+    every = list(range(30))  # more chunks than are kept
+    assert [row["number"].item() for row in source.get_bytes(every)] == every
+    assert source.name_of(2).endswith("x.zarr:number,values[2]")
+    dataset = sources.SourceDataset(source, lambda row, _: int(row["number"]))
+    dataset[0]  # opened here first
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, executor="workers")
+    assert torch.cat(list(loader)).tolist() == every
+    with pytest.raises(DatasetError, match=r"differ in length: \{'number': 30, 'short': 3\}"):
+        sources.ZarrSource(tmp_path / "x.zarr", ["number", "short"])
+    for names in (["other"], ["scalar"]):
+        with pytest.raises(DatasetError, match=r"has not all of .*'number', 'scalar', 'short'"):
+            sources.ZarrSource(tmp_path / "x.zarr", names)
+    with pytest.raises(DatasetError, match="as a Zarr group"):
+        sources.ZarrSource(tmp_path / "none.zarr")
 
 
 def test_lmdb_keys_that_are_missing_are_named(tmp_path):
