@@ -295,10 +295,6 @@ def uses_cuda():
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. Use 'spawn'.")
 
 
-def mistaken():
-    raise ValueError("wrong label")
-
-
 class Unpicklable(Rows):
     def __init__(self):
         super().__init__(lambda: None)
@@ -325,11 +321,6 @@ def test_what_a_side_process_may_not_do_is_done_by_the_training_process(dataset,
     if questions.sample:  # where the user has workers read, they would fail, too
         with pytest.raises(DatasetError):
             inspect(dataset(), questions, num_workers=2)
-
-
-def test_a_mistake_of_the_dataset_is_an_error():
-    with pytest.raises(DatasetError, match="wrong label"):
-        inspect(Rows(mistaken))
 
 
 def test_a_dataset_that_cannot_be_sent_to_workers_is_read_here():
