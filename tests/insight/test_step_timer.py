@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from functools import partial
 
 import numpy as np
@@ -311,17 +310,6 @@ def test_one_timer_after_another_takes_the_stamps_of_a_loader_while_it_is_read()
             list(loader)
         assert timer.report().stages[0].causes.batches == 14
         assert timer.report().notes == ()
-
-
-def test_somebody_who_takes_the_stamps_keeps_them():
-    mine, loader = deque(), FastDataLoader(Slow(8))
-    loader.record_stamps(mine)
-    timer = StepTimer("cpu")
-    for _ in timer.batches(loader):
-        pass
-    assert len(mine) == 8
-    assert loader.records is mine
-    assert "other code takes the stamps" in timer.report().notes[0]
 
 
 def test_a_loader_is_not_kept_alive():
