@@ -9,10 +9,9 @@ from functools import partial
 import pytest
 import torch
 from misses import each
-from planning.planned import GIB, Stream, cost, cpus, machine, memory, plan
+from planning.planned import GIB, Planted, Stream, cost, cpus, machine, memory, plan
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -37,26 +36,6 @@ from lightning_fastdata.planning.plan_for import (
     waits,
     workers_that_wait,
 )
-
-
-class Planted(Dataset):
-    """Samples of a known kind of work."""
-
-    def __init__(self, work, length=40):
-        self.work, self.length = work, length
-        self.read = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, i):
-        self.read.append(i)
-        self.work()
-        return torch.full((4,), float(i)), i
-
-
-def nothing():
-    pass
 
 
 def measured(dataset, **how):
@@ -86,7 +65,7 @@ def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
 def test_a_sample_that_waits_does_and_ones_that_compute_do_not(virtual):
     assert waits(measured(Planted(partial(virtual.sleep, 0.01))))
     assert not waits(measured(Planted(partial(virtual.work, 0.01))))
-    assert not waits(measured(Planted(nothing)))
+    assert not waits(measured(Planted()))
 
 
 def test_no_sample_is_begun_after_the_budget(virtual):
@@ -132,7 +111,7 @@ def test_collation_is_measured_in_whole_batches(virtual):
         sizes.append(len(samples))
         virtual.work(0.016 + 0.001 * len(samples))
 
-    found = measured(Planted(nothing, length=500), batch_size=16, budget_s=60, collate=collate)
+    found = measured(Planted(length=500), batch_size=16, budget_s=60, collate=collate)
     assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
     assert found.collate_ms == pytest.approx(2)
     assert found.wall_ms == pytest.approx(0, abs=1e-6)
@@ -147,7 +126,7 @@ def test_a_dataset_that_reads_whole_batches_is_asked_for_them(virtual):
             virtual.work(0.032 + 0.001 * len(indices))
             return [(torch.zeros(4), i) for i in indices]
 
-    data = Batched(nothing, length=500)
+    data = Batched(length=500)
     found = measured(data, batch_size=32, budget_s=60)
     assert data.read == []
     assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
@@ -188,12 +167,12 @@ class Counting:
     ],
 )
 def test_keys_to_probe_are_those_of_the_sampler_and_no_sampler_is_iterated(orders, keys):
-    assert probe_indices(Planted(nothing), 4, **orders) == keys
+    assert probe_indices(Planted(), 4, **orders) == keys
     for order in orders.values():
         inner = getattr(order, "sampler", order)
         assert not isinstance(inner, Counting) or inner.iterated == 0
     if keys is None:
-        assert probe_indices(Planted(nothing), 4, **orders, peek=True) in (NAMES, ["a", "b"])
+        assert probe_indices(Planted(), 4, **orders, peek=True) in (NAMES, ["a", "b"])
 
 
 def test_what_cannot_be_read_has_no_cost():
@@ -201,7 +180,7 @@ def test_what_cannot_be_read_has_no_cost():
         raise ValueError("broken")
 
     assert measure_samples(Planted(fail)) is None
-    assert measure_samples(Planted(nothing, length=0)) is None
+    assert measure_samples(Planted(length=0)) is None
 
 
 # What follows from it
@@ -446,7 +425,7 @@ def test_num_workers_means_what_it_means_to_torch_unless_it_is_auto():
     loader = FastDataLoader(TensorDataset(torch.arange(4)), num_workers="auto")
     assert (loader.num_workers, loader.executor) == (1, "gather")
     assert loader.plan is not None
-    rows = Planted(nothing)
+    rows = Planted()
     four = FastDataLoader(rows, 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
     none = FastDataLoader(rows, 4, num_workers=0)
@@ -458,7 +437,7 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     script.write_text("loader = ...")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
-    loader = FastDataLoader(Planted(nothing), 4, num_workers="auto")
+    loader = FastDataLoader(Planted(), 4, num_workers="auto")
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()

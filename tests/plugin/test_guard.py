@@ -19,7 +19,7 @@ from conformance.pieces import Images, Pixels
 from device.host_streams import OnStreams
 from lightning.pytorch.plugins import MixedPrecision
 from misses import each
-from plugin.counted_device import GIB, MIB, Device
+from plugin.counted_device import GIB, MIB, Device, InBackward
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric
@@ -66,18 +66,6 @@ class Steps(Device):
         return self.now_s
 
 
-class WorkInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, device):
-        ctx.device, ctx.rows = device, len(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.device.work("backward", ctx.rows)
-        return grad, None
-
-
 def module_for(device, optimizer="adam", pl=lightning.pytorch, **options):
     """Return a module that has, draws and changes all that a module may."""
 
@@ -122,7 +110,8 @@ def module_for(device, optimizer="adam", pl=lightning.pytorch, **options):
             x = x + 0.01 * torch.randn_like(x) + 0.01 * random.random() + 0.01 * np.random.rand()
             x = x + 0.01 * torch.rand(len(x), 1, generator=self.own)
             device.work("forward", len(x))
-            hidden = WorkInBackward.apply(self.frozen(self.hidden(self.norm(x))).relu(), device)
+            hidden = self.frozen(self.hidden(self.norm(x))).relu()
+            hidden = InBackward.apply(hidden, device.work)
             logits = self.head(self.drop(hidden))
             loss = nn.functional.cross_entropy(logits, y)
             self.accuracy(logits, y)

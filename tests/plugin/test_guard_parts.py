@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from plugin.counted_device import InBackward
 from ragged import Sequences
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -42,20 +43,6 @@ class Data(FastDataModule):
         return Numbers()
 
 
-class Bomb(torch.autograd.Function):
-    """Runs out of memory in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.rows, ctx.model = len(x), model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.model.allocate("backward", ctx.rows)
-        return grad, None
-
-
 class Model(LightningModule):
     """Fits a number of rows at each place; counts what is done and logs like others."""
 
@@ -77,7 +64,7 @@ class Model(LightningModule):
         x, y, names = batch
         assert len(x) == len(y) == len(names)
         self.allocate("forward", len(x))
-        logits = self.second(Bomb.apply(self.first(x), self))
+        logits = self.second(InBackward.apply(self.first(x), self.allocate))
         loss = nn.functional.cross_entropy(logits, y)
         self.log_dict({"loss": loss, "twice": 2 * loss}, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits} if self.as_dict else loss

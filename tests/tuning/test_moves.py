@@ -39,13 +39,6 @@ def proposed(costs, now, *, most=64):
     return propose(window(costs, now), costs, with_workers, now, numbers)
 
 
-def test_late_batches_get_as_many_workers_as_make_them_in_time():
-    found = proposed([cost(blocked=18.0)] * 8, 1)
-    assert found.workers == 4
-    assert found.step_ms == pytest.approx(5.15, rel=0.05)
-    assert "late" in found.why
-
-
 @given(
     blocked=st.floats(0.0, 30), cpu=st.floats(0.0, 5), step=st.floats(1.0, 40),
     now=st.sampled_from((2, 4, 8, 16, 24)),
@@ -72,13 +65,6 @@ def test_fewer_workers_are_tried_where_they_leave_the_training_more_cpus():
     assert found.workers == 1
     assert found.step_ms <= 0.95 * seen.step_ms
     assert "more CPUs" in found.why
-
-
-def test_workers_that_compute_are_no_more_than_the_cpus():
-    costs = [cost(cpu=40.0, blocked=2.0)] * 8
-    late = Window(24, 40.0, 30.0)  # however late, as others use the CPUs, too
-    assert propose(late, costs, with_workers, 4, numbers_to_try(4, most=16)) is None
-    assert proposed(costs, 2).workers in (3, 4)
 
 
 @each("scheduling", ["queue", "actors"])

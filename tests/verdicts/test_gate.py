@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from insight import made_up
 from insight.made_up import history_of, timing
-from lightning.pytorch import LightningModule
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
@@ -353,17 +352,16 @@ def test_headroom_where_workers_share_the_cpus_is_a_lower_bound():
 # Findings of their own, by a Trainer on a virtual clock
 
 
-class Model(LightningModule):
+class Model(Learner):
     def __init__(self, making_s=0.0, collecting_s=0.0):
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
         self.making_s, self.collecting_s = making_s, collecting_s
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         clock.sleep(0.02)
         if self.collecting_s:
             self.collect()
-        return self.layer(batch).mean()
+        return super().training_step(batch, batch_idx)
 
     def collect(self):
         """Pretend that Python collects, as it tells those who listen."""
@@ -376,9 +374,6 @@ class Model(LightningModule):
     def train_dataloader(self):
         clock.sleep(self.making_s)
         return DataLoader(torch.zeros(32, 4), 2)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
 
 
 def fitted(tmp_path, model, **options):
