@@ -380,11 +380,11 @@ def test_cheap_samples_get_no_more_workers_than_are_enough():
 
 @pytest.mark.usefixtures("virtual")
 def test_a_loader_finds_by_itself_that_its_samples_wait():
-    data = Planted(partial(clock.sleep, 0.5), length=6)
+    data = Planted(partial(clock.sleep, 1), length=6)
     loader = FastDataLoader(data, 2, num_workers="auto", multiprocessing_context="fork")
     assert loader.executor == "workers"
     assert loader.num_workers == 6
-    assert "waits 500 of its 500 ms" in loader.plan.explain()
+    assert "a sample waits" in loader.plan.explain()
     try:
         for _ in range(2):
             assert torch.cat([index for _, index in loader]).tolist() == list(range(6))

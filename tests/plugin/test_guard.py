@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import weakref
 from collections import deque
@@ -27,12 +26,15 @@ from torchmetrics.classification import MulticlassAccuracy
 from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata import pytorch_lightning as of_the_other_package
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
+from lightning_fastdata.plugin import bindings
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard import snapshots, steps
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
+HOMES = {lightning.pytorch: bindings, pytorch_lightning: of_the_other_package}
 INLINE = LoaderOptions(num_workers=0, executor="inline", probe=False)
 
 torch.set_num_threads(1)
@@ -156,11 +158,6 @@ def rows_of_numbers():
     return TensorDataset(x, torch.arange(ROWS) % CLASSES)
 
 
-def home_of(pl):
-    own = "" if pl is lightning.pytorch else ".pytorch_lightning"
-    return importlib.import_module(f"lightning_fastdata{own}")
-
-
 def state_of(trainer, module):
     """All that must not change, copied by means of its own."""
     optimizer = trainer.optimizers[0]
@@ -204,16 +201,14 @@ class Run:
 
     def __init__(self, module, device, where=None, *, data=None, pl=lightning.pytorch, **options):
         guard, callbacks = options.pop("guard", "accumulate"), options.pop("callbacks", ())
-        home = home_of(pl)
+        home = HOMES[pl]
         if data is None:
             data = home.FastDataModule.from_datasets(
                 rows_of_numbers(), batch_size=BATCH, guard=guard, options=INLINE, seed=1
             )
         self.module, self.data, self.states, self.tried = module, data, [], []
-        bindings = "plugin.bindings" if pl is lightning.pytorch else "pytorch_lightning"
-        bound = importlib.import_module(f"lightning_fastdata.{bindings}")
         own = getattr(device, "clock", lambda: 0.0)
-        self.guard = bound.BatchSizeGuard(reader=device, clock_s=own)
+        self.guard = home.BatchSizeGuard(reader=device, clock_s=own)
         run = self
 
         class Watch(pl.Callback):
@@ -222,10 +217,7 @@ class Run:
                 if hasattr(pl_module, "own"):
                     run.states.append(state_of(trainer, pl_module))
 
-        logger = False
-        if where is not None:
-            csv = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
-            logger = csv(where, name="", version="")
+        logger = where is not None and pl.loggers.CSVLogger(where, name="", version="")
         quiet = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
         self.ckpt = options.pop("ckpt", None)
         self.trainer = pl.Trainer(
