@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
+from planning.planned import Stream
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     TensorDataset,
     default_collate,
 )
@@ -50,11 +50,6 @@ class Together(Waiting):
         return [self[index] for index in indices]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(12.0))
-
-
 def stacked(samples):
     return torch.stack(samples)
 
@@ -74,9 +69,9 @@ def setup(dataset=None, **settings):
         ({"executor": "workers", "batch_size": None}, "queue"),
         ({"executor": "workers", "dataset": Together()}, "queue"),
         ({"executor": "workers", "transform": as_batch_transform(FLIP)}, "queue"),
-        ({"executor": "workers", "dataset": Stream()}, "batch"),
-        ({"executor": "gather", "dataset": Stream()}, "batch"),
-        ({"executor": "torch", "dataset": Stream()}, "batch"),
+        ({"executor": "workers", "dataset": Stream(12)}, "batch"),
+        ({"executor": "gather", "dataset": Stream(12)}, "batch"),
+        ({"executor": "torch", "dataset": Stream(12)}, "batch"),
     ],
 )
 def test_who_makes_a_batch_follows_from_the_executor_and_its_data(settings, scheduling):

@@ -16,8 +16,8 @@ from albumentations.pytorch import ToTensorV2
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
+from planning.planned import Stream
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.stage_transform import StageTransform
@@ -340,10 +340,6 @@ def test_measuring_leaves_the_random_state_and_the_dataset_alone():
 
 
 def test_what_cannot_be_measured_is_not_guessed():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            raise AssertionError("read")
-
     class Broken(Images):
         def __getitem__(self, i):
             raise OSError("gone")

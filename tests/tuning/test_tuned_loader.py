@@ -13,9 +13,10 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
+from planning.planned import Stream
 from rig.machine import VirtualLock, sleep, work
 from rig.virtual_crew import on_machine
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError, WorkerError
@@ -369,11 +370,6 @@ def test_copies_are_not_tuned():
         assert other.tuner is None
         assert len(list(other)) == 24
         other.close()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(8)
 
 
 @pytest.mark.parametrize(
