@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from unittest import mock
 
+from lightning_fastdata import FastDataModule
 from lightning_fastdata.device import prefetch
 
 
@@ -40,3 +41,13 @@ class HostStreams:
 
     def keep(self, tensor):
         pass
+
+
+class OnStreams(FastDataModule):
+    """Data on a CPU that has streams like a GPU."""
+
+    streams: HostStreams | None = None
+
+    def device_streams(self, device):
+        self.streams = HostStreams()
+        return self.streams

@@ -7,46 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from insight.cut_waits import Cutter
 from misses import each
+from stamps.made_up import MS, batch, ns_of, task
 from thoroughness import max_examples
 
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
 from lightning_fastdata.tuning.simulate import batch_costs
-
-MS = 1_000_000
-
-
-def task(
-    began_ms: float,
-    ended_ms: float,
-    *,
-    read: float = 0.0,
-    collate: float = 0.0,
-    cpu: float | None = 0.0,
-    runqueue: float | None = 0.0,
-    samples: int = 8,
-    slowest: float = 0.0,
-    index: int = 0,
-    process: int = 0,
-) -> TaskStamps:
-    ns = [None if x is None else round(x * MS) for x in (cpu, runqueue)]
-    return TaskStamps(
-        process,
-        round(began_ms * MS),
-        round(ended_ms * MS),
-        *ns,
-        samples,
-        round(read * MS),
-        round(collate * MS),
-        round(slowest * MS),
-        index,
-    )
-
-
-def batch(requested_ms: float, delivered_ms: float, *tasks: TaskStamps, ahead=0) -> BatchStamps:
-    times = round(requested_ms * MS), round(delivered_ms * MS)
-    return BatchStamps(1, 8, *times, tasks, ahead)
 
 
 def parts(stamps: BatchStamps) -> dict[str, float]:
@@ -66,10 +33,10 @@ def parts(stamps: BatchStamps) -> dict[str, float]:
         (batch(0, 10, task(0, 10, read=10, cpu=10)), {"read_cpu": 10}),
         (batch(0, 10, task(0, 10, read=10, cpu=0)), {"read_blocked": 10}),
         (
-            batch(0, 10, task(0, 10, read=10, cpu=2, runqueue=8)),
+            batch(0, 10, task(0, 10, read=10, cpu=2, queued=8)),
             {"read_cpu": 2, "read_runqueue": 8},
         ),
-        (batch(0, 10, task(0, 10, read=10, cpu=None, runqueue=None)), {"read": 10}),
+        (batch(0, 10, task(0, 10, read=10, cpu=None, queued=None)), {"read": 10}),
         (batch(0, 10, task(0, 10, collate=10, cpu=10)), {"collate": 10}),
         (
             batch(0, 10, task(0, 10, read=8, collate=2, cpu=2)),
@@ -107,7 +74,7 @@ def test_the_excess_of_a_slow_sample_is_its_own_part_and_names_it() -> None:
 def test_a_sample_that_waited_for_a_cpu_is_not_called_slow() -> None:
     cutter = Cutter()
     cutter.cut(batch(0, 0, task(-8, 0, read=8, slowest=1)))
-    late = task(0, 57, read=57, cpu=8, runqueue=49, slowest=50)
+    late = task(0, 57, read=57, cpu=8, queued=49, slowest=50)
     wait = cutter.cut(batch(0, 57, late))
     assert wait.slow_task is None
     assert wait.parts.slow_sample_ms == 0
@@ -116,15 +83,8 @@ def test_a_sample_that_waited_for_a_cpu_is_not_called_slow() -> None:
 
 def test_samples_that_are_all_slow_are_not_called_slow() -> None:
     cutter = Cutter()
-    for number in range(20):
-        wait = cutter.cut(
-            batch(
-                number * 80,
-                number * 80 + 80,
-                task(number * 80, number * 80 + 80, read=80, slowest=12),
-            )
-        )
-        assert wait.slow_task is None
+    for at in range(0, 20 * 80, 80):
+        assert cutter.cut(batch(at, at + 80, task(at, at + 80, slowest=12))).slow_task is None
 
 
 @st.composite
@@ -208,9 +168,9 @@ def test_a_worker_that_waits_leaves_the_hand_over_what_it_takes() -> None:
 
 def owned(requested_ms, delivered_ms, *tasks, sampled=(), unpacked=(), queued=None):
     def ns(spans):
-        return tuple((round(begin * MS), round(end * MS)) for begin, end in spans)
+        return tuple((ns_of(begin), ns_of(end)) for begin, end in spans)
 
-    own = OwnStamps(ns(sampled), ns(unpacked), None if queued is None else round(queued * MS))
+    own = OwnStamps(ns(sampled), ns(unpacked), None if queued is None else ns_of(queued))
     return batch(requested_ms, delivered_ms, *tasks)._replace(own=own)
 
 

@@ -7,31 +7,22 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from insight.made_up import stage
+from stamps import made_up
+from stamps.made_up import MS
 
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.causes import (
-    CauseTotals,
-    cause_lines,
-)
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.insight.waits.causes import CauseTotals, cause_lines
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.lines import LineTime
 
-MS = 1_000_000
 
-
-def batch(at_ms, wait_ms, *, read=None, slowest=0.0, index=0, first=False, ahead=0, **task):
+def batch(at_ms, wait_ms, *, first=False, ahead=0, **task):
     """A batch that one thread made while it was waited for, from its request to its delivery."""
-    read = wait_ms if read is None else read
-    began, ended = round(at_ms * MS), round((at_ms + wait_ms) * MS)
-    cpu, runqueue = (None if ms is None else round(ms * MS) for ms in task.pop("on", (0.0, 0.0)))
-    stamps = TaskStamps(
-        task.pop("process", 0), began, ended, cpu, runqueue, 8, round(read * MS),
-        round(task.pop("collate", 0.0) * MS), round(slowest * MS), index,
-        task.pop("lines", None),
-    )  # fmt: skip
-    return BatchStamps(1, 8, began, ended, (stamps,), ahead, first, **task)
+    ends_ms = at_ms + wait_ms
+    made = made_up.batch(at_ms, ends_ms, made_up.task(at_ms, ends_ms, **task), ahead=ahead)
+    return made._replace(first=first)
 
 
 def totals_of(*batches, prefix="data"):
@@ -49,13 +40,13 @@ def test_first_batches_of_epochs_are_left_out_unless_there_are_no_others():
 
 
 def test_a_window_holds_the_waits_since_the_last_one_under_names_with_units():
-    totals = totals_of(batch(0, 10, on=(4, 6)), prefix="data_val")
+    totals = totals_of(batch(0, 10, cpu=4, queued=6), prefix="data_val")
     window = totals.window()
     assert window["data_val_wait/read_cpu_ms"] == pytest.approx(4)
     assert window["data_val_wait/read_runqueue_ms"] == pytest.approx(6)
     assert sum(window.values()) == pytest.approx(10)
     assert totals.window() == {}
-    totals.add(batch(100, 30, on=(30, 0)))
+    totals.add(batch(100, 30, cpu=30, queued=0))
     assert totals.window()["data_val_wait/read_cpu_ms"] == pytest.approx(30)
     assert totals.summary().wait.total_ms == pytest.approx(20)
 
@@ -69,8 +60,8 @@ def test_what_was_not_measured_has_no_name():
         return {name.removeprefix("data_wait/").removesuffix("_ms") for name in window}
 
     assert names(batch(0, 10)) == told | rest
-    assert names(batch(0, 10, on=(None, None))) == {"read"} | rest
-    assert names(batch(0, 10), batch(20, 10, on=(None, None))) == told | {"read"} | rest
+    assert names(batch(0, 10, cpu=None, queued=None)) == {"read"} | rest
+    assert names(batch(0, 10), batch(20, 10, cpu=None, queued=None)) == told | {"read"} | rest
     assert names(batch(0, 10)._replace(delivered_ns=12 * MS, pinned_ns=(10 * MS, 11 * MS))) == (
         told | {"pin"} | rest
     )
@@ -107,21 +98,13 @@ def test_slow_samples_take_bounded_memory():
 
 
 def test_each_part_above_five_percent_is_put_into_words_largest_first():
-    lines = cause_lines(totals_of(batch(0, 100, on=(20, 76))).summary())
+    lines = cause_lines(totals_of(batch(0, 100, cpu=20, queued=76)).summary())
     assert len(lines) == 2
     assert lines[0].startswith("76% of the wait (76.0 ms a batch): reading was ready")
     assert lines[1].startswith("20% of the wait (20.0 ms a batch): reading and transforming")
 
 
 def report(stall_ms):
-    history = StepHistory()
-    for step in range(20):
-        history.append(
-            StepTiming(
-                step=step, samples=8, cold=False, wait_ms=stall_ms, stall_ms=stall_ms,
-                compute_ms=50.0, step_ms=50.0 + stall_ms,
-            )
-        )  # fmt: skip
     lines = (
         LineTime("rows.py", 1, "Rows.read", "", 40 * MS),
         LineTime("rows.py", 2, "Rows.read", "albumentations Blur.apply", 20 * MS),
@@ -131,7 +114,7 @@ def report(stall_ms):
         batch(0, 8, slowest=1),
         batch(100, 60, slowest=50, index=133, lines=lines),
     ).summary(lambda _loader, _index: "/data/a/very/long/folder/of/images/number/133.jpg")
-    summary = replace(history.summarize("train", duration_s=2.0), causes=causes)
+    summary = replace(stage(stall_ms, 50.0), causes=causes)
     return RunReport(stages=(summary,), verdict=judge(summary))
 
 

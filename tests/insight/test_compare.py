@@ -5,29 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from insight.made_up import stage
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.compare import side_by_side
 from lightning_fastdata.insight.report.run_report import SCHEMA_VERSION, RunReport
 
 
-def report(stall=32.1, compute=41.6, **facts):
-    history = StepHistory()
-    for i in range(20):
-        history.append(
-            StepTiming(
-                step=i,
-                wait_ms=stall,
-                stall_ms=stall,
-                compute_ms=compute,
-                step_ms=stall + compute,
-                samples=64,
-                cold=False,
-            )
-        )
-    stages = [history.summarize(name, duration_s=94.0) for name in ("train", "val")]
-    return RunReport(stages=tuple(stages), **facts)
+def report(stall=32.1, **facts):
+    return RunReport(stages=tuple(stage(stall, 41.6, name=n) for n in ("train", "val")), **facts)
 
 
 @pytest.fixture

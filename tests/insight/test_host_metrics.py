@@ -1,11 +1,24 @@
+"""What a training takes of its machine: what it saw, read seldom enough."""
+
 from __future__ import annotations
 
+import gc
+import sys
+
+import pytest
+from conformance.pieces import Linear, Rows, make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.host.usage import HostUsage
-from lightning_fastdata.insight.measure.host_metrics import MachineSeen
+from lightning_fastdata.insight.measure import host_metrics
+from lightning_fastdata.insight.measure.host_metrics import HostMeter, MachineSeen
+from lightning_fastdata.insight.memory import MemoryMeter
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
 
 
 def usage(at_s, *, periods=None, throttled=0, held_us=0):
@@ -35,3 +48,40 @@ def test_no_pair_of_readings_leaves_the_scale(begin, end, seconds):
     after = usage(seconds, periods=end, throttled=begin)
     share = MachineSeen.between(before, after).throttled_share
     assert share is None or 0 <= share <= 1
+
+
+@linux
+def test_memory_is_added_up_again_only_after_a_thousand_times_as_long(virtual):
+    read = []
+
+    def workers():
+        virtual.sleep(0.005)
+        read.append(virtual.monotonic_ns())
+        return []
+
+    meter = HostMeter(workers=workers)
+    meter.read_memory()
+    made = len(read)
+    for later, rest_s in ((0, 4), (1, 4)):
+        virtual.sleep(rest_s)
+        meter.read_memory()
+        assert len(read) == made + later
+    meter.read_memory(at_once=True)
+    assert len(read) == made + 2
+
+
+@linux
+def test_pages_are_read_at_the_end_of_an_epoch_while_its_workers_live(tmp_path, monkeypatch):
+    seen = []
+
+    def read(_, workers):
+        seen.append((trainer.current_epoch, len(workers)))
+
+    monkeypatch.setattr(MemoryMeter, "read", read)
+    monkeypatch.setattr(host_metrics, "_REST", 0)
+    gc.collect()
+    loader = DataLoader(Rows(8), 4, num_workers=1)
+    callback = DataThroughputCallback(summary=False, report=False)
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[callback])
+    trainer.fit(Linear(), loader)
+    assert seen[:2] == [(0, 1), (1, 1)]

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from insight.made_up import history_of, timing
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.report.html import report_html, timeline_chart
@@ -54,21 +55,10 @@ class Page(HTMLParser):
 
 
 def history(stalls=(30.0, 34.0) * 10, transfer_ms=1.1):
-    found = StepHistory()
-    for i, stall in enumerate(stalls):
-        found.append(
-            StepTiming(
-                step=i,
-                wait_ms=stall,
-                stall_ms=stall,
-                transfer_ms=transfer_ms,
-                compute_ms=40.0,
-                step_ms=stall + 40.0 + (transfer_ms or 0.0),
-                samples=64,
-                cold=i % 10 == 0,
-            )
-        )
-    return found
+    known = {"transfer_ms": transfer_ms}
+    return history_of(
+        *(timing(i, ms, 40.0, cold=i % 10 == 0, **known) for i, ms in enumerate(stalls))
+    )
 
 
 def causes(path="photos/7.jpg", name="Resize"):
@@ -164,8 +154,7 @@ def test_steps_that_were_not_timed_leave_a_gap():
     steps.append(StepTiming(step=20, samples=64, cold=False, wait_ms=3.0))
     titles = [t.text for t in ElementTree.fromstring(timeline_chart(steps.newest())).iter("title")]
     assert titles[-1] == "step 20\nnot timed"
-    only = StepHistory()
-    only.append(StepTiming(step=0, samples=64, cold=True, wait_ms=3.0))
+    only = history_of(StepTiming(step=0, samples=64, cold=True, wait_ms=3.0))
     assert timeline_chart(only.newest()) is None
 
 

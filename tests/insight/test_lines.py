@@ -11,7 +11,6 @@ from misses import each
 from lightning_fastdata.insight.waits.causes import (
     LineShare,
     LineTotals,
-    line_text,
     lock_between_processes,
     where_text,
 )
@@ -63,11 +62,6 @@ def test_memory_is_bounded_whatever_is_read():
     found = totals.shares()
     assert len(found) == 20
     assert (found[0].line, found[0].share) == (-1, pytest.approx(5 / 6))
-
-
-def test_words_say_line_and_call():
-    line = share(41, 0.88, calls="self.c.recv")
-    assert line_text(line) == "88% of reading is in Rows.read (rows.py:41), in self.c.recv"
 
 
 @each(

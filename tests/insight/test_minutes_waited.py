@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from insight.made_up import history_of, stage, timing
 from thoroughness import max_examples
 from virtual_time import virtual_time
 
 from lightning_fastdata import StepTimer
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.measure.metrics import StepHistory
 from lightning_fastdata.insight.report.run_report import RunReport
 
 
@@ -20,24 +21,19 @@ from lightning_fastdata.insight.report.run_report import RunReport
 def test_stalls_add_up_with_and_without_first_steps(steps):
     history = StepHistory(window=4)
     for i, (stall, cold) in enumerate(steps):
-        history.append(StepTiming(step=i, samples=1, cold=cold, stall_ms=stall, step_ms=stall + 1))
+        history.append(timing(i, stall, cold=cold))
     assert history.stalled_s() == pytest.approx(sum(stall for stall, _ in steps) / 1e3)
     warm = sum(stall for stall, cold in steps if cold != 1)
     assert history.stalled_s(cold=False) == pytest.approx(warm / 1e3)
 
 
 def test_a_step_without_figures_counts_as_the_others():
-    history = StepHistory()
-    for i, stall in enumerate((10.0, None, 30.0)):
-        history.append(StepTiming(step=i, samples=1, cold=0, stall_ms=stall))
-    assert history.stalled_s() == pytest.approx(0.06)
+    steps = [timing(number, stall) for number, stall in enumerate((10.0, None, 30.0))]
+    assert history_of(*steps).stalled_s() == pytest.approx(0.06)
 
 
 def report(device, minutes):
-    history = StepHistory()
-    history.append(StepTiming(step=0, samples=1, cold=0, stall_ms=1.0, step_ms=2.0))
-    stage = history.summarize("train", duration_s=1.0, device=device)
-    return RunReport(stages=(stage,), device_minutes_waited=minutes)
+    return RunReport(stages=(stage(1.0, device=device),), device_minutes_waited=minutes)
 
 
 def test_people_are_told_once_how_long_gpus_waited():

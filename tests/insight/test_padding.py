@@ -8,16 +8,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from insight.made_up import stage
 from ragged import Sequences, pad
-from torch import nn
 from torch.utils.data import DataLoader
-from trainers import quiet_trainer
+from trainers import Learner, quiet_trainer
 
 from benchmarks.lengths import drawn
 from lightning_fastdata import BucketBatchSampler, DataThroughputCallback, StepTimer, pack
 from lightning_fastdata.batches.staged import StagedBatch, batch_samples
-from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.padding import Padding, PaddingMeter
 from lightning_fastdata.insight.model.evidence import Evidence, closed_options
 from lightning_fastdata.insight.verdicts.catalogue import judge
@@ -118,17 +116,6 @@ def test_a_last_batch_of_one_sample_is_no_objection_and_other_forms_are() -> Non
     assert meter.found() is None
 
 
-def summary(stall_ms=0.0, compute_ms=20.0):
-    def phase(ms):
-        share = ms / (stall_ms + compute_ms)
-        return PhaseSummary(mean_ms=ms, p50_ms=ms, p95_ms=ms, max_ms=ms, share=share)
-
-    return StageSummary(
-        stage="train", steps=100, samples=800, duration_s=2.0, wait=phase(stall_ms),
-        stall=phase(stall_ms), compute=phase(compute_ms), step=phase(stall_ms + compute_ms),
-    )  # fmt: skip
-
-
 def planted(share=0.4, least_share=0.04, *, one_width=False):
     shares = {"share": share, "least_share": least_share, "one_width": one_width}
     return Padding(**shares, shown_by="lengths of 24 batches", tokens=4000)
@@ -137,7 +124,7 @@ def planted(share=0.4, least_share=0.04, *, one_width=False):
 def judged(padding, *, stall_ms=0.0, closed=None):
     step_ms = stall_ms + 20.0
     how = {"stall_ms": stall_ms, "wait_ms": stall_ms, "step_ms": step_ms, "closed": closed or {}}
-    return judge(summary(stall_ms), None, Evidence(padding=padding, **how))
+    return judge(stage(stall_ms, 20.0), None, Evidence(padding=padding, **how))
 
 
 def test_the_verdict_has_the_share_the_remedy_and_its_gain() -> None:
@@ -191,23 +178,12 @@ def loader_of(lengths, **how):
     return DataLoader(Sequences(lengths, text), collate_fn=partial(pad, value=0), **how)
 
 
-class Model(LightningModule):
-    """Computes as long as a batch is wide."""
+class Logs(Learner):
+    """Remembers how much each batch weighs in the means that Lightning logs."""
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(128, 8)
-        self.weights = []
-
-    def training_step(self, batch):
-        ids = batch["input_ids"] if isinstance(batch, dict) else batch
-        loss = self.embed(ids).mean()
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        self.weights.append(self.trainer._results.batch_size)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0, on_step=False, on_epoch=True)
+        return super().training_step(self.trainer._results.batch_size, batch_idx)
 
 
 @pytest.fixture
@@ -220,7 +196,7 @@ def fitted(tmp_path, monkeypatch):
             measured_run, "judge", lambda *known: evidence.append(known[2]) or judge(*known)
         )
         callback = DataThroughputCallback(summary=False, report=False)
-        model = Model()
+        model = Logs()
         trainer = quiet_trainer(max_epochs=1, callbacks=[callback], default_root_dir=tmp_path)
         trainer.fit(model, loader)
         return callback.report, evidence[-1], model
@@ -247,10 +223,10 @@ def test_packed_documents_count_as_samples_and_as_lightnings_batch_size(fitted) 
     documents = [len(batch["cu_seqlens"]) - 1 for batch in loader]
     assert [batch_samples(batch) for batch in loader] == documents
     report, evidence, model = fitted(loader)
-    stage = report.stages[0]
-    assert stage.samples == sum(documents)
-    assert model.weights == documents
-    each = stage.tokens_per_s / stage.samples_per_s
+    train = report.stages[0]
+    assert train.samples == sum(documents)
+    assert model.seen == documents
+    each = train.tokens_per_s / train.samples_per_s
     assert each == pytest.approx(LENGTHS.ravel()[:200].sum() / sum(documents), rel=0.5)
     assert evidence.padding.share == 0
 
@@ -260,9 +236,9 @@ def test_a_loop_of_ones_own_is_told_too() -> None:
     for batch in timer.batches(loader_of(LENGTHS.ravel(), batch_size=8)):
         with timer.augment():
             batch.float()
-    (stage,) = timer.report().stages
-    assert stage.tokens_per_s > 0
-    assert replace(stage, tokens_per_s=None).words == stage.words[:-1]
+    (train,) = timer.report().stages
+    assert train.tokens_per_s > 0
+    assert replace(train, tokens_per_s=None).words == train.words[:-1]
 
 
 def test_tokens_per_second_are_those_since_the_metrics_before(virtual) -> None:

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from insight.made_up import stage
 
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import findings, judge
@@ -23,13 +23,6 @@ from lightning_fastdata.insight.waits.ranks import (
 )
 
 MS = st.none() | st.floats(0, 1e4)
-
-
-def step(number, *, cold=False, stall=1.0, compute=9.0):
-    return StepTiming(
-        step=number, samples=4, cold=cold, wait_ms=stall, stall_ms=stall, compute_ms=compute,
-        step_ms=None if stall is None else stall + compute,
-    )  # fmt: skip
 
 
 def ranks(*stalls, step_ms=30.0):
@@ -62,12 +55,6 @@ def test_of_equal_stalls_the_rank_that_computes_least_holds_up_the_others():
 def test_loggers_get_the_longest_stall():
     assert rank_metrics(ranks(1.0, 21.0, 2.0)) == {"data_ranks/stall_max_ms": 21.0}
     assert rank_metrics(ranks(1.0)) == {}
-
-
-def test_one_line_names_rank_and_host():
-    assert ranks_line(ranks(1.0, 21.0, 2.0)) == (
-        "rank 1 on host-b stalls 21.0 ms a step, the mean is 8.0"
-    )
 
 
 def test_ranks_that_stall_alike_are_told_so():
@@ -109,10 +96,7 @@ def test_the_reason_is_that_of_the_slow_rank():
 
 
 def summary(stall):
-    history = StepHistory()
-    for number in range(20):
-        history.append(step(number, cold=number == 0, stall=stall, compute=30.0 - stall))
-    return history.summarize("train", duration_s=1.0)
+    return stage(stall, 30.0 - stall)
 
 
 def test_a_run_that_waits_for_another_rank_is_data_bound():

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from insight.made_up import history_of, stage, timing
 from misses import each
 
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
@@ -21,35 +21,29 @@ from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
 FLIP = OperationShare(name="albumentations Flip", share=0.6, augments=True)
 
 
-def timing(step, stall=32.1, transfer=1.1, augment=3.2, compute=41.6, cold=False, **kwargs):
-    total = stall + (transfer or 0) + (augment or 0) + compute
-    return StepTiming(
-        step=step, wait_ms=kwargs.pop("wait", stall), stall_ms=stall, transfer_ms=transfer,
-        augment_ms=augment, compute_ms=compute, step_ms=total, samples=64, cold=cold, **kwargs,
-    )  # fmt: skip
+def phases(stall=32.1, transfer=1.1, augment=3.2):
+    return {"stall": stall, "compute": 41.6, "transfer_ms": transfer, "augment_ms": augment}
 
 
-def summary(steps=20, stage="train", device="cuda", **kwargs):
-    history = StepHistory()
-    for i in range(steps):
-        history.append(timing(i, **kwargs))
-    return history.summarize(stage, duration_s=94.0, device=device)
+def summary(steps=20, name="train", device="cuda", **measured):
+    return stage(steps=steps, name=name, device=device, **phases(**measured))
 
 
-def run_report(**kwargs):
-    first = summary(**kwargs)
+def run_report(**measured):
+    first = summary(**measured)
     facts = LoaderFacts(num_workers=4, usable_cpus=8)
-    return RunReport(stages=(first, summary(stage="val")), verdict=judge(first, facts))
+    return RunReport(stages=(first, summary(name="val")), verdict=judge(first, facts))
 
 
 def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
     rng = np.random.default_rng(0)
     stalls, computes = rng.uniform(1, 40, 30), rng.uniform(20, 60, 30)
-    history = StepHistory()
-    history.append(timing(0, stall=9000.0, cold=True))
-    for i, (stall, compute) in enumerate(zip(stalls, computes, strict=True), start=1):
-        history.append(timing(i, stall=stall, compute=compute, transfer=None))
-    scalars = window_means(history.newest(), "data_val")
+    warm = (
+        timing(i, stall, compute, augment_ms=3.2)
+        for i, (stall, compute) in enumerate(zip(stalls, computes, strict=True), start=1)
+    )
+    steps = history_of(timing(0, 9000.0, transfer_ms=1.1, cold=True), *warm)
+    scalars = window_means(steps.newest(), "data_val")
     steps = stalls + computes + 3.2
     assert scalars["data_val/stall_percent"] == pytest.approx(100 * stalls.sum() / steps.sum())
     assert scalars["data_val/step_ms"] == pytest.approx(steps.mean())
@@ -59,13 +53,6 @@ def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
     )
     assert scalars["data_val_band/stall_p95_ms"] == pytest.approx(np.percentile(stalls, 95))
     assert "data_val_step/transfer_ms" not in scalars
-
-
-def test_shares_of_the_device_phases_add_up_to_one():
-    s = summary()
-    shares = [p.share for p in (s.stall, s.transfer, s.augment, s.compute)]
-    assert sum(shares) == pytest.approx(1.0)
-    assert s.samples_per_s_if_data_were_free == pytest.approx(64e3 / (1.1 + 3.2 + 41.6))
 
 
 @each(
@@ -136,10 +123,9 @@ def test_a_device_could_augment_what_workers_do_beside_it_unless_they_were_found
 
 
 def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
-    history = StepHistory()
-    for i in range(40):
-        history.append(timing(i, stall=2000.0 if i % 10 == 0 else 0.1, cold=i % 10 == 0))
-    s = history.summarize("train", duration_s=10.0)
+    starts = [i % 10 == 0 for i in range(40)]
+    steps = (timing(i, 2000.0 if cold else 0.1, 46.0, cold=cold) for i, cold in enumerate(starts))
+    s = history_of(*steps).summarize("train", duration_s=10.0)
     assert (s.cold_steps, s.cold_wait_ms) == (4, 2000.0)
     for kept in (None, True, False):
         facts = LoaderFacts(persistent_workers=kept)
@@ -210,22 +196,10 @@ def test_a_phase_that_was_not_measured_has_no_row():
 
 
 def test_a_run_without_steps_can_be_told():
-    empty = StepHistory().summarize("train", duration_s=0.0)
+    empty = stage(steps=0)
     text = RunReport(stages=(empty,), verdict=judge(empty)).text()
     assert "too little was measured" in text
     assert "nothing was measured" in RunReport(stages=()).text()
-
-
-def test_json_is_written_whole_and_reads_back(tmp_path):
-    path = tmp_path / "deep" / "report.json"
-    report = run_report()
-    assert report.write_json(path) == path
-    report.write_json(path)
-    read = json.loads(path.read_text(encoding="utf-8"))
-    assert read == json.loads(json.dumps(report.as_dict()))
-    assert read["schema_version"] == 11
-    assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
-    assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 
 
 def test_a_prompt_shows_one_line():

@@ -7,11 +7,9 @@ import os
 import webbrowser
 
 import pytest
-import torch
-from conformance.pieces import make_trainer
+from conformance.pieces import Linear, Rows, make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule
 from programs import refused
 from thoroughness import max_examples
 
@@ -19,39 +17,14 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.cli import main
 
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, _):
-        return self.layer(batch).mean()
-
-    validation_step = training_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return torch.full((4,), float(index))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A training with validation and workers: its callback, and the folder of its report."""
     folder = tmp_path_factory.mktemp("run")
     callback = DataThroughputCallback(summary=False)
-    trainer = make_trainer(
-        folder,
-        max_epochs=2,
-        callbacks=[callback],
-    )
-    trainer.fit(Model(), FastDataModule.from_datasets(Rows(), Rows(), batch_size=2, num_workers=2))
+    trainer = make_trainer(folder, max_epochs=2, callbacks=[callback])
+    rows = Rows(64)
+    trainer.fit(Linear(), FastDataModule.from_datasets(rows, rows, batch_size=2, num_workers=2))
     return callback, folder
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 
+import albumentations as A
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
+from planning.planned import Stream
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     TensorDataset,
     default_collate,
 )
@@ -27,6 +28,7 @@ from lightning_fastdata.tuning.simulate import TrainingTimes
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 HERE = {"cpus": 4.0, "step_cpus": 0.5}
+FLIP = A.Compose([A.HorizontalFlip()])
 
 
 class Waiting(Dataset):
@@ -48,17 +50,8 @@ class Together(Waiting):
         return [self[index] for index in indices]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(12.0))
-
-
 def stacked(samples):
     return torch.stack(samples)
-
-
-def doubled(batch):
-    return batch * 2
 
 
 def setup(dataset=None, **settings):
@@ -75,9 +68,10 @@ def setup(dataset=None, **settings):
         ({"executor": "workers", "collate_fn": stacked}, "queue"),
         ({"executor": "workers", "batch_size": None}, "queue"),
         ({"executor": "workers", "dataset": Together()}, "queue"),
-        ({"executor": "workers", "dataset": Stream()}, "batch"),
-        ({"executor": "gather", "dataset": Stream()}, "batch"),
-        ({"executor": "torch", "dataset": Stream()}, "batch"),
+        ({"executor": "workers", "transform": as_batch_transform(FLIP)}, "queue"),
+        ({"executor": "workers", "dataset": Stream(12)}, "batch"),
+        ({"executor": "gather", "dataset": Stream(12)}, "batch"),
+        ({"executor": "torch", "dataset": Stream(12)}, "batch"),
     ],
 )
 def test_who_makes_a_batch_follows_from_the_executor_and_its_data(settings, scheduling):
@@ -89,21 +83,15 @@ def test_without_workers_the_training_process_reads(executor):
     assert setup(executor=executor, num_workers=0).workers == 0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"executor": "gather", "num_workers": 2},
-        {"executor": "gather"},
-    ],
-)
-def test_what_the_model_does_not_know_has_no_setup(settings):
-    assert setup(TensorDataset(torch.arange(8.0)), **settings) is None
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_model_does_not_know_has_no_setup(workers):
+    rows = TensorDataset(torch.arange(8.0))
+    assert setup(rows, executor="gather", num_workers=workers) is None
 
 
 def test_the_setup_has_what_the_loader_was_given():
     found = setup(executor="workers", num_workers=3)
-    assert found.workers == 3
-    assert (found.cpus, found.step_cpus) == (4.0, 0.5)
+    assert (found.workers, found.cpus, found.step_cpus) == (3, 4.0, 0.5)
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 5])
@@ -130,19 +118,6 @@ def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_f
             loader.close()
     shared_out = any(len(batch.tasks) > 1 for batch in records)
     assert shared_out == (setup_of(loader, **HERE).scheduling == "sample")
-
-
-def test_a_pipeline_in_the_workers_has_each_batch_made_by_one():
-    import albumentations as A
-
-    loader = FastDataLoader(
-        Waiting(),
-        4,
-        executor="workers",
-        num_workers=2,
-        transform=as_batch_transform(A.Compose([A.HorizontalFlip()])),
-    )
-    assert setup_of(loader, **HERE).scheduling == "queue"
 
 
 seconds = st.floats(0.0, 100.0)

@@ -31,22 +31,17 @@ class Files(Dataset):
         return torch.zeros(2)
 
 
-def read(loader):
-    for _ in loader:
-        pass
-
-
 def test_slow_samples_have_the_files_of_their_own_loader():
     stamps = StageStamps("data")
     how = {"batch_size": 4, "num_workers": 0, "executor": "torch"}
     loaders = [FastDataLoader(Files(folder), **how) for folder in "abc"]
     stamps.watch(loaders[:2])
-    read(loaders[0])
+    list(loaders[0])
     del loaders[0]
     gc.collect()
     stamps.watch(loaders)
     for loader in loaders:
-        read(loader)
+        list(loader)
     # The file of the one that is gone is not known any more.
     paths = {sample.path for sample in stamps.summary().slow_samples}
     assert paths == {"/b/23.jpg", "/c/23.jpg", None}
@@ -56,14 +51,14 @@ def test_what_ran_before_a_restart_tells_nothing():
     stamps = StageStamps("data")
     loader = FastDataLoader(Files("a"), batch_size=4, num_workers=0, executor="torch")
     stamps.watch([loader, DataLoader(Files("b"))])
-    read(loader)
+    list(loader)
     loader.records[-1] = loader.records[-1]._replace(rates=ReadRates(2, 100.0, 4, 104.0))
     assert stamps.slowest().rates is not None
     assert "a DataLoader does not tell" in stamps.missing()
     stamps.restart()
     stamps.watch([loader])
     assert stamps.missing() == "executor 'torch' does not tell", "nothing has come yet"
-    read(loader)
+    list(loader)
     assert stamps.missing() is None
     assert stamps.slowest().rates is None
     assert stamps.summary().batches == 5

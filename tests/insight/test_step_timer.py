@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from conformance.pieces import Rows
+from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
 from lightning_fastdata.errors import OptionsError
@@ -26,18 +26,9 @@ def pass_ms(ms):
     clock.sleep(ms / 1e3)
 
 
-class Slow(Dataset):
-    """Samples of which some take long."""
-
-    def __init__(self, length=12, slow=(), ms=LONG_MS):
-        self.length, self.slow, self.ms = length, set(slow), ms
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, i):
-        pass_ms(self.ms if i in self.slow else 0)
-        return torch.full((4,), float(i)), i
+def samples(length=12, slow=(), ms=LONG_MS):
+    """Return samples of which some take long."""
+    return Rows(length, dict.fromkeys(slow, ms / 1e3))
 
 
 def columns(timer, stage="train"):
@@ -51,7 +42,7 @@ def waits(timer, stage="train"):
 @pytest.mark.parametrize("kind", [partial(FastDataLoader, num_workers=0), DataLoader])
 def test_each_wait_is_found_in_its_own_step_exactly(kind):
     timer = StepTimer("cpu")
-    loader = kind(Slow(slow=[3, 7]), batch_size=1)
+    loader = kind(samples(slow=[3, 7]), batch_size=1)
     for _ in range(2):
         for _ in timer.batches(loader):
             pass_ms(10)
@@ -62,7 +53,7 @@ def test_each_wait_is_found_in_its_own_step_exactly(kind):
 
 def test_phases_are_told_apart_and_add_up():
     timer = StepTimer("cpu")
-    for _ in timer.batches(DataLoader(Slow(4, slow=range(4)), batch_size=2)):
+    for _ in timer.batches(DataLoader(samples(4, slow=range(4)), batch_size=2)):
         with timer.transfer():
             pass_ms(1)
             with timer.augment():
@@ -95,7 +86,7 @@ def test_phases_outside_of_a_step_do_nothing():
 
 
 def test_batches_are_those_of_the_loader_as_often_as_it_is_iterated():
-    timer, rows = StepTimer("cpu"), Slow(5)
+    timer, rows = StepTimer("cpu"), samples(5)
     batches = timer.batches(FastDataLoader(rows, batch_size=2, shuffle=True, seed=3))
     twin = FastDataLoader(rows, batch_size=2, shuffle=True, seed=3)
     assert len(batches) == 3
@@ -117,7 +108,7 @@ def test_any_iterable_will_do_and_samples_are_counted(batches):
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_step_that_is_left_counts_only_if_it_was_said_to_have_ended(ended):
-    timer, loader = StepTimer("cpu"), DataLoader(Slow(8))
+    timer, loader = StepTimer("cpu"), DataLoader(samples(8))
     for _ in range(2):
         for _, i in timer.batches(loader):
             pass_ms(10)
@@ -133,7 +124,7 @@ def test_a_step_that_is_left_counts_only_if_it_was_said_to_have_ended(ended):
 
 
 def test_an_exception_in_the_loop_passes_and_leaves_no_open_step():
-    timer, loader = StepTimer("cpu"), DataLoader(Slow(8))
+    timer, loader = StepTimer("cpu"), DataLoader(samples(8))
 
     def breaks():
         for _, i in timer.batches(loader):
@@ -168,7 +159,7 @@ def test_a_batch_is_let_go_of_when_the_loop_lets_go_of_it():
 
 def test_a_validation_within_training_has_its_own_steps_and_is_no_part_of_a_training_step():
     timer = StepTimer("cpu")
-    train, val = DataLoader(Slow(6)), DataLoader(Slow(3, slow=[1]))
+    train, val = DataLoader(samples(6)), DataLoader(samples(3, slow=[1]))
     for _, i in timer.batches(train):
         pass_ms(10)
         if i == 2:
@@ -184,7 +175,7 @@ def test_a_validation_within_training_has_its_own_steps_and_is_no_part_of_a_trai
 
 
 def test_the_duration_of_a_stage_leaves_out_the_others_and_what_lies_between_epochs():
-    timer, rows = StepTimer("cpu"), Slow(2)
+    timer, rows = StepTimer("cpu"), samples(2)
     for _ in range(2):
         for _ in timer.batches(DataLoader(rows)):
             timer.step_ended()
@@ -196,7 +187,7 @@ def test_the_duration_of_a_stage_leaves_out_the_others_and_what_lies_between_epo
 
 
 def test_loaders_read_side_by_side_are_one_or_an_error():
-    one, two = Slow(5, slow=range(5), ms=20), Slow(4, slow=range(4), ms=3)
+    one, two = samples(5, slow=range(5), ms=20), samples(4, slow=range(4), ms=3)
     timer, loaders = StepTimer("cpu"), (DataLoader(one), DataLoader(two))
     for _ in timer.batches(zip(*loaders, strict=False)):
         pass_ms(10)
@@ -207,7 +198,7 @@ def test_loaders_read_side_by_side_are_one_or_an_error():
 
 
 def test_an_iterator_that_was_left_standing_stops_no_later_loop():
-    timer, loader = StepTimer("cpu"), DataLoader(Slow(5))
+    timer, loader = StepTimer("cpu"), DataLoader(samples(5))
     standing = iter(timer.batches(loader))
     next(standing)
     for _ in timer.batches(loader):
@@ -217,11 +208,11 @@ def test_an_iterator_that_was_left_standing_stops_no_later_loop():
 
 def test_metrics_are_means_since_the_last_call_named_by_stage():
     timer = StepTimer("cpu")
-    for _, i in timer.batches(FastDataLoader(Slow(9, slow=[6]), num_workers=0)):
+    for _, i in timer.batches(FastDataLoader(samples(9, slow=[6]), num_workers=0)):
         pass_ms(10)
         if i == 4:
             early = timer.metrics()
-    for _ in timer.batches(DataLoader(Slow(3)), stage="val"):
+    for _ in timer.batches(DataLoader(samples(3)), stage="val"):
         pass_ms(2)
     late = timer.metrics()
     assert early["data/step_ms"] == 10
@@ -233,13 +224,8 @@ def test_metrics_are_means_since_the_last_call_named_by_stage():
 
 
 def test_late_batches_have_causes_files_apart_and_a_verdict():
-    class Blocks(Slow):
-        def __getitem__(self, i):
-            pass_ms(4)
-            return super().__getitem__(i)
-
-    timer = StepTimer("cpu")
-    loader = FastDataLoader(Blocks(160), 4, num_workers=0, executor="inline")
+    timer, rows = StepTimer("cpu"), samples(160, slow=range(160), ms=4)
+    loader = FastDataLoader(rows, 4, num_workers=0, executor="inline")
     for _ in timer.batches(loader):
         pass_ms(2)
     report = timer.report()
@@ -252,10 +238,10 @@ def test_late_batches_have_causes_files_apart_and_a_verdict():
 
 
 def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
-    timer, rows = StepTimer("cpu"), Slow(10, slow=range(10), ms=4)
+    timer, rows = StepTimer("cpu"), samples(10, slow=range(10), ms=4)
     for _ in timer.batches(DataLoader(rows)):
         pass
-    for _ in timer.batches(DataLoader(Slow(5)), stage="val"):
+    for _ in timer.batches(DataLoader(samples(5)), stage="val"):
         pass
     report = timer.report()
     assert report.verdict.code == "FD101"
@@ -301,7 +287,7 @@ def test_a_loop_is_judged_by_what_starts_of_epochs_and_validation_take_of_it(
 
 
 def test_one_timer_after_another_takes_the_stamps_of_a_loader_while_it_is_read():
-    loader = FastDataLoader(Slow(8))
+    loader = FastDataLoader(samples(8))
     for _ in range(2):
         timer = StepTimer("cpu")
         for _ in range(2):
@@ -313,19 +299,8 @@ def test_one_timer_after_another_takes_the_stamps_of_a_loader_while_it_is_read()
         assert timer.report().notes == ()
 
 
-def test_somebody_who_takes_the_stamps_keeps_them():
-    mine, loader = deque(), FastDataLoader(Slow(8))
-    loader.record_stamps(mine)
-    timer = StepTimer("cpu")
-    for _ in timer.batches(loader):
-        pass
-    assert len(mine) == 8
-    assert loader.records is mine
-    assert "other code takes the stamps" in timer.report().notes[0]
-
-
 def test_a_loader_is_not_kept_alive():
-    timer, loader = StepTimer("cpu"), FastDataLoader(Slow(8))
+    timer, loader = StepTimer("cpu"), FastDataLoader(samples(8))
     for _ in timer.batches(loader):
         pass
     gone = weakref.ref(loader)
@@ -336,7 +311,7 @@ def test_a_loader_is_not_kept_alive():
 
 
 def test_a_prefetching_loader_has_its_stamps_and_says_where_its_transfer_is():
-    timer, loader = StepTimer("cpu"), FastDataLoader(Slow(8), batch_size=2)
+    timer, loader = StepTimer("cpu"), FastDataLoader(samples(8), batch_size=2)
     for x, _ in timer.batches(prefetch(loader, "cpu")):
         assert x.shape == (2, 4)
     report = timer.report()
@@ -358,7 +333,7 @@ def fabric_of(loader, **arguments):
 @pytest.mark.parametrize("moves", [True, False])
 def test_fabric_is_measured_with_stamps_and_says_where_its_transfer_is(moves):
     """Also pins the name under which Fabric keeps the loader that it wraps."""
-    loader = FastDataLoader(Slow(12, slow=[7], ms=60), num_workers=0)
+    loader = FastDataLoader(samples(12, slow=[7], ms=60), num_workers=0)
     fabric, model, optimizer, wrapped = fabric_of(loader, move_to_device=moves)
     timer = StepTimer(fabric.device)
     for _ in range(2):

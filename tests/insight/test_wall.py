@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
+from virtual_time import VirtualClock
 
 from lightning_fastdata.insight.measure.wall import (
     PART_NAMES,
@@ -16,17 +17,6 @@ from lightning_fastdata.insight.measure.wall import (
 )
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings, ranked
-
-
-class Clock:
-    """A clock that stands still until it is told to go on."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return round(1e9 * self.now_s)
-
 
 PARTS = st.sampled_from(sorted(PART_NAMES))
 MOVES = st.lists(
@@ -40,11 +30,17 @@ MOVES = st.lists(
 )
 
 
+def ticking():
+    """Return a clock that stands still until it is told to go on, and what counts by it."""
+    time = VirtualClock()
+    return time, WallClock(time.monotonic_ns)
+
+
 @max_examples(300)
 @given(moves=MOVES)
 def test_the_parts_add_up_whatever_is_announced(moves):
-    clock = Clock()
-    wall = WallClock(clock)
+    time, wall = ticking()
+    began_ns = time.monotonic_ns()
     for move, *what in moves:
         if move == "enter":
             wall.enter(Activity(*what))
@@ -55,27 +51,26 @@ def test_the_parts_add_up_whatever_is_announced(moves):
         elif move == "forget":
             wall.forget()
         else:
-            clock.now_s += what[0]
+            time.sleep(what[0])
     found = wall.read()
-    assert found.total_s == pytest.approx(clock.now_s - 100.0, abs=1e-8)
+    assert found.total_s == pytest.approx((time.monotonic_ns() - began_ns) / 1e9, abs=1e-8)
     assert sum(found.parts_s.values()) == pytest.approx(found.total_s, abs=1e-9)
     for part, seconds in found.parts_s.items():
         assert sum(s for _, s in found.names_of(part)) <= seconds + 1e-9
 
 
 def test_the_innermost_counts_and_blocks_of_one_part_are_one():
-    clock = Clock()
-    wall = WallClock(clock)
+    time, wall = ticking()
     wall.turn_to(Activity("other"))
     wall.enter(Activity("checkpoints", "ModelCheckpoint.on_train_batch_end"))
-    clock.now_s += 1
+    time.sleep(1)
     wall.enter(Activity("checkpoints", "save_checkpoint"))
-    clock.now_s += 2
+    time.sleep(2)
     wall.enter(Activity("callbacks", "Mine.on_save_checkpoint"))
-    clock.now_s += 4
+    time.sleep(4)
     for _ in range(3):
         wall.leave()
-    clock.now_s += 8
+    time.sleep(8)
     found = wall.read()
     assert found.parts_s == {"checkpoints": 3, "callbacks": 4, "other": 8}
     assert found.names_of("checkpoints") == [("ModelCheckpoint.on_train_batch_end", 3)]

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from insight.made_up import stage
 
-from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.verdicts.without_stamps import largest_cost
 from lightning_fastdata.insight.waits.attribution import WaitParts
 
 
-def phase(mean_ms, share):
-    return PhaseSummary(
-        mean_ms=mean_ms, p50_ms=mean_ms, p95_ms=mean_ms, max_ms=mean_ms, share=share
-    )
-
-
-def waiting(stall_ms, step_ms=60.0):
-    stall = phase(stall_ms, stall_ms / step_ms)
-    return StageSummary(
-        stage="train", device="cuda", steps=100, samples=1600, duration_s=6.0,
-        step=phase(step_ms, 1.0), wait=stall, stall=stall,
-        compute=phase(step_ms - stall_ms, 1 - stall_ms / step_ms),
-    )  # fmt: skip
+def waiting(stall_ms):
+    return stage(stall_ms, 60.0 - stall_ms, steps=100, device="cuda")
 
 
 @pytest.mark.parametrize(

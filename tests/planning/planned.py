@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
@@ -37,6 +38,22 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Any:
         raise AssertionError("it is read")
+
+
+class Planted(Dataset):
+    """Samples of a known kind of work, which note when they are read."""
+
+    def __init__(self, work: Callable[[], object] = int, length: int = 40) -> None:
+        self.work, self.length = work, length
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        self.work()
+        return torch.full((4,), float(index)), index
 
 
 class WithoutLength:

@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 from misses import each
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from planning.planned import Stream
+from torch.utils.data import TensorDataset, default_collate
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -20,11 +21,6 @@ from lightning_fastdata.executors.kinds import (
 from lightning_fastdata.planning.options import LoaderOptions
 
 NAMES = get_args(ExecutorName)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(())
 
 
 def test_each_name_has_its_row():

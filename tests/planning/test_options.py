@@ -260,25 +260,18 @@ def test_options_come_from_a_command_line_and_from_yaml() -> None:
 
 
 def test_there_are_no_more_workers_than_memory_has_room_for_and_it_is_said():
-    roomy = plan(
-        accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), memory=memory(ram=100 * GIB)
-    )
+    def planned(each_bytes, options=None, **about):
+        facts = DatasetFacts(worker_bytes=each_bytes)
+        return plan(options, accelerator="cpu", facts=facts, **about)
+
+    roomy = planned(2 * GIB, memory=memory(ram=100 * GIB))
     assert (roomy.num_workers, roomy.limits) == (8, ())
-    tight = plan(
-        accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), memory=memory(cgroup=10 * GIB)
-    )
+    tight = planned(2 * GIB, memory=memory(cgroup=10 * GIB))
     assert tight.num_workers == 4
     assert "a worker comes to take 2.00 GiB, and 10.00 GiB are left" in tight.reasons["num_workers"]
     assert "num_workers is 4 instead of 8" in tight.limits[0]
-    ranks = plan(accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), cpu=cpus(8, ranks=2))
+    ranks = planned(2 * GIB, cpu=cpus(8, ranks=2))
     assert ranks.num_workers == min(8, int(0.8 * memory().available_bytes) // 2 // (2 * GIB))
-    none = plan(
-        accelerator="cpu", facts=DatasetFacts(worker_bytes=20 * GIB), memory=memory(cgroup=10 * GIB)
-    )
-    assert none.num_workers == 1
-    asked = plan(
-        LoaderOptions(num_workers=8),
-        facts=DatasetFacts(worker_bytes=20 * GIB),
-        memory=memory(ram=GIB),
-    )
+    assert planned(20 * GIB, memory=memory(cgroup=10 * GIB)).num_workers == 1
+    asked = planned(20 * GIB, LoaderOptions(num_workers=8), memory=memory(ram=GIB))
     assert asked.num_workers == 8

@@ -9,10 +9,9 @@ from functools import partial
 import pytest
 import torch
 from misses import each
-from planning.planned import GIB, Stream, cost, cpus, machine, memory, plan
+from planning.planned import GIB, Planted, Stream, cost, cpus, machine, memory, plan
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -39,171 +38,100 @@ from lightning_fastdata.planning.plan_for import (
 )
 
 
-class Planted(Dataset):
-    """Samples of a known kind of work."""
-
-    def __init__(self, work, length=40):
-        self.work, self.length = work, length
-        self.read = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, i):
-        self.read.append(i)
-        self.work()
-        return torch.full((4,), float(i)), i
-
-
-def nothing():
-    pass
-
-
-def zero():
-    return 0.0
-
-
-class Times(clock.Clock):
-    """A clock that stands until it is told how long something took, on a CPU or off it."""
-
-    def __init__(self):
-        self.s = self.cpu_s = 0.0
-
-    def now(self):
-        return self.s
-
-    def advance(self, s):
-        self.s += s
-
-    def compute(self, s):
-        self.s += s
-        self.cpu_s += s
-
-    def monotonic_ns(self):
-        return round(self.s * 1e9)
-
-    def thread_time_ns(self):
-        return round(self.cpu_s * 1e9)
-
-    @property
-    def clocks(self):
-        return Clocks(self.now, lambda: self.cpu_s, zero)
+def measured(dataset, **how):
+    """Return what a sample costs by the package's clock; nobody else has the CPUs."""
+    return measure_samples(dataset, **{"clocks": Clocks(queue_s=lambda: 0.0), **how})
 
 
 # What is measured
 
 
-def test_how_much_longer_others_made_it_take_is_told(monkeypatch):
+def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
     monkeypatch.setattr(probe, "_MOST_CROWDED", 20.0)  # which other tests leave out
-    times, queued_s = Times(), [0.0]
 
     def kept_from_a_cpu(seconds):
-        times.compute(0.01)
-        times.advance(seconds)
-        queued_s[0] += seconds
+        virtual.work(0.01)
+        virtual.queue(seconds)
 
     def crowded(seconds):
-        clocks = Clocks(times.now, lambda: times.cpu_s, lambda: queued_s[0])
-        return measure_samples(Planted(partial(kept_from_a_cpu, seconds)), clocks=clocks).crowded
+        clocks = Clocks(queue_s=lambda: virtual.queued_ns() / 1e9)
+        return measured(Planted(partial(kept_from_a_cpu, seconds)), clocks=clocks).crowded
 
     assert crowded(0.0) == 1.0
     assert crowded(0.03) == pytest.approx(4.0)
     assert crowded(9.0) == 21.0, "no more than that"
 
 
-def test_a_sample_that_waits_does_and_ones_that_compute_do_not():
-    for work, answer in (("advance", True), ("compute", False)):
-        times = Times()
-        data = Planted(partial(getattr(times, work), 0.01))
-        assert waits(measure_samples(data, clocks=times.clocks)) == answer
-    assert not waits(measure_samples(Planted(nothing), clocks=Times().clocks))
+def test_a_sample_that_waits_does_and_ones_that_compute_do_not(virtual):
+    assert waits(measured(Planted(partial(virtual.sleep, 0.01))))
+    assert not waits(measured(Planted(partial(virtual.work, 0.01))))
+    assert not waits(measured(Planted()))
 
 
-def test_no_sample_is_begun_after_the_budget():
-    data = Planted(lambda: times.advance(0.1), length=1000)
-    times = Times()
-    measured = measure_samples(
-        data, batch_size=8, budget_s=0.45, clocks=Clocks(times.now, zero, zero)
-    )
+def test_no_sample_is_begun_after_the_budget(virtual):
+    data = Planted(partial(virtual.sleep, 0.1), length=1000)
+    found = measured(data, batch_size=8, budget_s=0.45)
     # The first one is left out.
     assert len(data.read) == 5
-    assert measured is not None
-    assert (measured.samples, measured.wall_ms) == (4, pytest.approx(100))
-    slow = Planted(lambda: times.advance(9), length=1000)
-    once = measure_samples(slow, batch_size=8, clocks=Clocks(times.now, zero, zero))
+    assert (found.samples, found.wall_ms) == (4, pytest.approx(100))
+    slow = Planted(partial(virtual.sleep, 9), length=1000)
+    once = measured(slow, batch_size=8)
     assert len(slow.read) == 1
-    assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
 
 
-def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers():
-    wall, cpu = Times(), Times()
-
+def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers(virtual):
     class Ahead(Planted):
         opened = False
 
         def read_ahead(self, indices):
             if len(indices) > 1:
-                wall.advance(0.08 if self.opened else 0.2)
+                virtual.sleep(0.08 if self.opened else 0.2)
                 self.opened = True
 
-    def decode():
-        wall.advance(0.001)
-        cpu.advance(0.001)
-
-    data = Ahead(decode, length=10_000)
-    clocks = Clocks(wall.now, cpu.now, zero)
-    measured = measure_samples(data, batch_size=64, budget_s=0.3, clocks=clocks)
-    assert measured is not None
+    data = Ahead(partial(virtual.work, 0.001), length=10_000)
+    found = measured(data, batch_size=64, budget_s=0.3)
     # A worker waits 80 ms for a batch while it decodes the one before for 64 ms.
-    assert measured.wall_ms == pytest.approx(80 / 64)
+    assert found.wall_ms == pytest.approx(80 / 64)
     assert len(data.read) < 4 * 64 + 1
 
 
-def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():
-    times, count = Times(), iter(range(10_000))
-    data = Planted(lambda: times.advance(1 if next(count) % 50 == 49 else 0.001), length=2000)
-    measured = measure_samples(
-        data, batch_size=16, budget_s=5, clocks=Clocks(times.now, zero, zero)
-    )
-    assert measured is not None
-    assert measured.wall_ms == pytest.approx(21, rel=0.5)
-    assert waits(measured)
+def test_a_few_samples_that_take_long_count_for_as_long_as_they_take(virtual):
+    count = iter(range(10_000))
+    data = Planted(lambda: virtual.sleep(1 if next(count) % 50 == 49 else 0.001), length=2000)
+    found = measured(data, batch_size=16, budget_s=5)
+    assert found.wall_ms == pytest.approx(21, rel=0.5)
+    assert waits(found)
 
 
-def test_collation_is_measured_in_whole_batches():
-    times, sizes = Times(), []
+def test_collation_is_measured_in_whole_batches(virtual):
+    sizes = []
 
     def collate(samples):
         sizes.append(len(samples))
-        times.advance(0.016 + 0.001 * len(samples))
+        virtual.work(0.016 + 0.001 * len(samples))
 
-    about = {"batch_size": 16, "budget_s": 60, "clocks": Clocks(times.now, times.now, zero)}
-    measured = measure_samples(Planted(nothing, length=500), collate=collate, **about)
+    found = measured(Planted(length=500), batch_size=16, budget_s=60, collate=collate)
     assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
-    assert measured is not None
-    assert measured.collate_ms == pytest.approx(2)
-    assert measured.wall_ms == pytest.approx(0, abs=1e-6)
+    assert found.collate_ms == pytest.approx(2)
+    assert found.wall_ms == pytest.approx(0, abs=1e-6)
 
 
-def test_a_dataset_that_reads_whole_batches_is_asked_for_them():
-    times, asked = Times(), []
+def test_a_dataset_that_reads_whole_batches_is_asked_for_them(virtual):
+    asked = []
 
     class Batched(Planted):
         def __getitems__(self, indices):
             asked.append(len(indices))
-            times.advance(0.032 + 0.001 * len(indices))
+            virtual.work(0.032 + 0.001 * len(indices))
             return [(torch.zeros(4), i) for i in indices]
 
-    data = Batched(nothing, length=500)
-    measured = measure_samples(
-        data, batch_size=32, budget_s=60, clocks=Clocks(times.now, times.now, zero)
-    )
+    data = Batched(length=500)
+    found = measured(data, batch_size=32, budget_s=60)
     assert data.read == []
     assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
-    assert measured is not None
-    assert measured.cpu_ms == pytest.approx(2)
-    assert measured.size_bytes == 4 * 4 + 8
+    assert found.cpu_ms == pytest.approx(2)
+    assert found.size_bytes == 4 * 4 + 8
 
 
 NAMES = ["a", "b", "c", "d"]
@@ -239,12 +167,12 @@ class Counting:
     ],
 )
 def test_keys_to_probe_are_those_of_the_sampler_and_no_sampler_is_iterated(orders, keys):
-    assert probe_indices(Planted(nothing), 4, **orders) == keys
+    assert probe_indices(Planted(), 4, **orders) == keys
     for order in orders.values():
         inner = getattr(order, "sampler", order)
         assert not isinstance(inner, Counting) or inner.iterated == 0
     if keys is None:
-        assert probe_indices(Planted(nothing), 4, **orders, peek=True) in (NAMES, ["a", "b"])
+        assert probe_indices(Planted(), 4, **orders, peek=True) in (NAMES, ["a", "b"])
 
 
 def test_what_cannot_be_read_has_no_cost():
@@ -252,7 +180,7 @@ def test_what_cannot_be_read_has_no_cost():
         raise ValueError("broken")
 
     assert measure_samples(Planted(fail)) is None
-    assert measure_samples(Planted(nothing, length=0)) is None
+    assert measure_samples(Planted(length=0)) is None
 
 
 # What follows from it
@@ -324,13 +252,6 @@ def planned(options=None, **changes):
     return plan(options, facts=facts, **{**about, **changes})
 
 
-def test_the_plan_says_that_a_sample_waits():
-    made = planned()
-    assert (made.executor, made.num_workers) == ("workers", 23)
-    assert "waits 5.1 of its 5.5 ms" in made.explain()
-    assert made.limits == ()
-
-
 @each(
     ("changes", "workers"),
     [
@@ -371,6 +292,8 @@ def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
         ({"cost": None}, "auto", "workers"),
         ({"cost": cost(wall_ms=5, cpu_ms=0.1)}, "auto", "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, "auto", "inline"),
+        ({"cost": cost(wall_ms=0.01, cpu_ms=0.01)}, "auto", "inline"),
+        ({"cost": cost(wall_ms=0.2, cpu_ms=0.2)}, "auto", "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "draws": True}, "auto", "inline"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "pipelines": ("one",)}, "auto", "inline"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "transformed": True}, "auto", "workers"),
@@ -445,11 +368,6 @@ def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), on=1).alone
 
 
-@each(("ms", "alone"), [(0.001, True), (0.01, True), (0.2, False), (1.0, False), (50.0, False)])
-def test_a_clear_case_is_decided_as_anybody_would(ms, alone):
-    assert chosen(cost=cost(wall_ms=ms, cpu_ms=ms)).alone == alone
-
-
 def test_cheap_samples_get_no_more_workers_than_are_enough():
     many = planned(cost=cost(wall_ms=0.02, cpu_ms=0.02), cpu=cpus(64), dataset_length=10**6)
     assert 1 <= many.num_workers < 16
@@ -460,15 +378,13 @@ def test_cheap_samples_get_no_more_workers_than_are_enough():
 # The loader alone
 
 
+@pytest.mark.usefixtures("virtual")
 def test_a_loader_finds_by_itself_that_its_samples_wait():
-    times = Times()
-    data = Planted(partial(times.advance, 1), length=6)
-    with clock.installed(times):  # in the process that tries it, too
-        loader = FastDataLoader(data, 2, num_workers="auto", multiprocessing_context="fork")
+    data = Planted(partial(clock.sleep, 1), length=6)
+    loader = FastDataLoader(data, 2, num_workers="auto", multiprocessing_context="fork")
     assert loader.executor == "workers"
     assert loader.num_workers == 6
-    assert loader.plan is not None
-    assert "waits" in loader.plan.explain()
+    assert "a sample waits" in loader.plan.explain()
     try:
         for _ in range(2):
             assert torch.cat([index for _, index in loader]).tolist() == list(range(6))
@@ -476,6 +392,7 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
         loader.close()
 
 
+@pytest.mark.usefixtures("virtual")
 @pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "settings",
@@ -492,10 +409,8 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
 @pytest.mark.parametrize("waits_s", [0, 1])
 def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
     settings = {"batch_size": 2, **settings}
-    times = Times()
-    data = Planted(partial(times.advance, waits_s), length=3)
-    with clock.installed(times):
-        loader = FastDataLoader(data, num_workers="auto", **settings)
+    data = Planted(partial(clock.sleep, waits_s), length=3)
+    loader = FastDataLoader(data, num_workers="auto", **settings)
     plain = {name: value for name, value in settings.items() if "batch" in name or "coll" in name}
     expected = [repr(batch) for batch in torch.utils.data.DataLoader(data, **plain)]
     try:
@@ -504,29 +419,16 @@ def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
         loader.close()
 
 
-class Slow(Dataset):
-    """Samples that take long to make."""
-
-    def __init__(self) -> None:
-        self.times = Times()
-
-    def __len__(self) -> int:
-        return 4000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.times.compute(0.002)
-        return torch.zeros(4)
-
-
 def test_num_workers_means_what_it_means_to_torch_unless_it_is_auto():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (0, False, "torch")
     loader = FastDataLoader(TensorDataset(torch.arange(4)), num_workers="auto")
     assert (loader.num_workers, loader.executor) == (1, "gather")
     assert loader.plan is not None
-    four = FastDataLoader(Slow(), 4, num_workers=4)
+    rows = Planted()
+    four = FastDataLoader(rows, 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
-    none = FastDataLoader(Slow(), 4, num_workers=0)
+    none = FastDataLoader(rows, 4, num_workers=0)
     assert (none.num_workers, KINDS[none.executor].side_processes) == (0, False)
 
 
@@ -535,7 +437,7 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     script.write_text("loader = ...")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
-    loader = FastDataLoader(Slow(), 4, num_workers="auto")
+    loader = FastDataLoader(Planted(), 4, num_workers="auto")
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import weakref
 from collections import deque
@@ -16,10 +15,10 @@ import pytest
 import pytorch_lightning
 import torch
 from conformance.pieces import Images, Pixels
-from device.host_streams import HostStreams
+from device.host_streams import OnStreams
 from lightning.pytorch.plugins import MixedPrecision
 from misses import each
-from plugin.counted_device import GIB, MIB, Device
+from plugin.counted_device import GIB, MIB, Device, InBackward
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric
@@ -27,12 +26,15 @@ from torchmetrics.classification import MulticlassAccuracy
 from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata import pytorch_lightning as of_the_other_package
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
+from lightning_fastdata.plugin import bindings
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard import snapshots, steps
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
+HOMES = {lightning.pytorch: bindings, pytorch_lightning: of_the_other_package}
 INLINE = LoaderOptions(num_workers=0, executor="inline", probe=False)
 
 torch.set_num_threads(1)
@@ -64,18 +66,6 @@ class Steps(Device):
 
     def clock(self):
         return self.now_s
-
-
-class WorkInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, device):
-        ctx.device, ctx.rows = device, len(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.device.work("backward", ctx.rows)
-        return grad, None
 
 
 def module_for(device, optimizer="adam", pl=lightning.pytorch, **options):
@@ -122,7 +112,8 @@ def module_for(device, optimizer="adam", pl=lightning.pytorch, **options):
             x = x + 0.01 * torch.randn_like(x) + 0.01 * random.random() + 0.01 * np.random.rand()
             x = x + 0.01 * torch.rand(len(x), 1, generator=self.own)
             device.work("forward", len(x))
-            hidden = WorkInBackward.apply(self.frozen(self.hidden(self.norm(x))).relu(), device)
+            hidden = self.frozen(self.hidden(self.norm(x))).relu()
+            hidden = InBackward.apply(hidden, device.work)
             logits = self.head(self.drop(hidden))
             loss = nn.functional.cross_entropy(logits, y)
             self.accuracy(logits, y)
@@ -165,11 +156,6 @@ def module_for(device, optimizer="adam", pl=lightning.pytorch, **options):
 def rows_of_numbers():
     x = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, torch.arange(ROWS) % CLASSES)
-
-
-def home_of(pl):
-    own = "" if pl is lightning.pytorch else ".pytorch_lightning"
-    return importlib.import_module(f"lightning_fastdata{own}")
 
 
 def state_of(trainer, module):
@@ -215,16 +201,14 @@ class Run:
 
     def __init__(self, module, device, where=None, *, data=None, pl=lightning.pytorch, **options):
         guard, callbacks = options.pop("guard", "accumulate"), options.pop("callbacks", ())
-        home = home_of(pl)
+        home = HOMES[pl]
         if data is None:
             data = home.FastDataModule.from_datasets(
                 rows_of_numbers(), batch_size=BATCH, guard=guard, options=INLINE, seed=1
             )
         self.module, self.data, self.states, self.tried = module, data, [], []
-        bindings = "plugin.bindings" if pl is lightning.pytorch else "pytorch_lightning"
-        bound = importlib.import_module(f"lightning_fastdata.{bindings}")
         own = getattr(device, "clock", lambda: 0.0)
-        self.guard = bound.BatchSizeGuard(reader=device, clock_s=own)
+        self.guard = home.BatchSizeGuard(reader=device, clock_s=own)
         run = self
 
         class Watch(pl.Callback):
@@ -233,10 +217,7 @@ class Run:
                 if hasattr(pl_module, "own"):
                     run.states.append(state_of(trainer, pl_module))
 
-        logger = False
-        if where is not None:
-            csv = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
-            logger = csv(where, name="", version="")
+        logger = where is not None and pl.loggers.CSVLogger(where, name="", version="")
         quiet = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
         self.ckpt = options.pop("ckpt", None)
         self.trainer = pl.Trainer(
@@ -372,17 +353,10 @@ def test_a_tried_step_calls_the_data_hooks_as_the_first_real_batch_does(owner):
         hooks = {"on_before_batch_transfer": on_before, "on_after_batch_transfer": on_after}
         return type(kind.__name__, (kind,), hooks)
 
-    class Module(lightning.pytorch.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(FEATURES, 1)
-
+    class Module(Keeps):
         def training_step(self, batch):
             trace.append(("step", batch[0].dtype, self.training, torch.is_grad_enabled()))
-            return self.layer(batch[0]).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+            return batch[0].mean() * self.scale
 
     module = (traced(Module, "module") if owner != "datamodule" else Module)()
     kind = traced(FastDataModule, "datamodule") if owner != "module" else FastDataModule
@@ -433,13 +407,6 @@ def test_a_compiled_module_is_compiled_for_the_real_size_only():
     assert compiled_for == [[BATCH, FEATURES]]
 
 
-class Streams(FastDataModule):
-    """Data on a CPU that has streams like a GPU."""
-
-    def device_streams(self, device):
-        return HostStreams()
-
-
 @pytest.mark.parametrize("way", ["off", "auto"])
 def test_steps_are_tried_with_the_batches_on_the_device_that_the_training_has(way):
     arrived, alive, left = [], {"tried": [], "trained": []}, []
@@ -466,7 +433,7 @@ def test_steps_are_tried_with_the_batches_on_the_device_that_the_training_has(wa
     device = Device(8 * GIB)
     reset = device.reset_peak
     device.reset_peak = lambda: (left.append(count()), reset())
-    data = Streams.from_datasets(
+    data = OnStreams.from_datasets(
         TensorDataset(torch.randn(64, 4)), batch_size=16, guard="accumulate", prefetch=way,
         options=INLINE,
     )  # fmt: skip
@@ -532,12 +499,16 @@ def numbered(rows):
     return TensorDataset(torch.randn(rows, 4), torch.arange(rows))
 
 
-def fit(device, guard="accumulate", *, batch_size=32, rows=64, model=None, **how):
+def made(
+    device, guard="accumulate", *, batch_size=32, rows=64, model=None, kind=FastDataModule, **how
+):
     model = Takes(device) if model is None else model
-    data = FastDataModule.from_datasets(
-        numbered(rows), batch_size=batch_size, guard=guard, options=INLINE
-    )
-    return Run(model, device, data=data, **how)()
+    data = kind.from_datasets(numbered(rows), batch_size=batch_size, guard=guard, options=INLINE)
+    return Run(model, device, data=data, **how)
+
+
+def fit(*args, **how):
+    return made(*args, **how)()
 
 
 def narrow():
@@ -563,40 +534,42 @@ def test_the_asked_sizes_are_back_after_an_error():
             raise ZeroDivisionError
 
     device = narrow()
-    data = FastDataModule.from_datasets(
-        numbered(64), batch_size=32, guard="accumulate", options=INLINE
-    )
-    run = Run(Fails(device), device, data=data)
+    run = made(device, model=Fails(device))
     with pytest.raises(ZeroDivisionError):
         run()
-    assert (data.batch_size, run.trainer.accumulate_grad_batches) == (32, 1)
+    assert (run.data.batch_size, run.trainer.accumulate_grad_batches) == (32, 1)
 
 
-@each(("batch_size", "rows", "chosen"), [(32, 64, 8), ("auto", 640, 8)])
-def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path, batch_size, rows, chosen):
-    first = fit(narrow(), batch_size=batch_size, rows=rows)
-    path = tmp_path / "one.ckpt"
-    first.trainer.save_checkpoint(path)
-    again = fit(narrow(), batch_size=batch_size, rows=rows, ckpt=path, max_epochs=2)
+def saved(tmp_path, *args, **how):
+    """Return a run that has ended, and where it is saved."""
+    run = fit(narrow(), *args, **how)
+    run.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    return run, tmp_path / "one.ckpt"
+
+
+@each(
+    ("guard", "how"),
+    [
+        ("accumulate", {}),
+        ("accumulate", {"batch_size": "auto", "rows": 640}),
+        ("warn", {}),
+        ("raise", {}),
+    ],
+)
+def test_a_run_goes_on_with_the_sizes_that_it_was_saved_with_whatever_guards_it(
+    tmp_path, guard, how
+):
+    first, path = saved(tmp_path, **how)
+    again = fit(narrow(), guard, ckpt=path, max_epochs=2, **how)
     assert again.tried == []
-    assert set(again.module.sizes) == {chosen}
+    assert set(again.module.sizes) == set(first.module.sizes) == {8}
     assert again.trainer.global_step == 2 * first.trainer.global_step
     assert (again.data.batch_size, again.trainer.accumulate_grad_batches) == (32, 1)
 
 
-@each("guard", ["warn", "raise"])
-def test_a_run_goes_on_with_the_sizes_that_it_was_saved_with(tmp_path, guard):
-    first = fit(narrow())
-    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
-    again = fit(narrow(), guard, ckpt=tmp_path / "one.ckpt", max_epochs=2)
-    assert set(again.module.sizes) == set(first.module.sizes) == {8}
-    assert again.trainer.global_step == 2 * first.trainer.global_step
-
-
 def test_a_run_that_resumes_without_sizes_is_not_tried(tmp_path):
-    first = fit(narrow(), "off", batch_size=8)
-    first.trainer.save_checkpoint(tmp_path / "one.ckpt")
-    again = fit(narrow(), batch_size=8, ckpt=tmp_path / "one.ckpt", max_epochs=2)
+    _, path = saved(tmp_path, "off", batch_size=8)
+    again = fit(narrow(), batch_size=8, ckpt=path, max_epochs=2)
     assert "resumed" in again.decision.reason
     assert again.tried == []
 
@@ -687,39 +660,31 @@ def test_batches_of_several_loaders_are_tried_as_they_make_them():
 # --- where steps cannot be tried ---------------------------------------------------------------
 
 
-class Plain(lightning.pytorch.LightningModule):
-    layer_of, optimizer_of = partial(nn.Linear, 4, 1), partial(torch.optim.SGD, lr=0.1)
-
-    def __init__(self):
-        super().__init__()
-        self.layer = type(self).layer_of()
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return type(self).optimizer_of(self.parameters())
-
-
-class ByHand(Plain):
+class ByHand(Keeps):
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        self.manual_backward(self.layer(batch[0]).mean())
+        self.manual_backward(super().training_step(batch, batch_idx))
 
 
-class Iterating(Plain):
+class Iterating(Keeps):
     def training_step(self, dataloader_iter):
-        batch, _, _ = next(dataloader_iter)
+        batch, number, _ = next(dataloader_iter)
+        return super().training_step(batch, number)
+
+
+class OfLBFGS(Keeps):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Lazy(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LazyLinear(1)
+
+    def training_step(self, batch, batch_idx):
         return self.layer(batch[0]).mean()
-
-
-class OfLBFGS(Plain):
-    optimizer_of = torch.optim.LBFGS
-
-
-class Lazy(Plain):
-    layer_of = partial(nn.LazyLinear, 1)
 
 
 class Stream(IterableDataset):
@@ -730,14 +695,14 @@ class Stream(IterableDataset):
 @each(
     ("why", "kind", "dataset", "callbacks"),
     [
-        ("optimizes by hand", ByHand, None, ()),
-        ("takes the loader's iterator", Iterating, None, ()),
-        ("LBFGS", OfLBFGS, None, ()),
-        ("lazy layers", Lazy, None, ()),
-        ("is a stream", Plain, Stream(), ()),
-        ("batch sampler", Plain, DataLoader(numbered(16), batch_sampler=[[0, 1], [3]]), ()),
+        ("optimizes by hand", ByHand, numbered(16), ()),
+        ("takes the loader's iterator", Iterating, numbered(16), ()),
+        ("LBFGS", OfLBFGS, numbered(16), ()),
+        ("lazy layers", Lazy, numbered(16), ()),
+        ("is a stream", Keeps, Stream(), ()),
+        ("batch sampler", Keeps, DataLoader(numbered(16), batch_sampler=[[0, 1], [3]]), ()),
         (
-            "GradientAccumulationScheduler", Plain, None,
+            "GradientAccumulationScheduler", Keeps, numbered(16),
             [lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2})],
         ),
     ],
@@ -745,11 +710,11 @@ class Stream(IterableDataset):
 def test_where_steps_cannot_be_tried_the_guard_says_why_and_changes_nothing(
     why, kind, dataset, callbacks
 ):
-    given = numbered(16) if dataset is None else dataset
-    if isinstance(given, DataLoader):
-        data = FastDataModule.from_loaders(given, guard="accumulate")
+    if isinstance(dataset, DataLoader):
+        data = FastDataModule.from_loaders(dataset, guard="accumulate")
     else:
-        data = FastDataModule.from_datasets(given, batch_size=8, guard="accumulate", options=INLINE)
+        how = {"batch_size": 8, "guard": "accumulate", "options": INLINE}
+        data = FastDataModule.from_datasets(dataset, **how)
     before = data.batch_size
     run = Run(kind(), Steps(total=3 * GIB), data=data, callbacks=callbacks)()
     assert run.decision.action == "skipped"
@@ -826,17 +791,15 @@ def test_a_size_that_is_chosen_has_run_however_long_the_dataset_is(asked, length
 
 def test_nothing_is_written_and_the_loader_of_the_training_is_made_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = []
+    loaders = []
 
     class Counts(FastDataModule):
         def train_dataloader(self):
-            made.append(self.batch_size)
+            loaders.append(self.batch_size)
             return super().train_dataloader()
 
-    data = Counts.from_datasets(numbered(400), batch_size=4096, guard="accumulate", options=INLINE)
-    device = narrow()
-    run = Run(Takes(device), device, data=data)()
-    assert made == [run.decision.batch_size]
+    run = fit(narrow(), batch_size=4096, rows=400, kind=Counts)
+    assert loaders == [run.decision.batch_size]
     assert not any(tmp_path.iterdir())
 
 

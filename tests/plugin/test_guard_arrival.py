@@ -9,13 +9,13 @@ import albumentations as A
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
-from conformance.pieces import Images
-from device.host_streams import HostStreams, made_ahead
+from conformance.pieces import Images, Rows
+from device.host_streams import OnStreams, made_ahead
 from misses import each
-from torch.utils.data import Dataset
+from torch.utils.data import default_collate
 from trainers import Keeps, quiet_trainer
 
-from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata import LoaderOptions
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard.parts import joined, part_of, rows_of
@@ -41,14 +41,6 @@ class Memory:
             raise self.error
 
 
-class Rows(Dataset):
-    def __len__(self):
-        return ROWS
-
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)), i
-
-
 class Moved:
     """A batch that is moved as a whole, like those of graph libraries."""
 
@@ -65,23 +57,7 @@ class Moved:
         pass
 
 
-class Collates:
-    def __init__(self, memory):
-        self.memory = memory
-
-    def __call__(self, samples):
-        x, y = zip(*samples, strict=True)
-        return [torch.stack(x), torch.tensor(y), Moved(self.memory)]
-
-
-class Data(FastDataModule):
-    """Data on a CPU that has streams like a GPU."""
-
-    def device_streams(self, device):
-        return HostStreams()
-
-
-class Pipelined(Data):
+class Pipelined(OnStreams):
     """Runs out of memory while what the workers drew is carried out."""
 
     memory = Memory()
@@ -129,7 +105,11 @@ def train(memory, way="off", *, pictures=False, guard="warn", function=doubled):
         data = Pipelined.from_datasets(Images(ROWS), augment=recipe, augment_on="gpu", **about)
         data.memory = memory
     else:
-        data = Data.from_datasets(Rows(), collate_fn=Collates(memory), **about)
+
+        def collate(samples):
+            return [*default_collate(samples), Moved(memory)]
+
+        data = OnStreams.from_datasets(Rows(ROWS), collate_fn=collate, **about)
 
     def transform(batch):
         memory.take("transform", len(batch[0]))

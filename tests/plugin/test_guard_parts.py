@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from plugin.counted_device import InBackward
+from ragged import Sequences
 from torch import nn
-from torch.utils.data import Dataset, default_collate
-from trainers import quiet_trainer
+from torch.utils.data import DataLoader, Dataset, default_collate
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import BucketBatchSampler, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
@@ -41,20 +43,6 @@ class Data(FastDataModule):
         return Numbers()
 
 
-class Bomb(torch.autograd.Function):
-    """Runs out of memory in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.rows, ctx.model = len(x), model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.model.allocate("backward", ctx.rows)
-        return grad, None
-
-
 class Model(LightningModule):
     """Fits a number of rows at each place; counts what is done and logs like others."""
 
@@ -76,7 +64,7 @@ class Model(LightningModule):
         x, y, names = batch
         assert len(x) == len(y) == len(names)
         self.allocate("forward", len(x))
-        logits = self.second(Bomb.apply(self.first(x), self))
+        logits = self.second(InBackward.apply(self.first(x), self.allocate))
         loss = nn.functional.cross_entropy(logits, y)
         self.log_dict({"loss": loss, "twice": 2 * loss}, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits} if self.as_dict else loss
@@ -246,49 +234,26 @@ def test_afterwards_the_module_is_as_it_was():
     assert "run" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
 
 
-class Texts(Dataset):
-    """Rows of ones, of which three batches are long."""
-
-    def __len__(self):
-        return ROWS
-
-    def __getitem__(self, index):
-        return torch.ones(20 if index < 24 else 2)
-
-
-class TextsByLength(Data):
-    def train_dataset(self):
-        return Texts()
-
-    def train_dataloader(self):
-        lengths = [len(text) for text in map(Texts().__getitem__, range(ROWS))]
-        batches = BucketBatchSampler(lengths, tokens=160)
-        return self.make_loader(Texts(), stage="train", batch_sampler=batches)
-
-
-class FewNumbers(LightningModule):
+class FewNumbers(Learner):
     """Fits 80 numbers, of however many samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.trained = nn.Parameter(torch.ones(())), []
 
     def training_step(self, batch, batch_idx):
         if batch.numel() > 80:
             raise FULL
-        self.trained.append(tuple(batch.shape))
-        return self.scale * batch.mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def test_batches_of_another_length_are_taken_in_parts_by_their_numbers():
-    model = FewNumbers()
+    lengths = [20 if index < 24 else 2 for index in range(ROWS)]  # three batches are long
+    batches = BucketBatchSampler(lengths, tokens=160)
+    data = FastDataModule.from_loaders(
+        DataLoader(Sequences(lengths), batch_sampler=batches), seed=3, num_workers=0
+    )
+    model = FewNumbers(lambda batch: batch.shape)
     trainer = quiet_trainer(callbacks=[BatchSizeGuard()], max_epochs=2)
     with pytest.warns(FastDataWarning, match="A training batch of"):
-        trainer.fit(model, datamodule=TextsByLength(seed=3))
-    assert sum(rows for rows, _ in model.trained) == 2 * ROWS
-    long, short = ({rows for rows, length in model.trained if length == n} for n in (20, 2))
+        trainer.fit(model, datamodule=data)
+    assert sum(rows for rows, _ in model.seen) == 2 * ROWS
+    long, short = ({rows for rows, length in model.seen if length == n} for n in (20, 2))
     assert max(long) in (3, 4)  # 60 or 80 numbers
     assert min(short) >= 36

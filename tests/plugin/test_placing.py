@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import albumentations as A
@@ -15,8 +16,8 @@ from albumentations.pytorch import ToTensorV2
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
+from planning.planned import Stream
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.stage_transform import StageTransform
@@ -24,11 +25,7 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.planning.plan_for import LoaderSpec
-from lightning_fastdata.plugin.placing.decision import (
-    PlaceCosts,
-    SampleCosts,
-    choose_place,
-)
+from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts, choose_place
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.placing.trial import (
     PlaceTask,
@@ -88,12 +85,11 @@ COSTS = PlaceCosts(
 DEAR_DEVICE = replace(COSTS, device_ms=15.0)
 
 
+on_cuda = partial(Placing, "auto", accelerator=lambda trainer: "cuda")
+
+
 def placed(costs=COSTS):
-    return Placing(
-        "auto",
-        accelerator=lambda trainer: "cuda",
-        costs=lambda task, accelerator: costs,
-    )
+    return on_cuda(costs=lambda task, accelerator: costs)
 
 
 def train(tmp_path, *, augment=None, place="auto", placing=None, workers=2, trainer=None, **how):
@@ -156,8 +152,7 @@ def test_the_place_that_is_chosen_holds_for_the_run_and_changes_no_batch(
 
 def test_whatever_is_measured_changes_no_batch(tmp_path):
     expected, _ = train(tmp_path, place="cpu", workers=0)
-    placing = Placing("auto", accelerator=lambda trainer: "cuda")
-    model, module = train(tmp_path, placing=placing, workers=2, executor="workers")
+    model, module = train(tmp_path, placing=on_cuda(), workers=2, executor="workers")
     choice = module.placing.choice("train")
     assert choice.device_ms > 0
     assert choice.saved_ms is not None
@@ -183,7 +178,7 @@ def test_loaders_made_anew_go_on_in_the_place_that_was_chosen(tmp_path):
         return COSTS
 
     expected, _ = train(tmp_path, place="cpu")
-    placing = Placing("auto", accelerator=lambda trainer: "cuda", costs=costs)
+    placing = on_cuda(costs=costs)
     trainer = {"reload_dataloaders_every_n_epochs": 1}
     model, module = train(tmp_path, placing=placing, executor="workers", trainer=trainer)
     assert tried == [4]
@@ -254,34 +249,19 @@ def test_ranks_need_not_agree(tmp_path):
         assert sorted(labels + second["labels"][epoch]) == list(range(24))
 
 
-def test_what_a_device_cannot_do_is_known():
-    assert not as_batch_transform(A.Compose([A.ImageCompression(p=1)])).defers
-    assert as_batch_transform(A.Compose([A.Resize(8, 8), A.Blur(p=1), ToTensorV2()])).defers
-
-
 # -- what is measured --------------------------------------------------------------------------
-
-
-class Watch:
-    """A clock that moves when it is told to."""
-
-    def __init__(self):
-        self.s = 0.0
-
-    def __call__(self):
-        return self.s
 
 
 class Costly(Images):
     """Images that take 5 ms to read, 4 of them waiting."""
 
-    def __init__(self, wall, cpu):
+    def __init__(self, time):
         super().__init__(24)
-        self.wall, self.cpu = wall, cpu
+        self.time = time
 
     def __getitem__(self, i):
-        self.wall.s += 0.005
-        self.cpu.s += 0.001
+        self.time.sleep(0.004)
+        self.time.work(0.001)
         return super().__getitem__(i)
 
 
@@ -290,13 +270,9 @@ class CostlyPipeline(StageTransform):
 
     name = "costly"
 
-    def __init__(self, wall, cpu, device):
+    def __init__(self, time):
         self.inner = as_batch_transform(pipeline())
-        self.for_samples = self.inner.for_samples
-        self.wall, self.cpu, self.device = wall, cpu, device
-
-    def check_sample(self, sample):
-        self.inner.check_sample(sample)
+        self.time = time
 
     def in_worker(self, *, on_device):
         part, took = self.inner.in_worker(on_device=on_device), 0.003 if on_device else 0.02
@@ -307,21 +283,14 @@ class CostlyPipeline(StageTransform):
             stacks, finish_each = part.stacks, part.finish_each
 
             def __call__(_, sample, key):
-                self.wall.s += took
-                self.cpu.s += took
+                self.time.work(took)
                 return part(sample, key)
 
         return Part()
 
     def apply(self, batch, draws):
-        self.device.s += 0.0005
+        self.time.sleep(0.0005)
         return self.inner.apply(batch, draws)
-
-    def apply_unprepared(self, batch, key):
-        return self.inner.apply_unprepared(batch, key)
-
-    def explain(self):
-        return ""
 
 
 def task_of(dataset, transform, **about):
@@ -330,18 +299,9 @@ def task_of(dataset, transform, **about):
     return PlaceTask(of=StagePlan(spec=spec, seed=0), **{**known, **about})
 
 
-def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
-    wall, cpu, device = Watch(), Watch(), Watch()
-    transform = CostlyPipeline(wall, cpu, device)
-    clocks = Clocks(wall, cpu, lambda: 0.0)
-
-    def device_ms(work, where):
-        assert where == CPU
-        return time_on_device(work, where, now_s=device)
-
-    costs = read_place_costs(
-        task_of(Costly(wall, cpu), transform), accelerator=True, clocks=clocks, device_ms=device_ms
-    )
+def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device(virtual):
+    task = task_of(Costly(virtual), CostlyPipeline(virtual))
+    costs = read_place_costs(task, accelerator=True, clocks=Clocks(queue_s=lambda: 0.0))
     assert costs.sample.read_ms == pytest.approx(5)
     assert costs.sample.waits_ms == pytest.approx(4)
     assert costs.sample.whole_ms == pytest.approx(25)
@@ -380,10 +340,6 @@ def test_measuring_leaves_the_random_state_and_the_dataset_alone():
 
 
 def test_what_cannot_be_measured_is_not_guessed():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            raise AssertionError("read")
-
     class Broken(Images):
         def __getitem__(self, i):
             raise OSError("gone")
@@ -413,10 +369,6 @@ def test_a_device_that_cannot_do_its_part_leaves_it_to_the_workers():
     assert "more" not in choice.reason
 
 
-def test_a_device_is_timed_without_its_first_rounds():
-    device, took = Watch(), iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
-
-    def work():
-        device.s += next(took) / 1000
-
-    assert time_on_device(work, CPU, now_s=device) == pytest.approx(3.0)
+def test_a_device_is_timed_without_its_first_rounds(virtual):
+    took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+    assert time_on_device(lambda: virtual.sleep(next(took) / 1000), CPU) == pytest.approx(3.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Linear, Rows, make_trainer
-from device.host_streams import HostStreams
+from device.host_streams import HostStreams, OnStreams
 from lightning.fabric import Fabric
 from lightning.pytorch import seed_everything
 from misses import each
@@ -27,16 +27,6 @@ from lightning_fastdata.errors import OptionsError
 
 torch.set_num_threads(1)
 WAYS = ("off", "auto")
-
-
-class Data(FastDataModule):
-    """Data on a CPU that has streams like a GPU."""
-
-    streams = None
-
-    def device_streams(self, device):
-        self.streams = HostStreams()
-        return self.streams
 
 
 class Learns(Linear):
@@ -76,7 +66,7 @@ def loading(way, executor="torch", workers=0):
 
 
 def rows(*how):
-    module = Data.from_datasets(Stacked(20), Stacked(8), Rows(8), Rows(6), **loading(*how))
+    module = OnStreams.from_datasets(Stacked(20), Stacked(8), Rows(8), Rows(6), **loading(*how))
     module.register_transform(noise)
     return module
 
@@ -89,12 +79,12 @@ class Draws(Rows):
 
 
 def draws(*how):
-    return Data.from_datasets(Draws(20), Draws(8), **loading(*how))
+    return OnStreams.from_datasets(Draws(20), Draws(8), **loading(*how))
 
 
 def pictures(*how):
     augment = A.Compose([A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.8), ToTensorV2()])
-    module = Data.from_datasets(
+    module = OnStreams.from_datasets(
         Images(24),
         Images(8),
         augment={"train": augment, "val": A.Compose([A.CenterCrop(8, 8), ToTensorV2()])},
@@ -107,7 +97,7 @@ def pictures(*how):
 
 
 def several(*how):
-    return Data.from_datasets({"one": Rows(12), "other": Stacked(20)}, **loading(*how))
+    return OnStreams.from_datasets({"one": Rows(12), "other": Stacked(20)}, **loading(*how))
 
 
 def trained(tmp_path, module, model=None, **about):
@@ -205,17 +195,17 @@ class MovesItself(Learns):
         return [batch[0].to(device) + 1, batch[1].to(device)]
 
 
-class OwnHook(Data):
+class OwnHook(OnStreams):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
         return [batch[0] + self.trainer.global_step, batch[1]]
 
 
-@each(("kind", "model"), [(Data, BeforeAndAfter), (Data, MovesItself), (OwnHook, Learns)])
+@each(("kind", "model"), [(OnStreams, BeforeAndAfter), (OnStreams, MovesItself), (OwnHook, Learns)])
 def test_hooks_before_the_transfer_see_what_they_would_see(tmp_path, kind, model):
     def module(way):
         made = kind.from_datasets(Stacked(20), None, batch_size=4, prefetch=way, num_workers=0)
-        if kind is Data:
+        if kind is OnStreams:
             made.register_transform(noise)
         return made
 
@@ -264,7 +254,7 @@ class Breaks(Rows):
 
 def test_an_error_comes_at_its_own_step(tmp_path):
     for way in WAYS:
-        module = Data.from_datasets(Breaks(20), None, batch_size=4, prefetch=way)
+        module = OnStreams.from_datasets(Breaks(20), None, batch_size=4, prefetch=way)
         model = Learns()
         with pytest.raises(KeyError):
             trained(tmp_path, module, model, overfit_batches=5)

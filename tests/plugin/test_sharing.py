@@ -47,71 +47,43 @@ def test_ranks_have_batches_of_our_own(tmp_path):
     ours, theirs = [RankBatchSampler] * 4, [BatchSampler] * 4
     assert kinds(ranks_of(tmp_path)) == ours
     assert kinds(ranks_of(tmp_path, overfit_batches=2)) == [*ours[:1], *theirs[:3]]
-    for trainer in (
-        make_trainer(tmp_path),
-        ranks_of(tmp_path, use_distributed_sampler=False),
-        None,
-    ):
+    unshared = ranks_of(tmp_path, use_distributed_sampler=False)
+    for trainer in (make_trainer(tmp_path), unshared, None):
         assert kinds(trainer) == theirs
 
 
-class Pairs:
-    """A batch sampler that knows nothing of torch's."""
-
-    def __iter__(self):
-        return iter([[0, 1], [2, 3], [4, 5], [6, 7], [8]])
-
-    def __len__(self):
-        return 5
-
-
 class Split:
-    """A sampler that splits itself, as in many projects."""
+    """A sampler, or a batch sampler, that splits itself, as in many projects."""
 
     rank, num_replicas = 1, 2
 
-    def __init__(self):
-        self.epochs = []
+    def __init__(self, given):
+        self.given, self.epochs = given, []
 
     def __iter__(self):
-        return iter([1, 3, 5, 7])
+        return iter(self.given)
 
     def __len__(self):
-        return 4
+        return len(self.given)
 
     def set_epoch(self, epoch):
         self.epochs.append(epoch)
 
 
-class SplitPairs(Split):
-    """A batch sampler that splits itself."""
-
-    def __iter__(self):
-        return iter([[1, 3], [5, 7]])
-
-    def __len__(self):
-        return 2
-
-
-class PairsOfSplit:
+class PairsOf:
     """A batch sampler whose sampler splits itself."""
 
     def __init__(self, sampler):
         self.sampler = sampler
 
     def __iter__(self):
-        return iter([[1, 3], [5, 7]])
+        return iter(PAIRS)
 
     def __len__(self):
-        return 2
+        return len(PAIRS)
 
 
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
+ODD, PAIRS = [1, 3, 5, 7], [[1, 3], [5, 7]]
 
 
 def halved():
@@ -119,27 +91,25 @@ def halved():
 
 
 SPLIT = {
-    "sampler": lambda: {"sampler": Split()},
-    "torch's batches of one": lambda: {"batch_sampler": BatchSampler(Split(), 2, drop_last=False)},
+    "sampler": lambda: {"sampler": Split(ODD)},
+    "torch's batches of one": lambda: {"batch_sampler": BatchSampler(Split(ODD), 2, False)},
     "torch's batches of torch's": lambda: {"batch_sampler": BatchSampler(halved(), 2, False)},
-    "own batches of one": lambda: {"batch_sampler": PairsOfSplit(Split())},
-    "own batches of torch's": lambda: {"batch_sampler": PairsOfSplit(halved())},
-    "own batches": lambda: {"batch_sampler": SplitPairs()},
-    "ready batches": lambda: {"sampler": SplitPairs(), "batch_size": None},
+    "own batches of one": lambda: {"batch_sampler": PairsOf(Split(ODD))},
+    "own batches of torch's": lambda: {"batch_sampler": PairsOf(halved())},
+    "own batches": lambda: {"batch_sampler": Split(PAIRS)},
+    "ready batches": lambda: {"sampler": Split(PAIRS), "batch_size": None},
 }
 
 
 def user_samplers(how):
     given = how.get("sampler") or how["batch_sampler"]
-    return [
-        one for one in (given, getattr(given, "sampler", None)) if type(one) in (Split, SplitPairs)
-    ]
+    return [one for one in (given, getattr(given, "sampler", None)) if type(one) is Split]
 
 
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("module", [True, False])
 def test_what_splits_itself_is_read_as_it_is_and_told_the_epoch(tmp_path, name, module):
-    how, rows = SPLIT[name](), Rows()
+    how, rows = SPLIT[name](), torch.arange(8)
     if module:
         data = RowsModule(batch_size=2, length=8, guard="off")
         data.trainer = ranks_of(tmp_path)
@@ -147,7 +117,7 @@ def test_what_splits_itself_is_read_as_it_is_and_told_the_epoch(tmp_path, name, 
     else:
         loader = FastDataLoader(rows, **{"batch_size": 1 + ("sampler" in how), **how})
     found = [batch.tolist() for batch in loader]
-    assert found == [[1, 3], [5, 7]]
+    assert found == PAIRS
     assert len(loader) == 2
     assert isinstance(loader.sampler, DistributedSampler)  # Lightning leaves it alone
     assert (loader.sampler.rank, loader.sampler.num_replicas) == (1, 2)
@@ -174,13 +144,13 @@ READ = {
         "the last 1 batches of each epoch of BatchSampler, whose steps are of 2, are left",
     ),
     "batch sampler": (
-        {"batch_sampler": Pairs()},
+        {"batch_sampler": [[0, 1], [2, 3], [4, 5], [6, 7], [8]]},
         [[0, 1], [4, 5], [8]],
-        "the last 1 batches of each epoch of Pairs, whose steps are of 2, are cut into 2",
+        "the last 1 batches of each epoch of list, whose steps are of 2, are cut into 2",
     ),
     "ready batches": ({"sampler": [5, 3, 1, 0], "batch_size": None}, [5, 1], ""),
     "in order": ({"shuffle": False}, [[0, 1], [4, 5]], ""),
-    "split already": ({"sampler": DistributedSampler(range(8), 2, 1, shuffle=False)}, None, ""),
+    "split already": ({"sampler": halved()}, None, ""),
 }
 
 
@@ -195,7 +165,7 @@ def test_a_rank_reads_its_part_of_any_order_and_none_is_split_twice(tmp_path, na
     loader = module.make_loader(rows[: 9 if "batch_sampler" in how else 8], stage=stage, **how)
     assert isinstance(loader.sampler, DistributedSampler)  # Lightning leaves it alone
     found = [batch.tolist() if hasattr(batch, "tolist") else batch for batch in loader]
-    assert found == (expected or [[1, 3], [5, 7]])
+    assert found == (expected or PAIRS)
     assert len(loader) == len(found)
     averaged = stage == "val" and name != "split already"
     assert ("reduce" in vars(module.trainer.strategy)) == averaged

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from planning.planned import Stream
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.prove.loaders import (
@@ -28,11 +29,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([index, 2 * index])
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(12))
 
 
 def doubled(samples):

@@ -13,7 +13,6 @@ from insight.cut_waits import Cutter, total
 from torch.utils.data import (
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
@@ -169,19 +168,6 @@ def test_a_stream_is_numbered_in_its_worker_and_a_dropped_rest_is_in_no_batch():
     )
     assert [stamps.samples for stamps in records] == [4] * 8
     assert {stamps.tasks[0].slowest_index for stamps in records} <= set(range(8))
-
-
-def test_a_worker_init_function_still_configures_the_dataset():
-    batches, _, _ = epochs(
-        Stream(), stamp=True, times=1, batch_size=10, num_workers=2, worker_init_fn=shard
-    )
-    assert [batch[0].tolist() for batch in batches] == [list(range(10)), list(range(10, 20))]
-
-
-def test_samples_of_a_subset_are_timed_one_by_one():
-    subset = Subset(Planted(slow=7), [5, 6, 7, 8])
-    _, records, _ = epochs(subset, stamp=True, times=1, batch_size=4)
-    assert records[0].tasks[0].slowest_index == 2
 
 
 def test_datapipes_are_left_alone():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
+from tuning import made_up
+from tuning.made_up import MS, setup
 
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
@@ -20,22 +23,10 @@ from lightning_fastdata.tuning.moves import (
     window_of,
     without_pauses,
 )
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.tuning.simulate import simulate
 
-MS = 1e6
-HERE = LoaderSetup(workers=1, look_ahead=8, scheduling="queue", cpus=4.0, step_cpus=0.0)
-
-
-def cost(blocked_ms=0.0, cpu_ms=0.0, step_ms=5.0):
-    whole = (blocked_ms + cpu_ms) * MS
-    return BatchCost(
-        samples=16, cpu_ns=cpu_ms * MS, blocked_ns=blocked_ms * MS, collate_ns=0.0,
-        slowest_ns=whole / 16, handover_ns=0.1 * MS, taking_ns=0.05 * MS, step_ns=step_ms * MS,
-    )  # fmt: skip
-
-
-def with_workers(number):
-    return replace(HERE, workers=number, look_ahead=max(8, 2 * number))
+cost = partial(made_up.cost, step=5.0)
+with_workers = partial(setup, scheduling="queue", cpus=4.0, step_cpus=0.0)
 
 
 def window(costs, number):
@@ -48,24 +39,17 @@ def proposed(costs, now, *, most=64):
     return propose(window(costs, now), costs, with_workers, now, numbers)
 
 
-def test_late_batches_get_as_many_workers_as_make_them_in_time():
-    found = proposed([cost(blocked_ms=18.0)] * 8, 1)
-    assert found.workers == 4
-    assert found.step_ms == pytest.approx(5.15, rel=0.05)
-    assert "late" in found.why
-
-
 @given(
     blocked=st.floats(0.0, 30), cpu=st.floats(0.0, 5), step=st.floats(1.0, 40),
     now=st.sampled_from((2, 4, 8, 16, 24)),
 )  # fmt: skip
 def test_fewer_workers_leave_the_step_as_it_is_even_if_samples_get_slower(blocked, cpu, step, now):
-    costs = [cost(blocked, cpu, step)] * 4
+    costs = [cost(blocked=blocked, cpu=cpu, step=step)] * 4
     found = proposed(costs, now)
     if found is None or found.workers >= now:
         return
     assert 0 < found.workers <= 0.75 * now
-    slower = [cost(1.25 * blocked, 1.25 * cpu, step)] * 4
+    slower = [cost(blocked=1.25 * blocked, cpu=1.25 * cpu, step=step)] * 4
     for these in (costs, slower):
         step_ms = [simulate(these, with_workers(n)).step_ms for n in (now, found.workers)]
         assert step_ms[1] <= 1.02 * step_ms[0]
@@ -74,12 +58,8 @@ def test_fewer_workers_leave_the_step_as_it_is_even_if_samples_get_slower(blocke
 def test_fewer_workers_are_tried_where_they_leave_the_training_more_cpus():
     # Two share the CPU that is left by a training which needs another for itself; one worker keeps
     # up, but would not if samples took a quarter longer.
-    costs = [cost(cpu_ms=24.0, step_ms=21.0)] * 8
-    shared = replace(HERE, scheduling="sample", cpus=2.0, step_cpus=1.0)
-
-    def setup_with(number):
-        return replace(shared, workers=number)
-
+    costs = [cost(cpu=24.0, step=21.0)] * 8
+    setup_with = partial(setup, look_ahead=8, scheduling="sample", cpus=2.0, step_cpus=1.0)
     seen = simulate(costs, setup_with(2))
     found = propose(Window(24, seen.step_ms, seen.wait_ms), costs, setup_with, 2, [1, 3, 4])
     assert found.workers == 1
@@ -87,19 +67,10 @@ def test_fewer_workers_are_tried_where_they_leave_the_training_more_cpus():
     assert "more CPUs" in found.why
 
 
-def test_workers_that_compute_are_no_more_than_the_cpus():
-    costs = [cost(cpu_ms=40.0, blocked_ms=2.0)] * 8
-    late = Window(24, 40.0, 30.0)  # however late, as others use the CPUs, too
-    assert propose(late, costs, with_workers, 4, numbers_to_try(4, most=16)) is None
-    assert proposed(costs, 2).workers in (3, 4)
-
-
 @each("scheduling", ["queue", "actors"])
 def test_actors_elsewhere_may_be_more_than_this_machine_has_cpus(scheduling):
-    def setup_with(number):
-        return replace(with_workers(number), scheduling=scheduling, cpus=2.0, step_cpus=0.1)
-
-    costs = [cost(cpu_ms=100.0)] * 24
+    setup_with = partial(setup, scheduling=scheduling, cpus=2.0)
+    costs = [cost(cpu=100.0)] * 24
     steps = simulate(costs, setup_with(2))
     seen = Window(24, steps.step_ms, steps.wait_ms)
     found = propose(seen, costs, setup_with, 2, [1, 3, 4, 6, 8])
@@ -107,14 +78,14 @@ def test_actors_elsewhere_may_be_more_than_this_machine_has_cpus(scheduling):
 
 
 def test_where_the_model_is_wrong_one_step_further_is_tried():
-    costs = [cost(blocked_ms=8.0)] * 8
+    costs = [cost(blocked=8.0)] * 8
     seen = window(costs, 2)
     late = Window(24, 1.3 * seen.step_ms, 0.4 * seen.step_ms)
     found = propose(late, costs, with_workers, 2, numbers_to_try(2, most=16))
     assert found.workers == 3
     assert found.step_ms == pytest.approx(0.95 * late.step_ms)
     assert "no reason" in found.why
-    idle = [cost(blocked_ms=1.0)] * 8  # by which one worker would do
+    idle = [cost(blocked=1.0)] * 8  # by which one worker would do
     assert propose(window(idle, 8), idle, with_workers, 8, [1, 2, 4]).workers < 8
     seen_ms = window(idle, 8).step_ms
     assert propose(Window(24, 2 * seen_ms, seen_ms), idle, with_workers, 8, [1, 2, 4]) is None
@@ -186,5 +157,5 @@ def test_what_did_not_pay_rules_out_what_cannot_either(before, after, seen_ms, l
 def test_a_validation_between_two_steps_is_no_step():
     found = window_of([1_000_000] * 20, [5_000_000] * 19 + [3_000_000_000])
     assert found.step_ms == pytest.approx(6.5)
-    costs = [cost(step_ms=5.0)] * 19 + [cost(step_ms=3000.0)]
+    costs = [cost(step=5.0)] * 19 + [cost(step=3000.0)]
     assert {each.step_ns for each in without_pauses(costs)} == {5.0 * MS}

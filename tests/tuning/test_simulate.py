@@ -5,17 +5,20 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
+from stamps import made_up as stamped
+from stamps.made_up import batch
 from thoroughness import max_examples
+from tuning import made_up
+from tuning.made_up import MS
 
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.stamps.travel import Way
 from lightning_fastdata.tuning.simulate import (
-    BatchCost,
     LoaderSetup,
     batch_costs,
     scaled,
@@ -23,22 +26,11 @@ from lightning_fastdata.tuning.simulate import (
     slowdowns,
 )
 
-MS = 1e6
 SCHEDULINGS = ("batch", "queue", "sample")
 few = max_examples(30)
 
 
-def cost(*, cpu=0.0, blocked=0.0, collate=0.0, step=10.0, slowest=0.0, handover=0.0, taking=0.0):
-    return BatchCost(
-        samples=16,
-        cpu_ns=cpu * MS,
-        blocked_ns=blocked * MS,
-        collate_ns=collate * MS,
-        slowest_ns=slowest * MS,
-        handover_ns=handover * MS,
-        taking_ns=taking * MS,
-        step_ns=step * MS,
-    )
+cost = partial(made_up.cost, slowest=0.0, handover=0.0, taking=0.0)
 
 
 def setup(workers, *, ahead=None, cpus=1000.0, **other):
@@ -217,17 +209,7 @@ def test_what_shares_the_cpus_fills_them_and_no_more(jobs, share, own, cpus):
 # What is recorded
 
 
-def task(began, ended, *, cpu, queued=0.0, collate=0.0, slowest=0.0, process=0):
-    on = [None if ms is None else round(ms * MS) for ms in (cpu, queued)]
-    return TaskStamps(
-        process, round(began * MS), round(ended * MS), *on, 4,
-        round((ended - began - collate) * MS), round(collate * MS), round(slowest * MS), 0,
-    )  # fmt: skip
-
-
-def batch(requested, delivered, *tasks):
-    samples = sum(each.samples for each in tasks)
-    return BatchStamps(1, samples, round(requested * MS), round(delivered * MS), tasks, 0)
+task = partial(stamped.task, samples=4)
 
 
 def test_time_that_is_not_on_a_cpu_and_not_queued_is_blocked():

@@ -13,9 +13,10 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
+from planning.planned import Stream
 from rig.machine import VirtualLock, sleep, work
 from rig.virtual_crew import on_machine
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError, WorkerError
@@ -211,14 +212,6 @@ def test_batches_that_were_made_in_a_pause_are_no_reason_for_fewer_workers():
     assert not [move for move in mine.moves if move.after < 4 and move.outcome == "kept"]
 
 
-def test_samples_that_come_to_wait_later_are_noticed_within_the_epoch():
-    loader, mine = scenario("samples that come to wait later")
-    later = [move for move in mine.moves if move.batch > 350]
-    assert later[0].after > later[0].before
-    assert later[0].batch < 350 + 120
-    assert loader.num_workers >= 6
-
-
 def test_workers_that_wait_for_each_other_are_taken_back():
     lock = VirtualLock()
 
@@ -286,17 +279,6 @@ def test_short_memory_halves_the_workers_at_once_and_for_good():
     assert loader.num_workers <= relieved[-1].after
 
 
-class Refused(FastDataLoader):
-    """It can have no more than two workers."""
-
-    error: Exception
-
-    def set_workers(self, workers):
-        super().set_workers(workers)
-        if workers > 2:
-            raise self.error
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -308,12 +290,16 @@ class Refused(FastDataLoader):
 def test_workers_that_cannot_be_had_leave_the_training_as_it_was(error):
     told = []
 
-    class Fails(Refused):
-        pass
+    class Refused(FastDataLoader):
+        """It can have no more than two workers."""
 
-    Fails.error = error
+        def set_workers(self, workers):
+            super().set_workers(workers)
+            if workers > 2:
+                raise error
+
     loader, mine = run(
-        Costly(8 * 80, waits(0.006)), kind=Fails, tune=lambda: tuner(tell=told.append)
+        Costly(8 * 80, waits(0.006)), kind=Refused, tune=lambda: tuner(tell=told.append)
     )
     assert all("num_workers stays 1" in line and "no memory" in line for line in told)
     assert len(told) == 1
@@ -384,11 +370,6 @@ def test_copies_are_not_tuned():
         assert other.tuner is None
         assert len(list(other)) == 24
         other.close()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(8)
 
 
 @pytest.mark.parametrize(

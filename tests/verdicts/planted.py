@@ -21,11 +21,11 @@ from lightning_fastdata.insight.model.evidence import Evidence
 from verdicts.workloads import (
     CPUS,
     Samples,
-    SlowCollate,
-    SlowStart,
     Stage,
     Training,
     sleep_for,
+    slow_collate,
+    start_late,
     train,
 )
 
@@ -148,7 +148,7 @@ def _collation(collate_s: float) -> Training:
     return Training(
         dataset=Samples(_batches(collate_s) * BATCH, blocked_s=0.0001),
         step=sleep_for(0.2 * collate_s),
-        loader={"num_workers": 1, "collate_fn": SlowCollate(collate_s)},
+        loader={"num_workers": 1, "collate_fn": partial(slow_collate, collate_s)},
     )
 
 
@@ -169,7 +169,7 @@ def _epoch_starts(start_s: float) -> Training:
         dataset=Samples(15 * BATCH),
         step=sleep_for(0.02),
         epochs=4,
-        loader={"num_workers": 1, "worker_init_fn": SlowStart(start_s)},
+        loader={"num_workers": 1, "worker_init_fn": partial(start_late, start_s)},
     )
 
 

@@ -15,14 +15,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
+from insight import made_up
+from insight.made_up import history_of, timing
 from rig.virtual_crew import on_machine
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.host_metrics import MachineSeen
-from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory, StepTiming
+from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import (
     Evidence,
@@ -41,11 +43,14 @@ from lightning_fastdata.insight.model.finding import (
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, judge
+from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.tuner import Tuner
+from verdicts.healthy import Stream
 from verdicts.test_findings import CODES, TABLE, late
-from verdicts.workloads import Samples
+from verdicts.workloads import Samples, Training, sleep_for
+from verdicts.workloads import Stage as RunningStage
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -130,11 +135,6 @@ class Drawn(Fixed):
         return {"a": torch.rand(3)}
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(12.0))
-
-
 def of_module(dataset, **options):
     module = FastDataModule.from_datasets(dataset, dataset, batch_size=4, **options)
     return module.train_dataloader(), module.val_dataloader()
@@ -154,7 +154,7 @@ def test_what_the_package_chose_is_closed_and_what_the_user_set_is_not():
 
 def test_a_cache_is_told_only_where_samples_were_seen_to_be_fixed():
     assert "cache" not in closed_options(of_module(Fixed())[0])
-    stream = of_module(Stream(), options=LoaderOptions(split=False))[0]
+    stream = of_module(Stream(12), options=LoaderOptions(split=False))[0]
     for loader in (of_module(Drawn())[0], DataLoader(Fixed(), 4), stream):
         assert "cache" in closed_options(loader)
 
@@ -204,18 +204,8 @@ def test_validation_that_the_package_loads_is_no_fault_of_the_user():
 # Waits that no option shortens
 
 
-def stage(stall=20.0, step=40.0, *, device="cpu", steps=60, **other):
-    history = StepHistory()
-    for number in range(steps):
-        history.append(timing(number, stall, step - stall))
-    return replace(history.summarize("train", duration_s=9.0, device=device), **other)
-
-
-def timing(number, stall, compute):
-    return StepTiming(
-        step=number, samples=16, cold=0, wait_ms=stall, stall_ms=stall, transfer_ms=0.0,
-        compute_ms=compute, gap_ms=0.0, step_ms=stall + compute,
-    )  # fmt: skip
+def stage(stall=20.0, step=40.0, **how):
+    return made_up.stage(stall, step - stall, steps=60, **how)
 
 
 @given(
@@ -273,10 +263,9 @@ def test_a_long_step_is_named_and_the_run_is_judged_without(place, many, seconds
 
 
 def test_what_comes_again_and_again_is_no_long_step():
-    history = StepHistory()
-    for number in range(400):
-        history.append(timing(number, 900.0 if number % 50 == 7 else 0.1, 38.0))
-    found = history.summarize("train", duration_s=9.0)
+    stalls = (900.0 if number % 50 == 7 else 0.1 for number in range(400))
+    steps = (timing(number, stall, 38.0) for number, stall in enumerate(stalls))
+    found = history_of(*steps).summarize("train", duration_s=9.0)
     assert found.long_steps == ()
     assert found.stall.share > 0.1
 
@@ -310,10 +299,7 @@ def test_no_cost_is_of_a_batch_whose_step_took_long_by_waiting_or_by_computing(w
 
 
 def trained(dataset):
-    from lightning_fastdata.insight.waits.causes import CauseTotals
-    from verdicts.workloads import Stage, Training, sleep_for
-
-    run = Stage.start(Training(dataset=dataset, step=sleep_for(0.01)))
+    run = RunningStage.start(Training(dataset=dataset, step=sleep_for(0.01)))
     try:
         run.epoch()
         summary, totals = run.summary(), CauseTotals()
@@ -385,25 +371,16 @@ def test_headroom_where_workers_share_the_cpus_is_a_lower_bound():
 # Findings of their own, by a Trainer on a virtual clock
 
 
-class Rows(Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        return torch.full((4,), float(index))
-
-
-class Model(LightningModule):
+class Model(Learner):
     def __init__(self, making_s=0.0, collecting_s=0.0):
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
         self.making_s, self.collecting_s = making_s, collecting_s
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         clock.sleep(0.02)
         if self.collecting_s:
             self.collect()
-        return self.layer(batch).mean()
+        return super().training_step(batch, batch_idx)
 
     def collect(self):
         """Pretend that Python collects, as it tells those who listen."""
@@ -415,20 +392,12 @@ class Model(LightningModule):
 
     def train_dataloader(self):
         clock.sleep(self.making_s)
-        return DataLoader(Rows(), 2)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
+        return DataLoader(torch.zeros(32, 4), 2)
 
 
 def fitted(tmp_path, model, **options):
     callback = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False, max_epochs=4,
-        enable_model_summary=False, logger=False, enable_checkpointing=False,
-        num_sanity_val_steps=0, callbacks=[callback], **options,
-    )  # fmt: skip
-    trainer.fit(model)
+    quiet_trainer(tmp_path, max_epochs=4, callbacks=[callback], **options).fit(model)
     return callback.report
 
 

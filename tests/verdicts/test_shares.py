@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from tuning import made_up
+from tuning.made_up import cost
 
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.plugin.seams.loaders import labelled
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
+from lightning_fastdata.tuning.simulate import simulate
 
-MS = 1e6
-
-
-def costs(read_ms=40.0, step_ms=10.0):
-    each = BatchCost(
-        samples=4, cpu_ns=0.0, blocked_ns=read_ms * MS, collate_ns=0.0, slowest_ns=read_ms * MS / 4,
-        handover_ns=0.1 * MS, taking_ns=0.05 * MS, step_ns=step_ms * MS,
-    )  # fmt: skip
-    return (each,) * 40
-
-
-def setup(workers):
-    return LoaderSetup(
-        workers=workers, look_ahead=2 * workers, scheduling="batch", cpus=8.0, step_cpus=0.1
-    )
+COSTS = (cost(blocked=40.0, samples=4),) * 40
+setup = partial(made_up.setup, scheduling="batch")
 
 
 def late(**other):
     """A step of 40 ms that waits for 30 of them, all of it reading."""
-    values = {"step_ms": 40.0, "wait_ms": 30.0, "stall_ms": 30.0, "costs": costs()}
+    values = {"step_ms": 40.0, "wait_ms": 30.0, "stall_ms": 30.0, "costs": COSTS}
     return Evidence(**{**values, "parts": WaitParts(read_blocked_ms=30.0), **other})
 
 
@@ -62,7 +52,7 @@ def test_shares_are_uneven_if_few_make_nearly_everything_or_one_twice_its_share(
 def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():
     evidence = late(setup=setup(4), stream_samples=(0, 400, 0, 0))
     gain = findings(evidence)[0].gain
-    alone, all_four = (simulate(costs(), replace(setup(4), workers=n)).step_ms for n in (1, 4))
+    alone, all_four = (simulate(COSTS, replace(setup(4), workers=n)).step_ms for n in (1, 4))
     assert gain.after_ms == pytest.approx(40.0 * all_four / alone)
     assert findings(replace(evidence, costs=()))[0].gain is None
 

@@ -48,25 +48,15 @@ class Samples(Dataset[torch.Tensor]):
         return self.sample
 
 
-class SlowCollate:
-    """Collates, and uses a CPU for some time."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __call__(self, samples):
-        work(self.seconds)
-        return default_collate(samples)
+def slow_collate(seconds: float, samples: list[Any]) -> Any:
+    """Collate, and use a CPU for some time."""
+    work(seconds)
+    return default_collate(samples)
 
 
-class SlowStart:
-    """Lets a worker start late, as imports do."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __call__(self, worker):
-        sleep(self.seconds)
+def start_late(seconds: float, worker: int) -> None:
+    """Let a worker start late, as imports do."""
+    sleep(seconds)
 
 
 def sleep_for(seconds: float) -> Callable[[Any, StepTimeline], None]:
@@ -85,11 +75,6 @@ class Training:
     epochs: int = 1
     loader: dict[str, Any] = field(default_factory=lambda: {"num_workers": 1})
     """Arguments of the loader."""
-    device: Any = None
-    """A device clock; None: the host is the device."""
-    between: Callable[[], None] | None = None
-    """Called after each step, as callbacks are."""
-    step_cpus: float = SLEEPING
 
     def with_options(self, **options: Any) -> Training:
         """Return the same with other arguments of the loader."""
@@ -114,8 +99,7 @@ class Stage:
         loader = FastDataLoader(training.dataset, training.batch_size, **options)
         records: deque[Any] = deque()
         loader.record_stamps(records)
-        timeline = StepTimeline(device=training.device)
-        return cls(training, loader, timeline, records, clock.monotonic())
+        return cls(training, loader, StepTimeline(), records, clock.monotonic())
 
     def epoch(self) -> None:
         """Train for one epoch."""
@@ -131,16 +115,11 @@ class Stage:
             timeline.wait_ended()
             training.step(batch, timeline)
             timeline.compute_ended(16)
-            if training.between is not None:
-                training.between()
 
     def summary(self, name: str = "train") -> Any:
         """Return where the steps went."""
-        if self.training.device is not None:
-            self.training.device.synchronize()
         duration_s = clock.monotonic() - self.began_s
-        device = "cpu" if self.training.device is None else "cuda"
-        found = self.timeline.history.summarize(name, duration_s=duration_s, device=device)
+        found = self.timeline.history.summarize(name, duration_s=duration_s, device="cpu")
         totals = CauseTotals()
         for batch in self.records:
             totals.add(batch)
@@ -148,7 +127,7 @@ class Stage:
 
     def evidence(self, *, val: Any = None, **measured: Any) -> Evidence:
         """Return what is known of the stage; further facts may be given."""
-        setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=self.training.step_cpus)
+        setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=SLEEPING)
         rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
         found = stage_evidence(
             self.summary(), list(self.records), setup, read_loader(self.loader), val=val
