@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import in_worker, on_device
+from augment.loaders import Pictures, loader_of
 from augment.own_transforms import (
     BrightRow,
     Grayer,
@@ -18,9 +19,8 @@ from augment.own_transforms import (
     roll,
 )
 from misses import each
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
-from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment import register
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -181,16 +181,6 @@ def test_the_newer_registration_holds_and_the_older_cannot_take_it_back(register
     assert places(as_batch_transform(A.Compose([RollRows(p=1)]))) == {"RollRows": "device"}
 
 
-class Images(Dataset):
-    """The samples, whose own tensors cross processes."""
-
-    def __len__(self):
-        return len(SAMPLES)
-
-    def __getitem__(self, index):
-        return SAMPLES[index]
-
-
 @pytest.mark.cases(1)
 @each(("workers", "context"), [(0, None), (2, "spawn"), (2, "fork"), (1, "forkserver")])
 def test_a_registered_form_reaches_the_workers_however_they_start(
@@ -200,11 +190,9 @@ def test_a_registered_form_reaches_the_workers_however_they_start(
     registered(RollRows, encode=encode_roll, image=roll, mask=roll, reads_pixels=False)
     compose = A.Compose([A.HorizontalFlip(), Steps(p=0.8), RollRows(p=0.8), A.Normalize()])
     transform = as_batch_transform(compose)
-    loader = FastDataLoader(
-        Images(), 3, num_workers=workers, multiprocessing_context=context,
-        transform=transform, on_device=True, staged="train", seed=7,
-    )  # fmt: skip
-    staged = list(loader)
+    data = Pictures(SAMPLES.__getitem__, len(SAMPLES))
+    how = {"workers": workers, "multiprocessing_context": context, "seed": 7}
+    staged = list(loader_of(transform, data, size=3, **how))
     assert all(torch.uint8 == one.batch["image"].dtype for one in staged)  # left to the device
     steps = [step.name for one in staged for step in one.draws.programs["image"].steps]
     assert all(any(name in step for step in steps) for name in ("Steps", "RollRows"))
