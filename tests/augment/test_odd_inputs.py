@@ -86,7 +86,9 @@ def test_halves_are_rounded_as_in_opencv_for_any_number_of_channels(channels, dt
     images = photographs(24, 30, channels, dtype)
     masks = [(image * (1 if dtype == np.uint8 else 255)).astype(np.int16) for image in images]
     halves = A.Resize(12, 15, mask_interpolation=1, p=1)
-    for want, got, want_mask, mask in both(halves, images, masks, seeds=[0]):
+    found = both(halves, images, masks, seeds=[0])
+    assert len(found) == len(images)
+    for want, got, want_mask, mask in found:
         np.testing.assert_allclose(got, want, rtol=0, atol=0 if dtype == np.uint8 else 1e-6)
         np.testing.assert_array_equal(mask, want_mask)
 
