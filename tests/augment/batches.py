@@ -69,6 +69,16 @@ def on_device(transform, samples, seed=0):
     return transform.apply(default_collate(pixels), draws), left
 
 
+def assert_both_ways_agree(transform, samples):
+    """Worker and device make of samples what Albumentations alone makes of them."""
+    batch, _ = on_device(transform, samples)
+    wanted = in_worker(transform, samples)
+    assert wanted[0].keys() >= batch.keys()
+    for name, values in batch.items():
+        for made, want in zip(values, wanted, strict=True):
+            assert torch.equal(made, torch.as_tensor(want[name])), name
+
+
 def alike(one, other):
     """Whether two results of a pipeline are the same: structure, types, dtypes and values."""
     if type(one) is not type(other):

@@ -12,7 +12,6 @@ import albumentations as A
 import cv2
 import numpy as np
 import pytest
-import torch
 from augment.bounds import OPENCV, Bound, bound_of
 from augment.oracle_cases import CASES, USUAL
 from augment.parity import both, encoded_by, photographs
@@ -124,21 +123,3 @@ def test_nearest_reads_the_pixel_that_opencv_reads_where_the_last_bit_decides(le
 def test_parameters_without_a_device_form_are_declined(transform):
     _, encoded, _ = encoded_by(transform, photographs(40, 50)[0])
     assert encoded is None
-
-
-@each("name", USUAL)
-def test_no_operation_asks_the_device_for_a_value(name):
-    """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
-    image = photographs(131, 170)[0]
-    op, encoded, expected = encoded_by(USUAL[name], image)
-    static = dict(encoded.static)
-    arrays = {
-        name: torch.from_numpy(np.stack([array] * 2)).to("meta")
-        for name, array in encoded.arrays.items()
-    }
-    out = op.image(torch.from_numpy(np.stack([image] * 2)).to("meta"), static, arrays)
-    assert out.device.type == "meta"
-    assert out.shape == (2, *expected.shape)
-    if op.mask is not None:
-        masks = torch.empty((2, 131, 170), dtype=torch.int64, device="meta")
-        assert op.mask(masks, static, arrays).device.type == "meta"

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 from augment.batches import alike
+from augment.own_transforms import HorizontalFlip, Pad, RollByBrightness
 from augment.test_trees import EXACTLY, HEADS, OPTIONS, SEEDS, TAILS
 from augment.trees import SIDE, compare, some_samples, targets, trees
 from hypothesis import given
@@ -22,37 +23,7 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.types import SampleKey
 
 
-class Roll(A.DualTransform):
-    """A user's own transform: draws from pixels, moves everything."""
-
-    def get_params_dependent_on_data(self, params, data):
-        return {"rows": int(data["image"].sum()) % 5 + self.py_random.randint(0, 3)}
-
-    def apply(self, img, rows, **params):
-        return np.roll(img, rows, 0)
-
-    def apply_to_mask(self, mask, rows, **params):
-        return np.roll(mask, rows, 0)
-
-    def apply_to_bboxes(self, bboxes, rows, **params):
-        return bboxes
-
-    def apply_to_keypoints(self, keypoints, **params):
-        return keypoints
-
-
-class LooksEarly(Roll):
-    """Reads pixels before Albumentations asks it to draw."""
-
-    def update_transform_params(self, params, data):
-        params = super().update_transform_params(params, data)
-        return params | {"level": int(data["image"].max())}
-
-    def get_params_dependent_on_data(self, params, data):
-        return {"rows": params["level"] % 7}
-
-
-class Applies(Roll):
+class Applies(RollByBrightness):
     """Takes the sample as a whole."""
 
     def apply_with_params(self, params, *args, **kwargs):
@@ -62,20 +33,13 @@ class Applies(Roll):
         return result
 
 
-class Calls(Roll):
+class Calls(RollByBrightness):
     """Has a way of its own to be called."""
 
     def __call__(self, *args, force_apply=False, **data):
         if self.py_random.random() < self.p:
             data["image"] = np.ascontiguousarray(255 - data["image"])
         return data
-
-
-class Mirror(A.HorizontalFlip):
-    """A user's subclass of a transform with a device form."""
-
-    def apply(self, img, **params):
-        return np.ascontiguousarray(img[:, ::-1] // 2)
 
 
 def halved(image, **_):
@@ -87,11 +51,11 @@ def shortened(image, **_):
 
 
 BARRIERS = [
-    lambda p: Roll(p=p),
-    lambda p: LooksEarly(p=p),
+    lambda p: RollByBrightness(p=p),
+    lambda p: Pad(p=p),
     lambda p: Applies(p=p),
     lambda p: Calls(p=p),
-    lambda p: Mirror(p=p),
+    lambda p: HorizontalFlip(p=p),
     lambda p: A.Lambda(image=halved, name="halved", p=p),
     lambda p: A.ImageCompression(quality_range=(40, 60), p=p),
     lambda p: A.GlassBlur(max_delta=2, iterations=1, p=p),
@@ -226,7 +190,7 @@ def test_targets_of_an_inner_pipeline_are_its_own():
 
 
 def test_a_users_own_target_reaches_the_transform_that_reads_it():
-    class Labels(Roll):
+    class Labels(RollByBrightness):
         @property
         def targets(self):
             return super().targets | {"label": lambda label, rows, **_: label + rows}
