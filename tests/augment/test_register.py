@@ -4,7 +4,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.batches import assert_both_ways_agree, in_worker
+from augment.batches import assert_both_ways_agree, in_worker, on_device
 from augment.loaders import Pictures, loader_of
 from augment.own_transforms import (
     BrightRow,
@@ -131,6 +131,16 @@ def test_a_form_belongs_to_one_class_whatever_others_are_called(registered) -> N
     registered(ColorJitter, encode=encode_roll, image=roll, mask=roll)
     before_jumps = as_batch_transform(A.Compose([ColorJitter(p=1), A.HueSaturationValue()]))
     assert places(before_jumps)["ColorJitter"] == "device"
+
+
+def test_a_form_that_changes_the_shape_of_some_samples_only_is_an_error_that_names_it(
+    registered,
+) -> None:
+    forms = {"image": lambda batch, *_: batch[:, ::2], "mask": roll}
+    registered(RollRows, encode=encode_roll, reads_pixels=False, **forms)
+    transform = as_batch_transform(A.Compose([RollRows(p=0.5)]))
+    with pytest.raises(TransformError, match=r"RollRows.* would turn some images"):
+        on_device(transform, SAMPLES)
 
 
 def test_two_classes_of_one_name_in_one_pipeline_keep_their_own_forms(registered) -> None:
