@@ -130,11 +130,6 @@ def test_a_segmentation_of_pil_images_is_moved():
     check(pipeline, samples)
 
 
-def test_labels_that_are_tensors_are_passed_through():
-    samples = [(torch.tensor([n, 7]), image) for n, image in enumerate(images(4, 30, 30))]
-    check(v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()]), samples)
-
-
 def test_an_image_behind_other_plain_tensors_is_found():
     """Of plain tensors v2 takes the first one, which is no image here."""
     pipeline = v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()])

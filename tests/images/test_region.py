@@ -162,26 +162,27 @@ def test_a_file_that_was_cut_off_is_an_error(jpegs):
         decode_crop(jpegs["420"][:-500], (0, 0, 10, 10))
 
 
+@pytest.fixture
+def looked_for_anew(monkeypatch):
+    """Have the library looked for with what a test changes, and again behind it."""
+    before = region.region_decoder()
+    region.region_decoder.cache_clear()
+    yield
+    monkeypatch.undo()
+    region.region_decoder.cache_clear()
+    assert (region.region_decoder() is None) == (before is None)
+
+
+@pytest.mark.usefixtures("looked_for_anew")
 def test_an_older_library_is_not_used(monkeypatch):
-    region.region_decoder.cache_clear()
     monkeypatch.setattr(region, "_libraries", lambda: iter(["libc.so.6", "/nowhere.so"]))
-    try:
-        assert region.region_decoder() is None
-    finally:
-        region.region_decoder.cache_clear()
+    assert region.region_decoder() is None
 
 
+@pytest.mark.usefixtures("looked_for_anew")
 def test_a_library_with_other_pixels_is_not_used(monkeypatch):
-    found = region.region_decoder()
-    region.region_decoder.cache_clear()
-    monkeypatch.setattr(
-        region.RegionDecoder,
-        "decode",
-        lambda *_args: np.zeros((_args[2].height, _args[2].width, 3), np.uint8),
-    )
-    try:
-        assert region.region_decoder() is None
-    finally:
-        monkeypatch.undo()
-        region.region_decoder.cache_clear()
-    assert (region.region_decoder() is None) == (found is None)
+    def black(decoder, data, box, *_):
+        return np.zeros((box.height, box.width, 3), np.uint8)
+
+    monkeypatch.setattr(region.RegionDecoder, "decode", black)
+    assert region.region_decoder() is None
