@@ -20,20 +20,16 @@ FLOATS = 1e-4
 """Sums of a batch are made in another order; sharpening and normalising make more of that."""
 
 
-def numbers(low, high):
-    return st.floats(low, high)
-
-
 COLOURS = st.one_of(
-    st.builds(v2.ColorJitter, numbers(0, 1), numbers(0, 1), numbers(0, 1), numbers(0, 0.5)),
-    st.builds(v2.RandomPhotometricDistort, p=numbers(0, 1)),
-    st.builds(v2.RandomGrayscale, numbers(0, 1)),
+    st.builds(v2.ColorJitter, st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5)),
+    st.builds(v2.RandomPhotometricDistort, p=st.floats(0, 1)),
+    st.builds(v2.RandomGrayscale, st.floats(0, 1)),
     st.builds(v2.RandomInvert),
     st.builds(v2.RandomPosterize, st.integers(0, 8)),
     st.builds(v2.RandomAutocontrast),
     st.builds(v2.RandomEqualize),
-    st.builds(v2.RandomAdjustSharpness, numbers(0, 3)),
-    st.builds(v2.RandomSolarize, numbers(0, 1)),
+    st.builds(v2.RandomAdjustSharpness, st.floats(0, 3)),
+    st.builds(v2.RandomSolarize, st.floats(0, 1)),
     st.builds(v2.RandomChannelPermutation),
     st.builds(v2.GaussianBlur, st.sampled_from([3, 5, (3, 7)]), st.just((0.1, 2.0))),
 )
@@ -42,17 +38,17 @@ FILLS = st.sampled_from([0, 0.5, {tv_tensors.Image: (0.1, 0.2, 0.3), "others": 1
 MOVES = st.one_of(
     st.builds(v2.RandomHorizontalFlip),
     st.builds(v2.RandomVerticalFlip),
-    st.builds(v2.RandomRotation, numbers(0, 90), MODES, fill=FILLS),
+    st.builds(v2.RandomRotation, st.floats(0, 90), MODES, fill=FILLS),
     st.builds(
         v2.RandomAffine,
-        numbers(0, 30),
+        st.floats(0, 30),
         translate=st.sampled_from([None, (0.1, 0.2)]),
         scale=st.sampled_from([None, (0.7, 1.3)]),
         shear=st.sampled_from([None, 10, (-5, 5, -9, 9)]),
         interpolation=MODES,
         fill=FILLS,
     ),
-    st.builds(v2.RandomPerspective, numbers(0, 0.6), interpolation=MODES, fill=FILLS),
+    st.builds(v2.RandomPerspective, st.floats(0, 0.6), interpolation=MODES, fill=FILLS),
     st.builds(v2.ElasticTransform, st.just(20.0), st.just(1.5)),
 )
 SIZES = st.one_of(
@@ -100,7 +96,7 @@ def nested(*steps):
     def containers(inside):
         some = st.lists(inside, min_size=1, max_size=3)
         return st.one_of(
-            st.builds(v2.RandomApply, some, p=numbers(0, 1)),
+            st.builds(v2.RandomApply, some, p=st.floats(0, 1)),
             st.builds(v2.RandomChoice, some),
             st.builds(v2.RandomOrder, some),
             st.builds(lambda inside: nn.Sequential(*inside), some),
