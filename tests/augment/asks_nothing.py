@@ -14,20 +14,15 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import keys
-from augment.mixed_samples import CLASSES
 from augment.oracle_cases import USUAL
 from augment.parity import encoded_by, photographs
-from augment.test_pipelines import ALL as PIPELINES
+from augment.pipelines import RECIPES
 from augment.test_pipelines import samples
 from kernels.test_launches import drawn as drawn_batch
 from thoroughness import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fastdata.augment.mixing import (
-    CutMix,
-    MixUp,
-    mixed,
-)
+from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
 from lightning_fastdata.augment.replay.program import Draws
@@ -117,9 +112,9 @@ def test_an_operation_copies_nothing_between_host_and_device(pretended, name):
         assert seen.refused == []
 
 
-@pytest.mark.parametrize("name", some(PIPELINES, 3))  # of operations that were seen above
+@pytest.mark.parametrize("name", some(RECIPES, 3))  # of operations that were seen above
 def test_a_real_pipeline_is_replayed_without_asking_the_device(pretended, name):
-    recipe = PIPELINES[name]
+    recipe = RECIPES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given = list(itertools.islice(itertools.cycle(samples(recipe)), 8))
@@ -139,18 +134,12 @@ def test_a_real_pipeline_is_replayed_without_asking_the_device(pretended, name):
         assert seen.refused == []
 
 
-MIXES = {
-    "mixup": MixUp(),
-    "cutmix": CutMix(),
-}
-
-
-@pytest.mark.parametrize("name", MIXES)
-def test_mixing_asks_the_device_for_nothing(pretended, name):
-    transform = mixed(MIXES[name], num_classes=CLASSES)
+@pytest.mark.parametrize("step", [MixUp(), CutMix()])
+def test_mixing_asks_the_device_for_nothing(pretended, step):
+    transform = mixed(step, num_classes=4)
     worker = transform.in_worker(on_device=True)
     pixels = np.zeros((6, 3, 32, 40), np.uint8)
-    pairs = [worker((pixels[i], i % CLASSES), key) for i, key in enumerate(keys(6))]
+    pairs = [worker((pixels[i], i % 4), key) for i, key in enumerate(keys(6))]
     draws = worker.collate([drawn for _, drawn in pairs])
 
     def act():
@@ -164,7 +153,7 @@ def test_mixing_asks_the_device_for_nothing(pretended, name):
 
 
 def test_a_device_without_float64_leaves_the_computing_to_the_cpu(pretended):
-    recipe = PIPELINES["satellite: eight symmetries"]
+    recipe = RECIPES["satellite: eight symmetries"]
     images, draws = drawn_batch(recipe.compose, list(itertools.islice(samples(recipe), 4)))
     shape = np.stack(images).shape
     with pretended, Arguments() as seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -15,24 +16,10 @@ from lightning_fastdata.augment.collated_batches import ForeignBatches
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
-
-BOXES = {
-    "bbox_params": A.BboxParams("pascal_voc", label_fields=["classes"], min_visibility=0.2),
-    "keypoint_params": A.KeypointParams("xy", label_fields=["joints"]),
-}
-
-
-def boxed(sample, height, width):
-    """Return a sample with three boxes and two keypoints."""
-    return sample | {
-        "bboxes": [[1, 2, 12, 13], [3, 3, width, height], [width - 4, height - 4, width, height]],
-        "classes": [4, 5, 6],
-        "keypoints": [(2, 3), (width // 2, height // 2)],
-        "joints": ["a", "b"],
-    }
 
 
 def pipeline(*transforms, **options):
@@ -56,22 +43,40 @@ def in_worker(transform, samples, seed=0):
     return [whole(one, key)[0] for one, key in zip(samples, keys(len(samples), seed), strict=True)]
 
 
+def by_albumentations(compose, samples, own_keys):
+    """Return what Albumentations makes of samples, each drawn under its key."""
+    made = []
+    for one, key in zip(samples, own_keys, strict=True):
+        reseed((compose,), key)
+        made.append(compose(**one))
+    return made
+
+
+def left_to_device(transform, samples, own_keys):
+    """Return what a worker leaves of samples, and what they drew, as another process gets it."""
+    part = transform.in_worker(on_device=True)
+    left, tapes = zip(*map(part, samples, own_keys), strict=True)
+    return list(left), pickle.loads(pickle.dumps(part.collate(tapes)))
+
+
 def on_device(transform, samples, seed=0):
     """Return the batch of images and masks after worker and device, and each worker's rest."""
-    part = transform.in_worker(on_device=True)
-    drawn = [part(one, key) for one, key in zip(samples, keys(len(samples), seed), strict=True)]
-    draws = part.collate([tape for _, tape in drawn])
+    left, draws = left_to_device(transform, samples, keys(len(samples), seed))
     pixels = [
         {name: value for name, value in one.items() if isinstance(value, torch.Tensor)}
-        for one, _ in drawn
+        for one in left
     ]
-    return transform.apply(default_collate(pixels), draws), [one for one, _ in drawn]
+    return transform.apply(default_collate(pixels), draws), left
 
 
-def flat(count, size=(48, 56), channels=3, level=128, dtype=np.uint8):
-    """Return samples whose images are of one level."""
-    image = np.full((*size, channels), level, dtype)
-    return [{"image": image} for _ in range(count)]
+def assert_both_ways_agree(transform, samples):
+    """Worker and device make of samples what Albumentations alone makes of them."""
+    batch, _ = on_device(transform, samples)
+    wanted = in_worker(transform, samples)
+    assert wanted[0].keys() >= batch.keys()
+    for name, values in batch.items():
+        for made, want in zip(values, wanted, strict=True):
+            assert torch.equal(made, torch.as_tensor(want[name])), name
 
 
 def alike(one, other):

@@ -82,16 +82,6 @@ class RandomContrast(RandomBrightness):
         return made
 
 
-class RandomGaussianNoise(AugmentationBase2D):
-    """Draws while it computes, as releases before 0.9 do."""
-
-    def draw(self, batch_shape, rows):
-        return {}
-
-    def apply(self, images, params):
-        return images + torch.randn_like(images)
-
-
 class RandomRain(AugmentationBase2D):
     """Draws as many coordinates for each sample as the longest of the batch has."""
 

@@ -16,7 +16,6 @@ from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
 CHANNELS = (1, 2, 3, 4, 6, 7)
 DTYPES = (np.dtype(np.uint8), np.dtype(np.float32))
 SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))
-WIDE = SIZES[:2]
 BORDERS = (0, 1, 2, 4, 3)
 GRAY_OR_RGB = (1, 3)
 
@@ -35,16 +34,10 @@ class Case:
     """Heights and widths that it takes."""
     axes: tuple[str, ...] = ()
     """Arguments that are varied: interpolation, border_mode, fill, fill_mask."""
-    interpolations: tuple[int, ...] = (0, 1)
-    """Nearest and linear."""
     on_the_cpu: Callable[[dict[str, Any]], bool] = lambda _row: False
     """Which combinations have no device form."""
     refused: Callable[[dict[str, Any]], bool] = lambda _row: False
     """Which combinations OpenCV refuses."""
-    pictures: int = 3
-    """Photographs."""
-    masks: float = 1.0
-    """Share of mask values that are equal."""
 
     def rows(self):
         """Return the combinations to try."""
@@ -52,7 +45,7 @@ class Case:
             "dtype": DTYPES if takes_dtype(DEVICE_OPS[self.name], DTYPES[1]) else DTYPES[:1],
             "channels": self.channels,
             "size": self.sizes,
-            "interpolation": self.interpolations,
+            "interpolation": (0, 1),
             "border_mode": BORDERS,
             "fill": ("one number", "a whole number", "one for each channel"),
             "fill_mask": (0.0, 9.0),
@@ -98,7 +91,7 @@ WARP = {
 }
 PAD = {"axes": ("border_mode", "fill", "fill_mask"), "refused": fills_each_of_five}
 HOLES = {"axes": ("fill", "fill_mask")}
-RESIZE = {"axes": ("interpolation",), "interpolations": (0, 1)}
+RESIZE = {"axes": ("interpolation",)}
 
 
 def case(name, arguments=None, **rest):

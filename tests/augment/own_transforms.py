@@ -56,6 +56,12 @@ class RollRows(A.DualTransform):
     def apply_to_mask(self, mask, rows, **params):
         return np.roll(mask, rows, 0)
 
+    def apply_to_bboxes(self, bboxes, rows, **params):
+        return bboxes
+
+    def apply_to_keypoints(self, keypoints, **params):
+        return keypoints
+
 
 class RollByBrightness(RollRows):
     """Looks at the pixels to draw."""
@@ -74,15 +80,15 @@ class HorizontalFlip(A.HorizontalFlip):
         return mask
 
 
-class Pad(A.DualTransform):
+class Pad(RollRows):
     """Has a name of Albumentations' that changes sizes; looks at pixels before its sampler."""
-
-    apply = RollRows.apply
-    apply_to_mask = RollRows.apply_to_mask
 
     def update_transform_params(self, params, data):
         rows = int(data["image"].sum()) % 11
         return {**super().update_transform_params(params, data), "rows": rows}
+
+    def get_params_dependent_on_data(self, params, data):
+        return {}
 
 
 def encode_roll(transform, params, shape, dtype):

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import sys
-from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from augment import kornia_stand_in
-from augment.parity import photographs
-from misses import each
-from torch.utils.data import DataLoader, Dataset
-from trainers import Keeps, quiet_trainer
-
-from lightning_fastdata import (
-    DataThroughputCallback,
-    FastDataLoader,
-    FastDataModule,
-    LoaderOptions,
-    SampleKey,
-    prefetch,
+from augment.loaders import (
+    COUNT,
+    IMAGES,
+    PHOTOS,
+    SEED,
+    WAYS,
+    Pictures,
+    batches,
+    loader_of,
+    module_of,
+    rest_of_epoch,
+    trained,
+    trained_by_callback,
 )
+from misses import each
+
+from lightning_fastdata import SampleKey, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import torch_seed
 
 torch.set_num_threads(1)
-
-PHOTOS = [*photographs(24, 32), *(255 - one for one in photographs(24, 32))]
-IMAGES = torch.from_numpy(np.stack([*PHOTOS, *PHOTOS])).permute(0, 3, 1, 2) / 255
-COUNT = len(IMAGES)
-SEED = 5
 
 
 @pytest.fixture(params=["kornia", "stand-in"])
@@ -42,46 +39,24 @@ def K(request, monkeypatch):
     return kornia_stand_in
 
 
-class Pictures(Dataset):
-    """Images ``[3, H, W]`` in [0, 1] and their numbers, in one form or another."""
-
-    def __init__(self, form="tuple", same=False):
-        self.form, self.same = form, same
-
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, index):
-        image = IMAGES[0 if self.same else index]
-        if self.form == "masks":
-            return image, image[:1], 1 - image[:1], index
-        if self.form == "dict":
-            return {"image": image, "mask": image[:1], "label": index}
-        if self.form == "several sizes":
-            return image[:, : 16 + index % 3], index
-        if self.form == "bytes":
-            return PHOTOS[index % len(PHOTOS)], index
-        return image, index
+def alike(index):
+    return IMAGES[0], index
 
 
-def batches(module, data=None, *, epoch=0, place="device", **options):
-    loader = loader_of(module, Pictures() if data is None else data, place=place, **options)
-    given = prefetch(loader, "cpu", seed=SEED) if place == "device" else loader
-    return [list(given) for _ in range(epoch + 1)][-1]
+def with_masks(index):
+    return IMAGES[index], IMAGES[index, :1], 1 - IMAGES[index, :1], index
 
 
-def loader_of(module, data, *, size=4, place="device", executor="auto", workers=0, collate_fn=None):
-    return FastDataLoader(
-        data,
-        size,
-        num_workers=workers,
-        executor=executor,
-        seed=SEED,
-        collate_fn=collate_fn,
-        transform=as_batch_transform(module),
-        on_device=place == "device",
-        staged="train" if place == "device" else None,
-    )
+def by_name(index):
+    return {"image": IMAGES[index], "mask": IMAGES[index, :1], "label": index}
+
+
+def of_several_sizes(index):
+    return IMAGES[index, :, : 16 + index % 3], index
+
+
+def of_bytes(index):
+    return PHOTOS[index % len(PHOTOS)], index
 
 
 def images(given):
@@ -120,14 +95,6 @@ def test_a_sample_draws_for_itself_in_any_batch(K):
     assert not torch.equal(other, alone)
 
 
-WAYS = {
-    "in the workers": {"place": "workers", "workers": 2},
-    "drawn in the workers": {"workers": 2},
-    "torch's workers": {"workers": 1, "executor": "torch"},
-    "here": {"executor": "inline", "place": "workers"},
-}
-
-
 @each("way", WAYS)
 def test_workers_and_places_change_nothing(K, way):
     module = K.AugmentationSequential(*usual(K), jitter(K), data_keys=["input"])
@@ -136,25 +103,18 @@ def test_workers_and_places_change_nothing(K, way):
 
 def test_an_epoch_that_is_resumed_goes_on_with_the_same_draws(K):
     module = K.ImageSequential(jitter(K), K.RandomMixUpV2(p=1.0), random_apply=2)
-    whole = batches(module)
-    loader = loader_of(module, Pictures())
-    stopped = iter(prefetch(loader, "cpu", seed=SEED))
-    list(islice(stopped, 2))
-    again = loader_of(module, Pictures())
-    again.load_state_dict({**loader.state_dict()})
-    rest = list(prefetch(again, "cpu", seed=SEED))
+    whole, rest = batches(module), rest_of_epoch(module, 2)
     assert rest
     assert torch.equal(images(rest), images(whole)[-sum(len(one[0]) for one in rest) :])
 
 
 def test_what_is_the_same_on_a_batch_is_so_and_the_rest_is_not(K):
-    alike = Pictures(same=True)
-    same = batches(jitter(K, same_on_batch=True), alike, size=COUNT // 2)
+    same = batches(jitter(K, same_on_batch=True), Pictures(alike), size=COUNT // 2)
     for batch in same:
         assert torch.equal(batch[0], batch[0][:1].expand_as(batch[0]))
     assert not torch.equal(same[0][0], same[1][0])
     both = K.ImageSequential(jitter(K, same_on_batch=True), K.RandomHorizontalFlip(p=0.5))
-    for batch in batches(both, alike, size=COUNT // 2):
+    for batch in batches(both, Pictures(alike), size=COUNT // 2):
         assert len({one.numpy().tobytes() for one in batch[0]}) == 2
 
 
@@ -169,7 +129,7 @@ def test_what_mixes_draws_for_the_batch_by_the_key_of_its_first_sample(K):
 def test_the_mask_moves_with_its_image(K, keys):
     module = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), data_keys=keys)
     flipped = set()
-    for batch in batches(module, Pictures("dict")):
+    for batch in batches(module, Pictures(by_name)):
         assert torch.equal(batch["mask"], batch["image"][:, :1])
         for image, label in zip(batch["image"], batch["label"].tolist(), strict=True):
             forms = torch.equal(image, IMAGES[label]), torch.equal(image, IMAGES[label].flip(-1))
@@ -182,24 +142,24 @@ def test_in_a_tuple_fields_follow_in_the_order_of_the_keys(K):
     module = K.AugmentationSequential(
         K.RandomHorizontalFlip(p=0.5), data_keys=["input", "mask", "mask"]
     )
-    for image, mask, other, label in batches(module, Pictures("masks")):
+    for image, mask, other, label in batches(module, Pictures(with_masks)):
         assert torch.equal(mask, image[:, :1])
         assert torch.equal(other, 1 - mask)
         assert not torch.equal(image, IMAGES[label])
     with pytest.raises(BatchError, match="mask, and there is none in"):
-        batches(module, Pictures("dict"))
+        batches(module, Pictures(by_name))
 
 
 def test_a_field_of_the_images_size_does_not_stay_behind(K):
     transform = as_batch_transform(usual(K))
     with pytest.raises(BatchError, match="mask"):
-        transform.check_sample(Pictures("dict")[0])
+        transform.check_sample(by_name(0))
     still = as_batch_transform(K.ImageSequential(jitter(K)))
-    still.check_sample(Pictures("dict")[0])
+    still.check_sample(by_name(0))
 
 
 def test_bytes_become_floats_with_the_channels_first(K):
-    made = images(batches(usual(K), Pictures("bytes")))
+    made = images(batches(usual(K), Pictures(of_bytes)))
     assert made.dtype == torch.float32
     assert torch.allclose(made, images(batches(usual(K))), atol=1e-6)
 
@@ -213,7 +173,7 @@ def padded(samples):
 
 
 def test_what_a_collate_fn_pads_is_drawn_for_as_it_comes(K):
-    module, data = usual(K), Pictures("several sizes")
+    module, data = usual(K), Pictures(of_several_sizes)
     made = batches(module, data, collate_fn=padded)
     assert torch.equal(
         images(made), images(batches(module, data, collate_fn=padded, place="workers"))
@@ -233,37 +193,21 @@ def test_what_cannot_be_drawn_by_sample_is_refused_by_its_name(K):
 
 def test_a_module_that_is_changed_between_epochs_is_followed(K):
     module = K.ImageSequential(K.RandomHorizontalFlip(p=0.0))
-    given = prefetch(loader_of(module, Pictures()), "cpu", seed=SEED)
+    given = prefetch(loader_of(module), "cpu", seed=SEED)
     assert torch.equal(images(given), IMAGES)
     module[0].p = 1.0
     assert torch.equal(images(given), IMAGES.flip(-1))
 
 
 def test_a_training_gets_what_the_workers_would_make(K, tmp_path):
-    def seen(place):
-        model = Keeps()
-        options = LoaderOptions(num_workers=0)
-        data = FastDataModule.from_datasets(
-            Pictures(), batch_size=4, augment=usual(K), augment_on=place, options=options,
-            shuffle=False, seed=SEED,
-        )  # fmt: skip
+    for place in ("gpu", "cpu"):
+        data = module_of(usual(K), place)
         assert "each sample draws" in str(data.explain()) or place == "cpu"
-        quiet_trainer(tmp_path).fit(model, datamodule=data)
-        return images(model.seen)
-
-    assert torch.equal(seen("gpu"), images(batches(usual(K))))
-    assert torch.equal(seen("cpu"), images(batches(usual(K))))
+        assert torch.equal(images(trained(tmp_path, data)), images(batches(usual(K))))
 
 
 def test_batches_of_other_loaders_draw_by_their_number(K, tmp_path):
-    def seen():
-        model = Keeps()
-        watch = DataThroughputCallback(usual(K), report=False, summary=False)
-        trainer = quiet_trainer(tmp_path, callbacks=[watch])
-        trainer.fit(model, DataLoader(Pictures(), batch_size=4))
-        return images(model.seen)
-
-    once = seen()
+    once = images(trained_by_callback(tmp_path, usual(K)))
     torch.rand(7)
-    assert torch.equal(once, seen())
+    assert torch.equal(once, images(trained_by_callback(tmp_path, usual(K))))
     assert not torch.equal(once, IMAGES)

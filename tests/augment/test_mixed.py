@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import albumentations as A
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from augment.batches import in_worker, keys
-from augment.mixed_samples import CLASSES, IMAGES, PIPELINE, Photos, carried_out
+from augment.loaders import WAYS, Pictures, batches, loader_of, module_of, trained
+from augment.parity import photographs
 from misses import each
-from trainers import quiet_trainer
+from trainers import Keeps
 
-from lightning_fastdata import BatchTransform, FastDataModule
+from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
+
+CLASSES, COUNT, HEIGHT, WIDTH = 4, 8, 40, 48
+KEY = SampleKey(3, 1, 0)
+STEPS = [MixUp(0.8), CutMix()]
+PIPELINE = A.Compose(
+    [A.RandomResizedCrop((32, 40)), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2()]
+)
+IMAGES = [*photographs(60, 70), *photographs(52, 66)]
+
+
+def pair(index):
+    return IMAGES[index % len(IMAGES)], index % CLASSES
+
+
+def own_class(index):
+    return IMAGES[index % len(IMAGES)], index
+
+
+def by_name(index):
+    image, label = pair(index)
+    return {"image": image, "label": label, "index": index}
+
+
+def images(dtype=torch.float32):
+    photos = torch.from_numpy(np.stack(photographs(HEIGHT, WIDTH) * 3)[:COUNT]).permute(0, 3, 1, 2)
+    photos = photos.contiguous()
+    return photos if dtype == torch.uint8 else (photos / 255).to(dtype)
 
 
 def test_a_mixed_transform_is_a_batch_transform():
@@ -55,107 +81,59 @@ def test_the_pipeline_draws_what_it_would_draw_alone():
         assert torch.equal(part(sample, key)[0]["image"], want["image"])
 
 
-def test_who_meets_whom_depends_on_who_is_there_and_not_on_the_order():
-    transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES)
-    samples = [Photos()[index] for index in range(6)]
-    image, labels = carried_out(transform, samples)
-    turned = [4, 2, 0, 5, 1, 3]
-    other, others = carried_out(transform, samples, turned)
+def test_each_sample_meets_another_one_and_each_once_whatever_their_order():
+    transform = mixed(PIPELINE, MixUp(1.0), num_classes=12)
+    turned = [4, 2, 0, 5, 1, 3, 10, 9, 6, 8, 7]
+    (image, labels), (other, others) = (
+        batches(transform, Pictures(own_class), size=11, sampler=order)[0]
+        for order in (range(11), turned)
+    )
+    partners = (labels * (1 - torch.eye(11, 12))) > 0
+    assert partners.sum(1).tolist() == [1] * 11
+    assert partners.sum(0).tolist() == [1] * 11 + [0]
     assert torch.equal(other, image[turned])
     assert torch.equal(others, labels[turned])
 
 
-@each("form", ["tuple", "dict"])
-@each(("executor", "workers"), [("inline", 0), ("workers", 2), ("torch", 2)])
-def test_any_loader_gives_the_same_mixed_batches(form, executor, workers):
-    def batches(**how):
-        loader = FastDataLoader(
-            Photos(form=form),
-            4,
-            seed=3,
-            transform=mixed(PIPELINE, MixUp(), num_classes=CLASSES),
-            **how,
-        )
-        return [
-            (one[0], one[1]) if form == "tuple" else (one["image"], one["label"]) for one in loader
-        ]
-
-    wanted = batches(num_workers=0)
-    found = batches(num_workers=workers, executor=executor)
+@each(("make", "step"), [(pair, MixUp()), (by_name, CutMix())])
+@each("way", WAYS)
+def test_workers_and_places_change_nothing(make, step, way):
+    transform, names = mixed(PIPELINE, step, num_classes=CLASSES), ("image", "label")
+    names = names if make is by_name else (0, 1)
+    wanted = batches(transform, Pictures(make), place=WAYS[way].get("place", "device"))
+    found = batches(transform, Pictures(make), **WAYS[way])
     assert len(found) == 3
-    for (image, label), (want, wanted_label) in zip(found, wanted, strict=True):
-        assert label.shape == (4, CLASSES)
-        assert torch.equal(image, want)
-        assert torch.equal(label, wanted_label)
-
-
-@each(("executor", "workers"), [("workers", 2), ("torch", 1)])
-def test_what_is_drawn_for_mixing_crosses_processes_with_the_batch(executor, workers):
-    transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES)
-
-    def batches(**how):
-        loader = FastDataLoader(
-            Photos(), 4, transform=transform, on_device=True, staged="train", seed=1, **how
-        )
-        return [transform.apply(one.batch, one.draws) for one in loader]
-
-    wanted, found = batches(num_workers=0), batches(num_workers=workers, executor=executor)
-    assert len(found) == 3
-    for (image, label), (want, wanted_label) in zip(found, wanted, strict=True):
-        assert image.shape == (4, 3, 32, 40)
-        assert torch.equal(image, want)
-        assert torch.equal(label, wanted_label)
+    for one, want in zip(found, wanted, strict=True):
+        assert one[names[0]].shape == (4, 3, 32, 40)
+        assert one[names[1]].shape == (4, CLASSES)
+        assert all(torch.equal(one[name], want[name]) for name in names)
 
 
 def test_mixing_needs_batches():
-    loader = FastDataLoader(Photos(), None, transform=mixed(PIPELINE, MixUp(), num_classes=CLASSES))
+    transform = mixed(PIPELINE, MixUp(), num_classes=CLASSES)
     with pytest.raises(OptionsError, match="batch_size"):
-        next(iter(loader))
+        next(iter(loader_of(transform, Pictures(pair), size=None, place="workers")))
 
 
-class Watching(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch)
-        return self.scale * batch[0].mean()
-
+class Validates(Keeps):
     def validation_step(self, batch, batch_idx):
         assert batch[1].ndim == 1
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
-
-
-class Module(FastDataModule):
-    def train_dataset(self):
-        return Photos()
-
-    def val_dataset(self):
-        return Photos()
 
 
 @each("augment_on", ["cpu", "gpu"])
 def test_the_training_gets_mixed_batches_and_the_validation_does_not(augment_on, tmp_path):
-    data = Module(
-        4,
-        augment={
-            "train": mixed(PIPELINE, CutMix(), num_classes=CLASSES),
-            "val": A.Compose([A.Resize(32, 40), A.Normalize(), A.ToTensorV2()]),
-        },
-        augment_on=augment_on,
-    )
-    module = Watching()
-    quiet_trainer(tmp_path).fit(module, datamodule=data)
-    assert len(module.seen) == 3
-    for image, labels in module.seen:
+    pipelines = {
+        "train": mixed(PIPELINE, CutMix(), num_classes=CLASSES),
+        "val": A.Compose([A.Resize(32, 40), A.Normalize(), A.ToTensorV2()]),
+    }
+    data = module_of(pipelines, augment_on, Pictures(pair), val=Pictures(pair))
+    seen = trained(tmp_path, data, Validates())
+    assert len(seen) == 3
+    for image, labels in seen:
         assert image.shape == (4, 3, 32, 40)
         assert labels.shape == (4, CLASSES)
         assert torch.allclose(labels.sum(1), torch.ones(4))
-    assert any((labels.amax(1) < 1).any() for _, labels in module.seen)
+    assert any((labels.amax(1) < 1).any() for _, labels in seen)
 
 
 def test_batches_of_other_loaders_draw_by_their_place():
@@ -179,11 +157,14 @@ def test_a_pipeline_before_runs_on_batches_of_other_loaders_too():
     assert labels.shape == (3, CLASSES)
 
 
+@each("step", STEPS)
 @each("shape", [(5, 3, 20, 24), (5, 20, 24, 3), (5, 20, 24)])
-def test_any_layout_of_images_is_kept(shape):
+def test_any_layout_of_images_is_kept_and_nothing_is_written_to_what_was_given(step, shape):
     image = torch.rand(shape)
+    before = image.clone()
     batch = {"image": image, "target": torch.eye(5), "name": list("abcde")}
-    out = mixed(CutMix()).apply_unprepared(batch, SampleKey(0, 0, 0))
+    out = mixed(step).apply_unprepared(batch, SampleKey(0, 0, 0))
+    assert torch.equal(image, before)
     assert out["image"].shape == shape
     assert out["name"] == list("abcde")
     assert out["target"].shape == (5, 5)
@@ -211,11 +192,6 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
         ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "float32"),
         ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
         ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),
-        (
-            {"image": torch.rand(2, 3, 8, 8), "mask": torch.rand(2, 8, 8)},
-            {},
-            "'mask', which mixing",
-        ),
     ],
 )
 def test_a_batch_that_cannot_be_mixed_says_what_it_holds(batch, options, said):
@@ -229,3 +205,117 @@ def test_a_collate_that_loses_samples_is_noticed():
     drawn = [part({"image": IMAGES[0]}, key)[1] for key in keys(3)]
     with pytest.raises(BatchError, match="drawn for 3"):
         transform.apply({"image": torch.rand(2, 3, 8, 8)}, part.collate(drawn))
+
+
+FLIP = [A.HorizontalFlip()]
+BOXES = A.BboxParams("pascal_voc", label_fields=["kinds"])
+
+
+@each("step", [MixUp(), CutMix()])
+@each(
+    ("pipeline", "said"),
+    [
+        (A.Compose(FLIP, bbox_params=BOXES), "transforms boxes"),
+        (A.Compose(FLIP, keypoint_params=A.KeypointParams("xy")), "transforms keypoints"),
+        (A.Compose(FLIP, additional_targets={"second": "image"}), "additional targets second"),
+    ],
+)
+def test_what_a_pipeline_moves_does_not_stay_behind_when_images_are_mixed(step, pipeline, said):
+    with pytest.raises(TransformError, match=said):
+        mixed(pipeline, step)
+
+
+@each("step", STEPS)
+@each("name", ["boxes", "bboxes", "mask", "masks", "of the size of the images"])
+def test_boxes_and_masks_do_not_stay_behind(step, name):
+    masks = torch.zeros(COUNT, HEIGHT, WIDTH)
+    batch = {"image": images(), name: masks if " " in name else [torch.zeros(1, 4)] * COUNT}
+    with pytest.raises(BatchError, match=rf"'{name}'.*stays=\['{name}'\]"):
+        mixed(step).apply_unprepared(batch, KEY)
+    out = mixed(step, stays=name).apply_unprepared(batch, KEY)
+    assert out[name] is batch[name]
+
+
+INDICES = torch.tensor([0, 2, 1, 2, 0, 1, 1, 0])
+LABELS = {
+    "classes": INDICES,
+    "classes of 32 bits": INDICES.int(),
+    "one-hot": torch.eye(3)[INDICES],
+    "one-hot of whole numbers": torch.eye(3, dtype=torch.long)[INDICES],
+    "one-hot of booleans": torch.eye(3, dtype=torch.bool)[INDICES],
+    "one-hot in half precision": torch.eye(3, dtype=torch.bfloat16)[INDICES],
+}
+
+
+@each("step", STEPS)
+@each("form", LABELS)
+def test_labels_of_any_form_become_the_same_shares(step, form):
+    transform = mixed(step, num_classes=3)
+    _, shares = transform.apply_unprepared((images(), LABELS[form]), KEY)
+    _, wanted = transform.apply_unprepared((images(), LABELS["classes"]), KEY)
+    assert shares.dtype == torch.float32
+    assert torch.equal(shares, wanted)
+    assert torch.allclose(shares.sum(1), torch.ones(COUNT))
+    assert not torch.equal(shares, torch.eye(3)[INDICES])
+
+
+def test_a_label_that_is_no_class_is_told_where_it_is_read():
+    part = mixed(CutMix(), num_classes=3).in_worker(on_device=True)
+    image = np.zeros((8, 8, 3), np.uint8)
+    part((image, 2), KEY)
+    for number in (3, 255, -1, -100):
+        for wrong in (number, np.int64(number), np.array(number), torch.tensor(number)):
+            with pytest.raises(BatchError, match=rf"{number}, but .* means classes 0 to 2"):
+                part((image, wrong), KEY)
+        batch = images(), INDICES.index_fill(0, torch.tensor([4]), number)
+        with pytest.raises(BatchError, match=rf"{number}, but .* means classes 0 to 2"):
+            mixed(MixUp(), num_classes=3).apply_unprepared(batch, KEY)
+        with pytest.raises(BatchError, match="label 'y'"):
+            mixed(CutMix(), label="y", num_classes=3).in_worker(on_device=True)(
+                {"image": image, "y": number}, KEY
+            )
+
+
+@each("dtype", [torch.float32, torch.float64, torch.float16])
+@each("num_classes", [3, None])
+def test_numbers_that_are_no_integers_are_told_by_their_dtype(dtype, num_classes):
+    dtype_name = str(dtype).removeprefix("torch.")
+    with pytest.raises(BatchError, match=rf"{dtype_name}.*Classes are integers") as told:
+        mixed(MixUp(), num_classes=num_classes).apply_unprepared((images(), INDICES.to(dtype)), KEY)
+    assert "num_classes" not in str(told.value)
+    # The remedy for a regression works.
+    rows = INDICES.to(dtype)[:, None]
+    _, made = mixed(MixUp(0.8)).apply_unprepared((images(), rows), KEY)
+    assert made.shape == (COUNT, 1)
+    assert made.min() >= rows.min()
+    assert not torch.equal(made, rows.float())
+
+
+@each("step", STEPS)
+@each("dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16])
+@each("form", ["tuple", "dict"])
+def test_images_keep_their_dtype_in_any_memory_format(step, dtype, form):
+    given = images(dtype)
+    usual = one_image(step, given, form)
+    other = one_image(step, given.contiguous(memory_format=torch.channels_last), form)
+    assert usual.dtype == other.dtype == dtype
+    assert torch.equal(usual, other)
+    assert not torch.equal(usual, given)
+
+
+def one_image(step, image, form):
+    batch = {"tuple": (image, INDICES), "dict": {"image": image, "label": INDICES}}
+    out = mixed(step, num_classes=3).apply_unprepared(batch[form], KEY)
+    return out[0] if form == "tuple" else out["image"]
+
+
+@each("step", STEPS)
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_mixed_as_full_precision_and_rounded_once(step, dtype):
+    given = images(dtype)
+    half, full = (
+        mixed(step, num_classes=3).apply_unprepared((image, INDICES), KEY)
+        for image in (given, given.float())
+    )
+    assert torch.equal(half[0], full[0].to(dtype))
+    assert torch.equal(half[1], full[1])

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
-from hypothesis import given
-from hypothesis import strategies as st
 from misses import each
 from scipy import stats
-from thoroughness import max_examples
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.mixing import (
@@ -20,7 +17,6 @@ from lightning_fastdata.augment.mixing import (
     MixUp,
     cut_boxes,
     draw_numbers,
-    partners,
     stack_drawn,
 )
 from lightning_fastdata.errors import OptionsError
@@ -46,20 +42,6 @@ def drawn(step, count, *, seed=0, first=0):
 
 def many(step, count=3000):
     return drawn(step, count)[0]
-
-
-@max_examples(40)
-@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=12, unique=True))
-def test_partners_form_one_ring_that_does_not_depend_on_the_order_of_the_batch(order):
-    order = torch.tensor(order)
-    found = partners(order)
-    assert sorted(found.tolist()) == list(range(len(order)))
-    if len(order) > 1:
-        assert (found != torch.arange(len(order))).all()
-    shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(1))
-    met = dict(zip(order.tolist(), order[found].tolist(), strict=True))
-    again = order[shuffled]
-    assert met == dict(zip(again.tolist(), again[partners(again)].tolist(), strict=True))
 
 
 @each("dtype", [torch.float32, torch.uint8])
@@ -122,15 +104,6 @@ def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
     # What comes later in the list changes nothing of what comes before.
     longer, order = draw_numbers((step, CutMix()), SampleKey(1, 2, 3))
     assert (longer[: step.count], order[:1]) == first
-
-
-@each("step", STEPS)
-def test_nothing_is_written_to_what_was_given(step):
-    images = pictures().float()
-    before = images.clone()
-    numbers, order = drawn(step, 6)
-    step.mix(images, numbers, partners(order))
-    assert torch.equal(images, before)
 
 
 @each(

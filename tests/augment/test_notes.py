@@ -1,16 +1,13 @@
 """What a pipeline writes down of its draws reaches the batch, sample by sample."""
 
+from functools import partial
+
 import albumentations as A
 import numpy as np
 import pytest
-from augment.batches import alike
+from augment.batches import alike, by_albumentations, keys
+from augment.loaders import SEED, Pictures, batches
 from misses import each
-from torch.utils.data import Dataset
-
-from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.randomness.seeds import reseed
-from lightning_fastdata.types import SampleKey
 
 COUNT = 14
 IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 40, 36, 3), np.uint8)
@@ -19,15 +16,8 @@ REPLAYED = A.ReplayCompose([A.HorizontalFlip(), A.RandomGamma(p=0.5)])
 OTHER_NAME = A.ReplayCompose([A.HorizontalFlip()], save_key="story")
 
 
-class Labelled(Dataset):
-    def __init__(self, extra=None):
-        self.extra = extra or {}
-
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, index):
-        return {"image": IMAGES[index], "label": index, **self.extra}
+def labelled(index, **more):
+    return {"image": IMAGES[index], "label": index, **more}
 
 
 @pytest.mark.cases(6)
@@ -38,39 +28,28 @@ class Labelled(Dataset):
     [(SAVING, "applied_transforms"), (REPLAYED, "replay"), (OTHER_NAME, "story")],
 )
 def test_notes_of_a_batch_are_those_of_its_samples(pipeline, name, executor, workers, on_device):
-    loader = FastDataLoader(
-        Labelled(),
-        COUNT,
-        num_workers=workers,
-        executor=executor,
-        seed=3,
-        transform=as_batch_transform(pipeline),
-        on_device=on_device,
-        staged="train" if on_device else None,
-    )
-    (batch,) = loader
-    batch = batch.batch if on_device else batch
+    place, how = "device" if on_device else "workers", {"executor": executor, "workers": workers}
+    [batch] = batches(pipeline, Pictures(labelled, COUNT), size=COUNT, place=place, **how)
     assert batch["label"].tolist() == list(range(COUNT))
-    wanted = []
-    for index, image in enumerate(IMAGES):
-        reseed((pipeline,), SampleKey(3, 0, index))
-        wanted.append(pipeline(image=image)[name])
-    assert alike(batch[name], wanted)
+    wanted = by_albumentations(pipeline, [{"image": image} for image in IMAGES], keys(COUNT, SEED))
+    assert alike(batch[name], [one[name] for one in wanted])
 
 
 def test_a_first_sample_with_nothing_to_tell_speaks_for_no_other():
-    class Some(Labelled):
-        def __getitem__(self, index):
-            notes = [("HorizontalFlip", {"p": 1})] if index else []
-            return {"applied_transforms": notes, "label": index}
+    def some(index):
+        notes = [("HorizontalFlip", {"p": 1})] if index else []
+        return {"applied_transforms": notes, "label": index}
 
-    (batch,) = FastDataLoader(Some(), COUNT)
+    [batch] = batches(None, Pictures(some, COUNT), size=COUNT)
     assert [len(notes) for notes in batch["applied_transforms"]] == [0] + [1] * (COUNT - 1)
 
 
 def test_other_fields_of_such_names_are_collated_as_ever():
-    (batch,) = FastDataLoader(Labelled({"replay": np.ones(3)}), COUNT)
-    assert batch["replay"].shape == (COUNT, 3)
-    (batch,) = FastDataLoader(Labelled({"replay": {"state": np.ones(3), "reward": 2}}), COUNT)
-    assert batch["replay"]["state"].shape == (COUNT, 3)
-    assert batch["replay"]["reward"].tolist() == [2] * COUNT
+    def collated(replay):
+        data = Pictures(partial(labelled, replay=replay), COUNT)
+        return batches(None, data, size=COUNT)[0]["replay"]
+
+    assert collated(np.ones(3)).shape == (COUNT, 3)
+    replay = collated({"state": np.ones(3), "reward": 2})
+    assert replay["state"].shape == (COUNT, 3)
+    assert replay["reward"].tolist() == [2] * COUNT

@@ -16,61 +16,42 @@ from lightning_fastdata.plugin.placing.decision import (
 )
 
 ms = st.floats(0.01, 1000, allow_nan=False)
-few = max_examples(150)
+NUMBERS = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(("reading", "pixels", "deferring", "device"), ms),
+        "waits": st.floats(0, 1),
+        "batch_size": st.integers(1, 512),
+        "workers": st.integers(0, 32),
+        "cpus": st.floats(0.5, 64),
+    }
+)
+DEARER = {"pixels": "device", "deferring": "workers", "device": "workers"}
+"""What may be dearer, and the place that this speaks for."""
 
 
-@st.composite
-def costs(draw):
-    read = draw(ms)
-    deferred = read + draw(ms)
-    return PlaceCosts(
-        accelerator=True,
-        batch_size=draw(st.integers(1, 512)),
-        workers=draw(st.integers(0, 32)),
-        cpus=draw(st.floats(0.5, 64)),
-        sample=SampleCosts(
-            whole_ms=read + draw(ms),
-            deferred_ms=deferred,
-            read_ms=read,
-            waits_ms=draw(st.floats(0, 1)) * read,
-        ),
-        device_ms=draw(ms),
+def costs(*, reading, pixels, deferring, device, waits, **about):
+    sample = SampleCosts(
+        whole_ms=reading + pixels,
+        deferred_ms=reading + deferring,
+        read_ms=reading,
+        waits_ms=waits * reading,
     )
+    return PlaceCosts(accelerator=True, sample=sample, device_ms=device, **about)
 
 
-def with_sample(known, **about):
-    return replace(known, sample=replace(known.sample, **about))
-
-
-@few
-@given(costs())
-def test_without_an_accelerator_or_anything_deferred_it_is_the_workers(known):
+@max_examples(150)
+@given(NUMBERS)
+def test_without_an_accelerator_or_anything_deferred_it_is_the_workers(numbers):
     for kept in ({"accelerator": False}, {"defers": False}, {"refusal": "no memory"}):
-        assert choose_place(replace(known, **kept)).place == "workers"
+        assert choose_place(replace(costs(**numbers), **kept)).place == "workers"
 
 
-@few
-@given(costs(), st.floats(1, 10))
-def test_dearer_pixels_in_the_workers_never_turn_device_into_workers(known, more):
-    dearer = with_sample(known, whole_ms=known.sample.whole_ms * more)
-    if choose_place(known).place == "device":
-        assert choose_place(dearer).place == "device"
-
-
-@few
-@given(costs(), st.floats(0.1, 1))
-def test_cheaper_deferring_never_turns_device_into_workers(known, less):
-    sample = known.sample
-    cheaper = sample.read_ms + less * (sample.deferred_ms - sample.read_ms)
-    if choose_place(known).place == "device":
-        assert choose_place(with_sample(known, deferred_ms=cheaper)).place == "device"
-
-
-@few
-@given(costs(), st.floats(1, 10))
-def test_a_slower_device_never_turns_workers_into_device(known, more):
-    if choose_place(known).place == "workers":
-        assert choose_place(replace(known, device_ms=known.device_ms * more)).place == "workers"
+@max_examples(450)
+@given(NUMBERS, st.sampled_from(sorted(DEARER)), st.floats(1, 10))
+def test_what_speaks_for_a_place_never_turns_it_into_the_other(numbers, dearer, more):
+    if choose_place(costs(**numbers)).place == DEARER[dearer]:
+        numbers[dearer] *= more
+        assert choose_place(costs(**numbers)).place == DEARER[dearer]
 
 
 def test_the_device_is_taken_if_it_needs_less_time_than_it_saves():
@@ -83,7 +64,7 @@ def test_the_device_is_taken_if_it_needs_less_time_than_it_saves():
     assert choice.saved_ms == pytest.approx(10 * 4.0 / 4)
     assert all(number in choice.reason for number in ("12.5 ms", "2.5 ms", "9.9 ms", "4 workers"))
     assert choose_place(replace(known, device_ms=10.1)).place == "workers"
-    assert choose_place(with_sample(known, deferred_ms=5.0)).place == "workers"
+    assert choose_place(replace(known, sample=replace(sample, deferred_ms=5.0))).place == "workers"
 
 
 def test_cpus_bound_what_computes_and_not_what_waits():

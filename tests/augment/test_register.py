@@ -4,7 +4,8 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.batches import in_worker, on_device
+from augment.batches import assert_both_ways_agree, in_worker, on_device
+from augment.loaders import Pictures, loader_of
 from augment.own_transforms import (
     BrightRow,
     Grayer,
@@ -18,9 +19,8 @@ from augment.own_transforms import (
     roll,
 )
 from misses import each
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
-from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment import register
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -52,14 +52,6 @@ def registered():
         take_back()
 
 
-def assert_both_ways_agree(transform, samples=SAMPLES) -> None:
-    alone = default_collate(in_worker(transform, samples))
-    batch, _ = on_device(transform, samples)
-    assert alone.keys() == batch.keys()
-    for name, value in batch.items():
-        assert torch.equal(value, torch.as_tensor(alone[name])), name
-
-
 def places(transform) -> dict[str, str]:
     return {place.name: place.where for place in transform.plan.placements}
 
@@ -70,7 +62,7 @@ def test_a_registered_table_makes_what_the_transform_makes(registered, kind, tai
     registered(kind, table=True, reads_pixels=False)
     transform = as_batch_transform(A.Compose([A.VerticalFlip(), kind(p=0.7), *tail]))
     assert set(places(transform).values()) == {"device"}
-    assert_both_ways_agree(transform)
+    assert_both_ways_agree(transform, SAMPLES)
 
 
 @each("channels", [1, 3, 5])
@@ -90,7 +82,7 @@ def test_a_table_behind_what_makes_floats_stays_on_the_cpu(registered) -> None:
     registered(Steps, table=True)
     transform = as_batch_transform(A.Compose([A.VerticalFlip(), A.Normalize(), Steps(p=0.6)]))
     assert places(transform)["Steps"] == "worker"
-    assert_both_ways_agree(transform)
+    assert_both_ways_agree(transform, SAMPLES)
 
 
 @each("kind", [RollRows, RollByBrightness, Pad])
@@ -103,7 +95,7 @@ def test_registered_functions_make_what_the_transform_makes(registered, kind, he
     where = places(transform)
     assert where[kind.__name__] == "either"
     assert where["Normalize"] == "device"
-    assert_both_ways_agree(transform)
+    assert_both_ways_agree(transform, SAMPLES)
 
 
 def test_a_sampler_that_looks_at_no_pixels_spares_the_cpu(registered) -> None:
@@ -112,17 +104,17 @@ def test_a_sampler_that_looks_at_no_pixels_spares_the_cpu(registered) -> None:
         A.Compose([A.RandomCrop(16, 16), A.HorizontalFlip(), RollRows(p=0.6), A.RandomCrop(8, 8)])
     )
     assert [one.where for one in transform.plan.placements] == ["worker", *["device"] * 3]
-    assert_both_ways_agree(transform)
+    assert_both_ways_agree(transform, SAMPLES)
     of_floats = [A.HorizontalFlip(), RollRows(p=0.6), A.Normalize(), RollRows(p=0.6)]
     behind = as_batch_transform(A.Compose(of_floats))
     assert set(places(behind).values()) == {"device"}
-    assert_both_ways_agree(behind)
+    assert_both_ways_agree(behind, SAMPLES)
 
 
 def test_a_form_belongs_to_one_class_whatever_others_are_called(registered) -> None:
     registered(HorizontalFlip, encode=encode_roll, image=roll, mask=roll)
     compose = A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
-    assert_both_ways_agree(as_batch_transform(compose))
+    assert_both_ways_agree(as_batch_transform(compose), SAMPLES)
     assert places(as_batch_transform(A.Compose([HorizontalFlip(p=1)]))) == {
         "HorizontalFlip": "device"
     }
@@ -139,6 +131,16 @@ def test_a_form_belongs_to_one_class_whatever_others_are_called(registered) -> N
     registered(ColorJitter, encode=encode_roll, image=roll, mask=roll)
     before_jumps = as_batch_transform(A.Compose([ColorJitter(p=1), A.HueSaturationValue()]))
     assert places(before_jumps)["ColorJitter"] == "device"
+
+
+def test_a_form_that_changes_the_shape_of_some_samples_only_is_an_error_that_names_it(
+    registered,
+) -> None:
+    forms = {"image": lambda batch, *_: batch[:, ::2], "mask": roll}
+    registered(RollRows, encode=encode_roll, reads_pixels=False, **forms)
+    transform = as_batch_transform(A.Compose([RollRows(p=0.5)]))
+    with pytest.raises(TransformError, match=r"RollRows.* would turn some images"):
+        on_device(transform, SAMPLES)
 
 
 def test_two_classes_of_one_name_in_one_pipeline_keep_their_own_forms(registered) -> None:
@@ -159,7 +161,7 @@ def test_two_classes_of_one_name_in_one_pipeline_keep_their_own_forms(registered
     halve, flip_bits = make(lambda img: img // 2), make(lambda img: img ^ 255)
     transform = as_batch_transform(A.Compose([halve, flip_bits, A.VerticalFlip()]))
     assert [place.where for place in transform.plan.placements] == ["device"] * 3
-    assert_both_ways_agree(transform)
+    assert_both_ways_agree(transform, SAMPLES)
 
 
 def test_what_is_taken_back_runs_on_the_cpu_again(registered) -> None:
@@ -170,7 +172,7 @@ def test_what_is_taken_back_runs_on_the_cpu_again(registered) -> None:
     after = as_batch_transform(A.Compose([Steps(p=1)]))
     assert places(before) == {"Steps": "device"}
     assert places(after) == {"Steps": "worker"}
-    assert_both_ways_agree(before)
+    assert_both_ways_agree(before, SAMPLES)
     assert places(before.for_samples(SAMPLES)) == {"Steps": "device"}
 
 
@@ -179,16 +181,6 @@ def test_the_newer_registration_holds_and_the_older_cannot_take_it_back(register
     registered(RollRows, encode=encode_roll, image=roll, mask=roll, reads_pixels=False)
     older()
     assert places(as_batch_transform(A.Compose([RollRows(p=1)]))) == {"RollRows": "device"}
-
-
-class Images(Dataset):
-    """The samples, whose own tensors cross processes."""
-
-    def __len__(self):
-        return len(SAMPLES)
-
-    def __getitem__(self, index):
-        return SAMPLES[index]
 
 
 @pytest.mark.cases(1)
@@ -200,11 +192,9 @@ def test_a_registered_form_reaches_the_workers_however_they_start(
     registered(RollRows, encode=encode_roll, image=roll, mask=roll, reads_pixels=False)
     compose = A.Compose([A.HorizontalFlip(), Steps(p=0.8), RollRows(p=0.8), A.Normalize()])
     transform = as_batch_transform(compose)
-    loader = FastDataLoader(
-        Images(), 3, num_workers=workers, multiprocessing_context=context,
-        transform=transform, on_device=True, staged="train", seed=7,
-    )  # fmt: skip
-    staged = list(loader)
+    data = Pictures(SAMPLES.__getitem__, len(SAMPLES))
+    how = {"workers": workers, "multiprocessing_context": context, "seed": 7}
+    staged = list(loader_of(transform, data, size=3, **how))
     assert all(torch.uint8 == one.batch["image"].dtype for one in staged)  # left to the device
     steps = [step.name for one in staged for step in one.draws.programs["image"].steps]
     assert all(any(name in step for step in steps) for name in ("Steps", "RollRows"))

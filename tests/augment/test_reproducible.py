@@ -6,11 +6,9 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
+from augment.loaders import Pictures, batches
 from misses import each
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler
-
-from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.loading.loader import FastDataLoader
+from torch.utils.data import BatchSampler
 
 torch.set_num_threads(1)
 
@@ -28,32 +26,19 @@ PIPELINE = [
 ]
 
 
-class Pictures(Dataset):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict:
-        rng = np.random.default_rng(index)
-        image = rng.integers(0, 256, (24, 28, 3), np.uint8)
-        return {"image": image, "mask": image[..., 0] // 64, "index": index}
+def picture(index):
+    image = np.random.default_rng(index).integers(0, 256, (24, 28, 3), np.uint8)
+    return {"image": image, "mask": image[..., 0] // 64, "index": index}
 
 
-def tensors(epoch=0, seed=3, on_device=True, **how) -> dict[int, tuple[bytes, bytes]]:
+def one_picture(index):
+    return picture(0) | {"index": index}
+
+
+def tensors(make=picture, *, batch_size=8, **how) -> dict[int, tuple[bytes, bytes]]:
     """Run an epoch; return the bytes of image and mask of every sample."""
-    transform = as_batch_transform(A.Compose(PIPELINE))
-    options = {"batch_size": 8, "num_workers": 0} | how
-    loader = FastDataLoader(
-        Pictures(),
-        seed=seed,
-        epoch=lambda: epoch,
-        transform=transform,
-        on_device=on_device,
-        staged="train",
-        **options,
-    )
     found = {}
-    for staged in loader:
-        batch = transform.apply(staged.batch, staged.draws)
+    for batch in batches(A.Compose(PIPELINE), Pictures(make, SAMPLES), size=batch_size, **how):
         assert batch["image"].shape[1:] == (3, 20, 20)
         for index, image, mask in zip(batch["index"], batch["image"], batch["mask"], strict=True):
             assert int(index) not in found
@@ -72,18 +57,18 @@ def expected():
 @each(
     "how",
     [
-        {"num_workers": 2, "multiprocessing_context": "fork"},
-        {"num_workers": 4, "multiprocessing_context": "fork", "persistent_workers": True},
-        {"num_workers": 2, "multiprocessing_context": "spawn", "batch_size": 32},
+        {"workers": 2, "multiprocessing_context": "fork"},
+        {"workers": 4, "multiprocessing_context": "fork", "persistent_workers": True},
+        {"workers": 2, "multiprocessing_context": "spawn", "batch_size": 32},
         {"batch_size": 32},
         {"batch_size": 1},
-        {"batch_size": 7, "drop_last": False, "num_workers": 1},
+        {"batch_size": 7, "drop_last": False, "workers": 1},
         {"shuffle": True},
-        {"shuffle": True, "num_workers": 2, "batch_size": 5},
+        {"shuffle": True, "workers": 2, "batch_size": 5},
         {"sampler": list(reversed(range(SAMPLES)))},
         {"executor": "inline"},
-        {"executor": "workers", "num_workers": 2},
-        {"executor": "workers", "num_workers": 3, "batch_size": 16, "shuffle": True},
+        {"executor": "workers", "workers": 2},
+        {"executor": "workers", "workers": 3, "batch_size": 16, "shuffle": True},
     ],
 )
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -91,27 +76,11 @@ def test_an_epoch_makes_the_same_tensors_however_it_is_run(expected, how):
     assert tensors(**how) == expected
 
 
-@each("ranks", [2, 3])
-def test_ranks_make_the_tensors_of_a_single_process(expected, ranks):
-    shares = [
-        tensors(
-            sampler=DistributedSampler(Pictures(), ranks, rank, shuffle=True, seed=9),
-            num_workers=rank,
-        )
-        for rank in range(ranks)
-    ]
-    assert sum(map(len, shares)) == SAMPLES
-    joined: dict = {}
-    for share in shares:
-        joined |= share
-    assert joined == expected
-
-
 @each("workers", [0, 2])
 def test_the_rest_of_an_epoch_is_what_it_would_have_been(expected, workers):
     order = np.random.default_rng(0).permutation(SAMPLES).tolist()
     rest = list(BatchSampler(order, 8, drop_last=False))[3:]
-    found = tensors(batch_sampler=rest, batch_size=1, num_workers=workers)
+    found = tensors(batch_sampler=rest, batch_size=1, workers=workers)
     assert found == {index: expected[index] for index in order[24:]}
 
 
@@ -123,19 +92,10 @@ def test_another_epoch_or_seed_makes_other_tensors(expected, other):
 
 
 def test_no_two_samples_of_one_picture_get_the_same_tensors():
-    class Same(Pictures):
-        def __getitem__(self, index):
-            return super().__getitem__(0) | {"index": index}
-
-    transform = as_batch_transform(A.Compose(PIPELINE))
-    loader = FastDataLoader(
-        Same(), batch_size=16, transform=transform, on_device=True, staged="train"
-    )
-    images = [transform.apply(staged.batch, staged.draws)["image"] for staged in loader]
-    assert len({one.numpy().tobytes() for one in torch.cat(images)}) == SAMPLES
+    assert len({image for image, _ in tensors(one_picture).values()}) == SAMPLES
 
 
 def test_the_workers_alone_draw_what_worker_and_device_draw(expected):
     # Masks show it: their pixels are equal wherever they are moved.
-    whole = tensors(on_device=False)
+    whole = tensors(place="workers")
     assert all(whole[index][1] == expected[index][1] for index in whole)

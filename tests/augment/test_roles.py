@@ -8,23 +8,17 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
+from augment.batches import by_albumentations, left_to_device
+from augment.loaders import Pictures, module_of, trained, trained_by_callback
 from augment.parity import photographs
 from misses import each
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_collate
-from trainers import Keeps, quiet_trainer
+from torch.utils.data import default_collate
+from trainers import Keeps
 
-from lightning_fastdata import (
-    BatchTransform,
-    DataThroughputCallback,
-    FastDataModule,
-    FastDataWarning,
-    as_batch_transform,
-)
-from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
+from lightning_fastdata import BatchTransform, FastDataWarning, as_batch_transform
 from lightning_fastdata.augment.pipeline import roles
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -53,9 +47,8 @@ def in_worker(transform, sample):
 
 
 def on_device(transform, sample):
-    part = transform.in_worker(on_device=True)
-    done, tape = part(sample, KEY)
-    return transform.apply(default_collate([done]), None if tape is None else part.collate([tape]))
+    left, draws = left_to_device(transform, [sample], [KEY])
+    return transform.apply(default_collate(left), draws)
 
 
 def of_a_loader(transform, sample):
@@ -99,8 +92,8 @@ def test_it_is_told_before_the_first_batch(sample):
 def wanted(sample, names):
     """Return what Albumentations makes of the fields with a role, by its names for them."""
     compose = moves(additional_targets={n: k for n, (_, k) in names.items() if k})
-    reseed((compose,), KEY)
-    return compose(**{name: sample[place] for name, (place, _) in names.items()})
+    given = {name: sample[place] for name, (place, _) in names.items()}
+    return by_albumentations(compose, [given], [KEY])[0]
 
 
 ROLES = {
@@ -187,29 +180,18 @@ def test_rows_of_a_batch_are_not_the_height_of_an_image():
     as_batch_transform(A.HorizontalFlip(p=1)).apply_unprepared(batch, KEY)
 
 
-class Rare(Dataset):
-    """Samples of which the last ones have a mask."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, i):
-        return {"image": IMAGE, **({"seg": MASK} if i > 3 else {})}
+def with_a_late_mask(index):
+    return {"image": IMAGE, **({"seg": MASK} if index > 7 else {})}
 
 
 @each("place", ["cpu", "gpu", "callback"])
 def test_a_mask_that_comes_late_is_named_where_it_comes(place, tmp_path):
-    compose, model = moves(), Keeps()
-    if place == "callback":
-        callback = DataThroughputCallback(compose, report=False, summary=False)
-        parts = {"callbacks": [callback]}, {"train_dataloaders": DataLoader(Rare(), 2)}
-    else:
-        data = FastDataModule.from_datasets(
-            Rare(), batch_size=2, num_workers=0, augment=compose, augment_on=place, shuffle=False
-        )
-        parts = {}, {"datamodule": data}
+    model, data = Keeps(), Pictures(with_a_late_mask)
+    train, given = trained_by_callback, (moves(), data)
+    if place != "callback":
+        train, given = trained, (module_of(moves(), place, data),)
     with pytest.raises(BatchError, match=r"mask='seg'"):
-        quiet_trainer(tmp_path, **parts[0]).fit(model, **parts[1])
+        train(tmp_path, *given, model)
     assert len(model.seen) == 2
 
 
@@ -241,13 +223,3 @@ def test_boxes_that_move_or_are_said_to_stay_are_not_warned_of():
         as_batch_transform(moved).check_sample(sample)
         stays = as_batch_transform(moves(), stays=["bboxes", "size"])
         stays.check_sample(sample)
-
-
-@each("step", [CutMix(), MixUp(0.8)])
-def test_mixing_leaves_nothing_of_the_size_of_the_images_behind(step):
-    batch = {"image": TENSOR[None].repeat(4, 1, 1, 1) / 255, "label": torch.arange(4)}
-    seg = {"seg": torch.from_numpy(MASK)[None].repeat(4, 1, 1)}
-    with pytest.raises(BatchError, match=r"'seg'.*stays=\['seg'\]"):
-        mixed(step, num_classes=4).apply_unprepared(batch | seg, KEY)
-    made = mixed(step, num_classes=4, stays="seg").apply_unprepared(batch | seg, KEY)
-    assert torch.equal(made["seg"], seg["seg"])

@@ -43,8 +43,7 @@ def drawn(compose, keys):
     """Return which transforms were applied ``[keys, transforms]``, and their two numbers."""
     applied, numbers = [], []
     for key in keys:
-        if key is not None:
-            reseed((compose,), key)
+        reseed((compose,), key)
         compose(image=IMAGE)
         params = [transform.params for transform in compose.transforms]
         applied.append([bool(one) for one in params])

@@ -62,15 +62,6 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @max_examples(60)
-@given(HEADS, trees(EXACTLY), TAILS, OPTIONS, SEEDS)
-def test_a_tree_of_exact_operations_gives_albumentations_pixels_and_parameters(
-    head, tree, tail, options, seed
-):
-    samples = some_samples(options=options)
-    compare(A.Compose([*head(), *tree, *(make() for make in tail)], **options), samples, seed=seed)
-
-
-@max_examples(60)
 @given(HEADS, trees(ALL), OPTIONS, targets(), SEEDS)
 def test_any_tree_moves_boxes_keypoints_and_labels_as_albumentations_does(
     head, tree, options, formats, seed

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from augment.v2_pipelines import assert_same, eager, images, keys, sample
+from augment.v2_pipelines import assert_same, eager, samples_of, worked
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
@@ -54,29 +54,30 @@ STEPS = {"brightness, contrast": 3, "saturation, hue": 3, "distort": 6}
 
 
 def photos(count, dtype=torch.uint8, form="masks"):
-    """Return samples whose images have one size."""
-    cut = [tv_tensors.Image(image[..., :44].clone()) for image in images(count, 40, 44, dtype)]
-    return [sample(image, number, form) for number, image in enumerate(cut)]
+    return samples_of(count, 40, 44, form, dtype)
 
 
 def deferred(pipeline, samples):
-    """Return a transform that leaves all to the device, what its worker leaves, and its tapes."""
+    """Return a transform that leaves all to the device, what its worker leaves, and its draws."""
     transform = as_batch_transform(pipeline).for_samples(samples[:2])
     worker = transform.in_worker(on_device=True)
-    pairs = [worker(one, key) for one, key in zip(samples, keys(len(samples)), strict=True)]
-    made, tapes = zip(*pairs, strict=True)
+    made, tapes = worked(worker, samples)
     assert worker.stacks(made, tapes)
     return transform, collate_samples(made), worker.collate(tapes)
+
+
+def assert_v2s_own(pipeline, samples, **how):
+    """Return the steps of the device, which makes of samples what v2 makes of them."""
+    transform, batch, draws = deferred(pipeline, samples)
+    assert_same(transform.apply(batch, draws), collate_samples(eager(pipeline, samples)), **how)
+    return draws.programs["image" if isinstance(samples[0], dict) else 0,].steps
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", [*OPERATIONS, *POLICIES])
 def test_operations_are_torchvisions_on_images_and_masks(name, dtype):
     samples = photos(COUNT, dtype, "tuple" if name in POLICIES else "masks")
-    pipeline = v2.Compose([(OPERATIONS | POLICIES)[name]])
-    transform, batch, draws = deferred(pipeline, samples)
-    wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
-    assert_same(transform.apply(batch, draws), wanted, floats=1e-5)
+    assert_v2s_own(v2.Compose([(OPERATIONS | POLICIES)[name]]), samples, floats=1e-5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -158,8 +159,11 @@ def test_explain_names_what_is_left_to_torchvisions_own_kernels_and_how_often(na
     transform = as_batch_transform(v2.Compose([step])).for_samples(samples)
     [row] = rows_of(transform)
     worker = transform.in_worker(on_device=True)
-    tapes = [worker(one, key)[1] for one, key in zip(samples, keys(count), strict=True)]
-    steps = [one for each in worker.collate(tapes).programs.values() for one in each.steps]
+    steps = [
+        one
+        for each in worker.collate(worked(worker, samples)[1]).programs.values()
+        for one in each.steps
+    ]
     own = [part for one in steps if one.name not in FORMS for part in one.parts]
     assert ("own kernel on each sample in the worker" in row) is (dtype == torch.float64)
     assert ("own kernel" in row) is bool(own) or dtype == torch.float64
@@ -182,7 +186,7 @@ def test_explain_names_what_is_left_to_torchs_operators_as_its_compiled_form_was
     assert "operators" not in transform.explain()
     with pytest.warns(FastDataWarning, match="operators of torch compute hue on cpu"):
         made = transform.apply(batch, draws)
-    assert_same(made, collate_samples(eager(pipeline, photos(COUNT), keys(COUNT))), floats=1e-5)
+    assert_same(made, collate_samples(eager(pipeline, photos(COUNT))), floats=1e-5)
     flip, jitter = rows_of(transform)
     assert "operators" not in flip
     found = re.search(r"hue by (\d+) operators of torch on cpu: RuntimeError: no compiler", jitter)
@@ -191,12 +195,8 @@ def test_explain_names_what_is_left_to_torchs_operators_as_its_compiled_form_was
 
 def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
     pipeline = v2.Compose([LEFT["noise"], LEFT["quarters"]])
-    samples = photos(COUNT, form="tuple")
-    transform, batch, draws = deferred(pipeline, samples)
-    steps = draws.programs[0,].steps
+    steps = assert_v2s_own(pipeline, photos(COUNT, form="tuple"))
     assert [len(step.parts) for step in steps] == [COUNT, 1]
-    wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
-    assert_same(transform.apply(batch, draws), wanted)
 
 
 LEVELS = {
@@ -211,12 +211,9 @@ LEVELS = {
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_what_rounds_behind_a_resized_float_gets_torchvisions_last_bit(name):
-    samples = photos(COUNT, torch.float32, form="tuple")
     pipeline = v2.Compose([v2.RandomResizedCrop(9), LEVELS[name]])
-    transform, batch, draws = deferred(pipeline, samples)
-    assert "resized_crop" not in [step.name for step in draws.programs[0,].steps]
-    wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
-    assert_same(transform.apply(batch, draws), wanted)
+    steps = assert_v2s_own(pipeline, photos(COUNT, torch.float32, "tuple"))
+    assert "resized_crop" not in [step.name for step in steps]
 
 
 def test_floats_are_resized_in_one_call_where_nothing_rounds_them():

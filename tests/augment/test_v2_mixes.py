@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import albumentations as A
-import numpy as np
 import pytest
 import torch
-from augment.parity import photographs
-from misses import each
-from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision.transforms import v2
-from trainers import Keeps, quiet_trainer
-
-from lightning_fastdata import (
-    DataThroughputCallback,
-    FastDataLoader,
-    FastDataModule,
-    LoaderOptions,
-    SampleKey,
-    prefetch,
+from augment.loaders import COUNT as CLASSES
+from augment.loaders import (
+    IMAGES,
+    SEED,
+    SIZE,
+    WAYS,
+    Pictures,
+    batches,
+    module_of,
+    rest_of_epoch,
+    same,
+    trained,
+    trained_by_callback,
 )
+from misses import each
+from torch.utils.data import DataLoader, default_collate
+from torchvision.transforms import v2
+
+from lightning_fastdata import SampleKey, prefetch
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, TransformError
@@ -29,9 +31,6 @@ from lightning_fastdata.randomness.seeds import torch_seed
 
 torch.set_num_threads(1)
 
-PHOTOS = [*photographs(24, 32), *(255 - one for one in photographs(24, 32))]
-IMAGES = torch.from_numpy(np.stack([*PHOTOS, *PHOTOS])).permute(0, 3, 1, 2) / 255
-CLASSES, SIZE, SEED = len(IMAGES), 4, 5
 FIRST = [v2.RandomResizedCrop(16, antialias=True), v2.RandomHorizontalFlip()]
 MIXES = {
     "CutMix": v2.CutMix(num_classes=CLASSES),
@@ -43,44 +42,12 @@ MIXES = {
 }
 
 
-class Pictures(Dataset):
-    def __init__(self, form="tuple"):
-        self.form = form
-
-    def __len__(self):
-        return CLASSES
-
-    def __getitem__(self, index):
-        if self.form == "label first":
-            return {"number": torch.tensor(3.0), "label": index, "image": IMAGES[index]}
-        if self.form == "mask":
-            return {"image": IMAGES[index], "label": index, "mask": IMAGES[index][0]}
-        return IMAGES[index], index
+def with_label_first(index):
+    return {"number": torch.tensor(3.0), "label": index, "image": IMAGES[index]}
 
 
-def loader_of(transform, data=None, *, place="device", workers=0, collate_fn=None, executor="auto"):
-    return FastDataLoader(
-        Pictures() if data is None else data,
-        SIZE,
-        num_workers=workers,
-        executor=executor,
-        seed=SEED,
-        collate_fn=collate_fn,
-        transform=None if transform is None else as_batch_transform(transform),
-        on_device=place == "device" and transform is not None,
-        staged="train" if place == "device" and transform is not None else None,
-    )
-
-
-def batches(*given, epoch=0, **options):
-    loader = loader_of(*given, **options)
-    made = loader if options.get("place") == "workers" else prefetch(loader, "cpu", seed=SEED)
-    return [list(made) for _ in range(epoch + 1)][-1]
-
-
-def same(some, others, *, gap=0.0):
-    pairs = [pair for both in zip(some, others, strict=True) for pair in zip(*both, strict=True)]
-    return all(torch.allclose(one, other, rtol=0, atol=gap) for one, other in pairs)
+def with_mask(index):
+    return {"image": IMAGES[index], "label": index, "mask": IMAGES[index, 0]}
 
 
 @each("mix", MIXES)
@@ -94,14 +61,6 @@ def test_a_batch_is_what_torchvision_makes_of_it_under_its_key(mix):
         assert same(batches(v2.Compose([*FIRST, MIXES[mix]]), epoch=epoch), wanted)
 
 
-WAYS = {
-    "in the workers": {"place": "workers", "workers": 2},
-    "drawn in the workers": {"workers": 2},
-    "torch's workers": {"workers": 1, "executor": "torch"},
-    "here": {"place": "workers"},
-}
-
-
 @each("way", WAYS)
 def test_workers_and_places_change_nothing(way):
     pipeline = v2.Compose([*FIRST, MIXES["either"]])
@@ -110,11 +69,7 @@ def test_workers_and_places_change_nothing(way):
 
 def test_an_epoch_that_is_resumed_goes_on_with_the_same_draws():
     pipeline = v2.Compose([*FIRST, MIXES["either"]])
-    whole, loader = batches(pipeline), loader_of(pipeline)
-    list(islice(iter(prefetch(loader, "cpu", seed=SEED)), 1))
-    again = loader_of(pipeline)
-    again.load_state_dict(loader.state_dict())
-    rest = list(prefetch(again, "cpu", seed=SEED))
+    whole, rest = batches(pipeline), rest_of_epoch(pipeline, 1)
     assert rest
     assert same(rest, whole[-len(rest) :])
 
@@ -132,7 +87,7 @@ def test_in_a_collate_fn_it_draws_the_same(workers):
 
 
 def test_image_and_label_are_found_whatever_their_order():
-    [batch, *_] = batches(MIXES["CutMix"], Pictures("label first"))
+    [batch, *_] = batches(MIXES["CutMix"], Pictures(with_label_first))
     [(image, shares), *_] = batches(MIXES["CutMix"])
     assert torch.equal(batch["image"], image)
     assert torch.equal(batch["label"], shares)
@@ -165,51 +120,39 @@ def test_what_would_draw_once_for_a_batch_is_refused(wrong):
 
 def test_a_mask_does_not_stay_behind():
     with pytest.raises(BatchError, match="mask"):
-        batches(MIXES["CutMix"], Pictures("mask"))
+        batches(MIXES["CutMix"], Pictures(with_mask))
 
 
 def test_a_training_gets_the_same_in_both_places_and_from_any_loader(tmp_path):
     pipeline = v2.Compose([*FIRST, MIXES["either"]])
-
-    def seen(**given):
-        model = Keeps()
-        quiet_trainer(tmp_path, callbacks=given.pop("callbacks", [])).fit(model, **given)
-        return model.seen
-
-    def module(place):
-        options = LoaderOptions(num_workers=0)
-        return FastDataModule.from_datasets(
-            Pictures(), batch_size=SIZE, augment=pipeline, augment_on=place, options=options,
-            shuffle=False, seed=SEED,
-        )  # fmt: skip
-
     wanted = batches(pipeline)
     # Resized on the batch, floats differ in their last bits.
-    assert same(seen(datamodule=module("gpu")), wanted, gap=1e-5)
-    assert same(seen(datamodule=module("cpu")), wanted)
-    watch = DataThroughputCallback(pipeline, report=False, summary=False)
+    assert same(trained(tmp_path, module_of(pipeline, "gpu")), wanted, gap=1e-5)
+    assert same(trained(tmp_path, module_of(pipeline, "cpu")), wanted)
+    assert trained_by_callback(tmp_path, pipeline)[0][1].shape == (SIZE, CLASSES)
     plain = DataLoader(Pictures(), batch_size=SIZE)
-    others = seen(train_dataloaders=plain, callbacks=[watch])
-    assert others[0][1].shape == (SIZE, CLASSES)
     assert same(prefetch(plain, "cpu", pipeline, seed=SEED), wanted, gap=1e-5)
 
 
 def test_behind_another_library_it_draws_by_the_number_of_the_batch(tmp_path):
+    first = A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
+    plain = trained(tmp_path, module_of(first))
+
     def seen():
-        model = Keeps()
-        options = LoaderOptions(num_workers=0)
-        first = A.Compose([A.HorizontalFlip(), A.ToTensorV2()])
-        data = FastDataModule.from_datasets(
-            Pictures(), batch_size=SIZE, augment=first, options=options, shuffle=False
-        )
+        data = module_of(first)
         data.register_transform(MIXES["CutMix"])
-        quiet_trainer(tmp_path).fit(model, datamodule=data)
-        return model.seen
+        return trained(tmp_path, data)
 
     once = seen()
     torch.rand(3)
     assert same(once, seen())
-    assert once[0][1].shape == (SIZE, CLASSES)
+    for (image, shares), (before, labels) in zip(once, plain, strict=True):
+        assert torch.allclose(shares.sum(1), torch.ones(SIZE))
+        # Each pixel is that of the sample or of the one before it.
+        from_own, from_other = ((image == one).all(1) for one in (before, before.roll(1, 0)))
+        assert (from_own | from_other).all()
+        own = shares.gather(1, labels[:, None])[:, 0]
+        assert torch.allclose(own, from_own.float().mean((1, 2)), atol=0.02)
 
 
 def test_the_packages_own_mixing_runs_behind_a_v2_pipeline():

@@ -9,7 +9,7 @@ import PIL.Image
 import pytest
 import torch
 from augment.test_v2_pipelines import carried_out, check, check_each
-from augment.v2_pipelines import assert_same, eager, images, keys, sample
+from augment.v2_pipelines import assert_same, eager, images, keys, samples_of
 from torchvision import tv_tensors
 from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
@@ -58,7 +58,7 @@ DETECTION = {
 
 @pytest.mark.parametrize("name", DETECTION)
 def test_detection_as_torchvisions_references_write_it(name):
-    samples = [sample(image, n, "boxes") for n, image in enumerate(images(8, 40, 44))]
+    samples = samples_of(8, 40, 44, "boxes")
     # Labels of boxes that were removed are removed with them.
     for _, target in check_each(v2.Compose(DETECTION[name]), samples):
         assert len(target["labels"]) == len(target["boxes"])
@@ -66,7 +66,7 @@ def test_detection_as_torchvisions_references_write_it(name):
 
 @pytest.mark.parametrize("form", ["XYXY", "XYWH", "CXCYWH"])
 def test_boxes_of_all_formats_ride_beside_deferred_images(form):
-    samples = [sample(image, n, "boxes") for n, image in enumerate(images(4, 40, 44))]
+    samples = samples_of(4, 40, 44, "boxes")
     for _, target in samples:
         target["boxes"] = v2.functional.convert_bounding_box_format(
             target["boxes"], new_format=form
@@ -110,15 +110,10 @@ def test_a_wrapped_dataset_of_torchvision_is_taken_as_it_is(tmp_path):
 
 
 def test_a_segmentation_of_pil_images_is_moved():
-    class Pairs(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            image = images(4, 40, 44)[index]
-            mask = PIL.Image.fromarray(image[0].numpy() // 64)
-            return v2.functional.to_pil_image(image), tv_tensors.Mask(mask)
-
+    samples = []
+    for image in images(4, 40, 44):
+        mask = tv_tensors.Mask(PIL.Image.fromarray(image[0].numpy() // 64))
+        samples.append((v2.functional.to_pil_image(image), mask))
     pipeline = v2.Compose(
         [
             v2.RandomResize(30, 50),
@@ -132,13 +127,7 @@ def test_a_segmentation_of_pil_images_is_moved():
             v2.Normalize([0.5] * 3, [0.2] * 3),
         ]
     )
-    samples = [Pairs()[index] for index in range(4)]
     check(pipeline, samples)
-
-
-def test_labels_that_are_tensors_are_passed_through():
-    samples = [(torch.tensor([n, 7]), image) for n, image in enumerate(images(4, 30, 30))]
-    check(v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()]), samples)
 
 
 def test_an_image_behind_other_plain_tensors_is_found():
@@ -146,25 +135,17 @@ def test_an_image_behind_other_plain_tensors_is_found():
     pipeline = v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()])
     plain = [image.as_subclass(torch.Tensor) for image in images(4, 30, 30)]
     samples = [{"label": torch.tensor([n, 7]), "image": image} for n, image in enumerate(plain)]
-    alone = eager(pipeline, plain, keys(4))
-    batch, _ = carried_out(pipeline, samples, keys(4))
-    assert_same(batch["image"], torch.stack(alone), types=False)
+    batch, _ = carried_out(pipeline, samples)
+    assert_same(batch["image"], torch.stack(eager(pipeline, plain)), types=False)
     assert batch["label"].tolist() == [[0, 7], [1, 7], [2, 7], [3, 7]]
 
 
 def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
-    pipeline = v2.Compose(
-        [
-            v2.CenterCrop(24),
-            v2.RandomHorizontalFlip(),
-            lambda image: image / 255,
-            v2.RandomInvert(1),
-        ]
-    )
-    samples = [sample(image, number) for number, image in enumerate(images(4, 30, 30))]
-    own_keys = keys(4)
-    alone = eager(pipeline, [image for image, _ in samples], own_keys)
-    batch, _ = carried_out(pipeline, samples, own_keys)
+    first = [v2.CenterCrop(24), v2.RandomHorizontalFlip()]
+    pipeline = v2.Compose([*first, lambda image: image / 255, v2.RandomInvert(1)])
+    samples = samples_of(4, 30, 30)
+    batch, _ = carried_out(pipeline, samples)
+    alone = eager(pipeline, [image for image, _ in samples])
     assert_same(batch[0], torch.stack(alone), types=False)
     assert batch[1].tolist() == [0, 1, 2, 3]
 

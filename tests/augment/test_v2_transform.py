@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from augment.v2_pipelines import assert_same, eager, images, keys, sample
+from augment.v2_pipelines import assert_same, eager, images, keys, sample, samples_of, worked
 from torch import nn
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -66,9 +66,9 @@ def test_images_of_one_size_are_cropped_on_the_device():
     # It is right for others, too.
     worker = fitted.in_worker(on_device=True)
     samples = [(image, 0) for image in unlike]
-    made, tapes = zip(*map(worker, samples, keys(3)), strict=True)
+    made, tapes = worked(worker, samples)
     assert not worker.stacks(made, tapes)
-    assert_same(worker.finish_each(made, tapes)[0], eager(transform.pipeline, samples, keys(3)))
+    assert_same(worker.finish_each(made, tapes)[0], eager(transform.pipeline, samples))
 
 
 def test_pil_images_are_left_to_pil_until_tensors_are_made_of_them():
@@ -80,9 +80,9 @@ def test_pil_images_are_left_to_pil_until_tensors_are_made_of_them():
     assert [one.where for one in transform.plan.placements] == ["worker"] * 3 + ["device"]
     assert "takes PIL images" in transform.explain()
     worker = transform.in_worker(on_device=True)
-    made, tapes = zip(*map(worker, samples, keys(4)), strict=True)
+    made, tapes = worked(worker, samples)
     done = transform.apply(collate_samples(made), worker.collate(tapes))
-    assert_same(done, collate_samples(eager(pipeline, samples, keys(4))), types=False)
+    assert_same(done, collate_samples(eager(pipeline, samples)), types=False)
     never = as_batch_transform(v2.Compose(pipeline.transforms[:2])).for_samples(samples)
     assert not never.defers
 
@@ -151,28 +151,23 @@ BATCHED = {
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("form", ["tuple", "masks"])
 def test_batches_of_other_loaders_draw_by_sample(name, form):
-    samples = [
-        sample(tv_tensors.Image(image[..., :44]), number, form)
-        for number, image in enumerate(images(6, 40, 44, torch.float32))
-    ]
-    pipeline = v2.Compose(BATCHED[name])
-    images_alone = form == "tuple" or name != "users"
-    given = [
-        one[0] if form == "tuple" else {n: one[n] for n in ("image", "mask")} for one in samples
-    ]
-    if not images_alone:
-        given = [{**one, "mask": tv_tensors.Mask(one["mask"].float())} for one in given]
-        samples = [
-            {**one, "mask": other["mask"]} for one, other in zip(samples, given, strict=True)
-        ]
-        pipeline = v2.Compose([BATCHED[name][0], BATCHED[name][2]])
-    wanted = eager(pipeline, given, keys(6))
+    samples, steps = samples_of(6, 40, 44, form, torch.float32), BATCHED[name]
+    if form == "masks" and name == "users":
+        # Of an image and a mask, a function would be given both.
+        steps = [steps[0], steps[2]]
+        for one in samples:
+            one["mask"] = tv_tensors.Mask(one["mask"].float())
+    pipeline = v2.Compose(steps)
+
+    def moved(one):
+        return one[0] if form == "tuple" else {name: one[name] for name in ("image", "mask")}
+
+    wanted = collate_samples(eager(pipeline, list(map(moved, samples))))
     batch = collate_samples(samples)
     transform = as_batch_transform(pipeline)
     for on_device in (False, True, True):
         made = transform.run_collated(batch, keys(6)[0], on_device=on_device)
-        found = made[0] if form == "tuple" else {n: made[n] for n in ("image", "mask")}
-        assert_same(found, collate_samples(wanted), types=False, floats=1e-5)
+        assert_same(moved(made), wanted, types=False, floats=1e-5)
         rest = made[1] if form == "tuple" else made["label"]
         assert rest.tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -181,10 +176,10 @@ def test_batches_of_other_loaders_draw_by_sample(name, form):
 @pytest.mark.parametrize("several", [v2.FiveCrop(20), lambda image: (image, image.flip(-1))])
 def test_several_views_are_batches_of_views_as_torch_collates_them(on_device, several):
     pipeline = v2.Compose([v2.RandomInvert(), several])
-    samples = [(image[..., :44], number) for number, image in enumerate(images(4, 40, 44))]
+    samples = samples_of(4, 40, 44)
     transform, batch = as_batch_transform(pipeline), collate_samples(samples)
     views, labels = transform.run_collated(batch, keys(4)[0], on_device=on_device)
-    wanted = collate_samples(eager(pipeline, [image for image, _ in samples], keys(4)))
+    wanted = collate_samples(eager(pipeline, [image for image, _ in samples]))
     assert_same(views, wanted, types=False)
     assert labels.tolist() == [0, 1, 2, 3]
 
@@ -192,10 +187,10 @@ def test_several_views_are_batches_of_views_as_torch_collates_them(on_device, se
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_images_of_other_dtypes_are_computed_sample_by_sample(dtype):
     pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomAffine(9)])
-    given = [image[..., :44].to(dtype) for image in images(4, 40, 44)]
+    given = [image.to(dtype) for image in images(4, 40, 44)]
     transform = as_batch_transform(pipeline)
     made = transform.run_collated(torch.stack(given), keys(4)[0], on_device=True)
-    assert_same(made, torch.stack(eager(pipeline, given, keys(4))), types=False)
+    assert_same(made, torch.stack(eager(pipeline, given)), types=False)
 
 
 def test_batches_of_other_loaders_that_cannot_be_right_are_refused():

@@ -144,7 +144,7 @@ def logged(compose):
     return compose, log
 
 
-def compare(compose, samples, *, seed=0, pixels=True, **options):
+def compare(compose, samples, *, seed=0, pixels=True, fitted=False):
     """Run samples through Albumentations alone, and through worker and device; both must agree.
 
     Returns the transform, the batch's samples as Albumentations made them, and as we did.
@@ -152,6 +152,7 @@ def compare(compose, samples, *, seed=0, pixels=True, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         transform = as_batch_transform(compose)
+        transform = transform.for_samples(samples[:1]) if fitted else transform
         part = transform.in_worker(on_device=True)
         real, log = logged(compose)
         wanted, left, tapes = [], [], []
@@ -161,9 +162,9 @@ def compare(compose, samples, *, seed=0, pixels=True, **options):
             log.clear()
             try:
                 want = real(**copy.deepcopy(sample))
-            except (ValueError, CropSizeError) as error:
+            except (TypeError, ValueError, CropSizeError) as error:
                 # What it refuses: boxes that it moved out of its own bounds, images that are
-                # smaller than a crop.
+                # smaller than a crop or of other channels.
                 with pytest.raises(type(error), match=re.escape(str(error))):
                     part(copy.deepcopy(sample), key)
                 continue

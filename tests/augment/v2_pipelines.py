@@ -47,17 +47,28 @@ def sample(image, number, form="tuple"):
     return image, target
 
 
+def samples_of(count, height, width, form="tuple", dtype=torch.uint8):
+    """Return different samples whose images have one size."""
+    given = images(count, height, width, dtype)
+    return [sample(image, number, form) for number, image in enumerate(given)]
+
+
 def keys(count, *, seed=5, epoch=2):
     return [SampleKey(seed, epoch, index) for index in range(count)]
 
 
-def eager(pipeline, samples, own_keys):
+def eager(pipeline, samples, own_keys=None):
     """Return what v2 makes of samples, with torch's generator seeded by each one's key."""
     made = []
-    for one, key in zip(samples, own_keys, strict=True):
+    for one, key in zip(samples, own_keys or keys(len(samples)), strict=True):
         torch.manual_seed(torch_seed(key))
         made.append(pipeline(copied(one)))
     return made
+
+
+def worked(worker, samples):
+    """Return what a worker makes of samples, and what it leaves to a device."""
+    return tuple(zip(*map(worker, map(copied, samples), keys(len(samples))), strict=True))
 
 
 def copied(item):

@@ -11,10 +11,10 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import numpy as np
 import pytest
 import torch
+from augment.batches import in_worker, keys, left_to_device
 from torch.utils.data import Dataset
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.types import SampleKey
 
 CUDA = torch.device("cuda", 0)
 needs_cuda = [
@@ -115,12 +115,8 @@ def staged(compose, samples, seed=11):
     The oracle is Albumentations itself, on each sample alone, with the same random numbers.
     """
     transform = as_batch_transform(compose)
-    ours, oracle = (transform.in_worker(on_device=flag) for flag in (True, False))
-    keys = [SampleKey(seed, 0, index) for index in range(len(samples))]
-    pairs = [ours(sample, key) for sample, key in zip(samples, keys, strict=True)]
-    wanted = [oracle(sample, key)[0] for sample, key in zip(samples, keys, strict=True)]
-    draws = ours.collate([tape for _, tape in pairs])
-    return transform, stacked([sample for sample, _ in pairs]), draws, stacked(wanted)
+    left, draws = left_to_device(transform, samples, keys(len(samples), seed))
+    return transform, stacked(left), draws, stacked(in_worker(transform, samples, seed))
 
 
 def stacked(samples):

@@ -87,6 +87,14 @@ def name_of(transform):
     return f"{type(transform).__name__}{mode}"
 
 
+def of_floats(transform):
+    """Return the operation with a fill that images of floats have."""
+    given = transform.get_transform_init_args()
+    if not given.get("fill"):
+        return transform
+    return type(transform)(**{**given, "fill": 0.25, "p": transform.p})
+
+
 def gaps(transform, images):
     """Return how far the device is from the CPU and from Albumentations, on images and masks."""
     run, batch, draws, oracle = staged(A.Compose([transform]), samples_of(images))
@@ -123,10 +131,7 @@ def test_other_operations_on_the_device_are_at_most_one_level_off(transform):
 
 @pytest.mark.parametrize("transform", [*EXACT, *CLOSE], ids=name_of)
 def test_float_images_on_the_device_equal_the_cpu_to_a_small_part_of_a_level(transform):
-    given = transform.get_transform_init_args()
-    if given.get("fill"):
-        transform = type(transform)(**{**given, "fill": 0.25, "p": transform.p})
-    found = gaps(transform, pictures(dtype=np.float32))
+    found = gaps(of_floats(transform), pictures(dtype=np.float32))
     # This one goes through bytes.
     assert found["cpu"] <= (1 / 255 + 1e-6 if name_of(transform) == "HueSaturationValue" else 1e-4)
 
@@ -153,32 +158,12 @@ def test_the_watch_on_waiting_sees_a_wait():
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32], ids=["bytes", "floats"])
 @pytest.mark.parametrize("transform", [*EXACT, *CLOSE], ids=name_of)
 def test_no_operation_waits_for_the_device(transform, dtype):
-    given = transform.get_transform_init_args()
-    if dtype == np.float32 and given.get("fill"):
-        transform = type(transform)(**{**given, "fill": 0.25, "p": transform.p})
+    transform = of_floats(transform) if dtype == np.float32 else transform
     run, batch, draws, _ = staged(A.Compose([transform]), samples_of(pictures(dtype=dtype)))
     batch, draws = on(CUDA, batch), draws.to(CUDA)
     run.apply(batch, draws)  # loads kernels
     with no_waiting():
         run.apply(batch, draws)
-
-
-# "choices" is more launches than the driver queues.
-@pytest.mark.parametrize("name", ["classification", "tables"])
-def test_the_host_has_queued_a_pipeline_before_the_device_begins_it(name):
-    run, batch, draws, _ = staged(A.Compose(RECIPES[name]), samples_of(pictures(8)))
-    pinned = {field: tensor.pin_memory() for field, tensor in batch.items()}
-    pinned_draws = draws.pin_memory()
-    expected = run.apply(on(CUDA, batch), draws.to(CUDA))
-    work = DeviceWork()
-    torch.cuda.synchronize()
-    with no_waiting():
-        before = work(3000)
-        moved = {field: tensor.to(CUDA, non_blocking=True) for field, tensor in pinned.items()}
-        out = run.apply(moved, pinned_draws.to(CUDA, non_blocking=True))
-        assert not before.query()
-    torch.cuda.synchronize()
-    assert torch.equal(out["image"], expected["image"])
 
 
 def test_a_pipeline_runs_on_the_stream_that_is_current():

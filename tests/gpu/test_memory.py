@@ -5,9 +5,10 @@ import gc
 import pytest
 import torch
 from gpu.device import CUDA, needs_cuda
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory
@@ -101,17 +102,8 @@ def fit(tmp_path, *, batch_size, guard, precision, steps=20):
     datamodule = FastDataModule.from_datasets(
         Same(), batch_size=batch_size, guard=guard, options=LoaderOptions(num_workers=0)
     )
-    trainer = Trainer(
-        max_steps=steps,
-        accelerator="gpu",
-        devices=[CUDA.index],
-        precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-    )
+    device = {"accelerator": "gpu", "devices": [CUDA.index], "precision": precision}
+    trainer = quiet_trainer(tmp_path, max_steps=steps, max_epochs=None, **device)
     trainer.fit(Convolutions(), datamodule=datamodule)
     guards = [each for each in trainer.callbacks if isinstance(each, BatchSizeGuard)]
     return trainer, guards[0].decision if guards else None

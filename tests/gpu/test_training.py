@@ -4,9 +4,10 @@ import albumentations as A
 import pytest
 import torch
 from gpu.device import CUDA, PicturePairs, largest_gap, needs_cuda, pictures
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 
@@ -84,20 +85,11 @@ def data(**arguments):
 def train(tmp_path, datamodule, *, model=None, **arguments):
     seed_everything(3, verbose=False)
     model = Classifier() if model is None else model
-    quiet = {
-        "max_epochs": 1,
-        "accelerator": "gpu",
-        "devices": [CUDA.index],
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": str(tmp_path),
-    }
     loaders = {"datamodule": datamodule}
     if isinstance(datamodule, DataLoader):
         loaders = {"train_dataloaders": datamodule}
-    Trainer(**{**quiet, **arguments}).fit(model, **loaders)
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", devices=[CUDA.index], **arguments)
+    trainer.fit(model, **loaders)
     return model
 
 

@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
@@ -72,15 +73,11 @@ def test_any_image_can_be_decoded_in_part(jpegs, name, library, as_image_folder_
         monkeypatch.setattr(decoders, "region_decoder", lambda: None)
     whole = as_image_folder_loads(jpegs[name])
     rows, columns = whole.shape[:2]
-    for box in (
-        (0, 0, 1, 1),
-        (rows // 3, columns // 2, rows // 2, columns // 3),
-        (0, 0, rows, columns),
-    ):
-        top, left, height, width = box
-        if height and width:
-            wanted = whole[top : top + height, left : left + width]
-            np.testing.assert_array_equal(decode_crop(jpegs[name], box), wanted)
+    inside = rows // 3, columns // 2, rows // 2, columns // 3
+    for top, left, height, width in ((0, 0, 1, 1), inside, (0, 0, rows, columns)):
+        wanted = whole[top : top + height, left : left + width]
+        part = decode_crop(jpegs[name], (top, left, height, width))
+        np.testing.assert_array_equal(part, wanted)
 
 
 @each("decoder", ["pillow", "simplejpeg"])
@@ -98,17 +95,15 @@ def test_a_box_that_is_not_within_the_picture_is_named(jpegs, box):
 
 @needs_library
 def test_epochs_have_the_same_samples_with_and_without_the_library(folder, monkeypatch):
-    in_parts = FastImageFolder(folder, size=32, horizontal_flip=0.5)
-    found = []
-    for epoch in range(3):
-        in_parts.set_epoch(epoch)
-        found.append([in_parts[index][0].numpy() for index in range(len(in_parts))])
+    def samples():
+        dataset = FastImageFolder(folder, size=32, horizontal_flip=0.5)
+        for epoch in range(3):
+            dataset.set_epoch(epoch)
+            yield from (dataset[index][0] for index in range(len(dataset)))
+
+    in_parts = list(samples())
     monkeypatch.setattr(decoders, "region_decoder", lambda: None)
-    whole = FastImageFolder(folder, size=32, horizontal_flip=0.5)
-    for epoch in range(3):
-        whole.set_epoch(epoch)
-        for index, pixels in enumerate(found[epoch]):
-            np.testing.assert_array_equal(pixels, whole[index][0].numpy())
+    assert all(map(torch.equal, in_parts, samples()))
 
 
 def damage_below(data):
@@ -167,26 +162,27 @@ def test_a_file_that_was_cut_off_is_an_error(jpegs):
         decode_crop(jpegs["420"][:-500], (0, 0, 10, 10))
 
 
+@pytest.fixture
+def looked_for_anew(monkeypatch):
+    """Have the library looked for with what a test changes, and again behind it."""
+    before = region.region_decoder()
+    region.region_decoder.cache_clear()
+    yield
+    monkeypatch.undo()
+    region.region_decoder.cache_clear()
+    assert (region.region_decoder() is None) == (before is None)
+
+
+@pytest.mark.usefixtures("looked_for_anew")
 def test_an_older_library_is_not_used(monkeypatch):
-    region.region_decoder.cache_clear()
     monkeypatch.setattr(region, "_libraries", lambda: iter(["libc.so.6", "/nowhere.so"]))
-    try:
-        assert region.region_decoder() is None
-    finally:
-        region.region_decoder.cache_clear()
+    assert region.region_decoder() is None
 
 
+@pytest.mark.usefixtures("looked_for_anew")
 def test_a_library_with_other_pixels_is_not_used(monkeypatch):
-    found = region.region_decoder()
-    region.region_decoder.cache_clear()
-    monkeypatch.setattr(
-        region.RegionDecoder,
-        "decode",
-        lambda *_args: np.zeros((_args[2].height, _args[2].width, 3), np.uint8),
-    )
-    try:
-        assert region.region_decoder() is None
-    finally:
-        monkeypatch.undo()
-        region.region_decoder.cache_clear()
-    assert (region.region_decoder() is None) == (found is None)
+    def black(decoder, data, box, *_):
+        return np.zeros((box.height, box.width, 3), np.uint8)
+
+    monkeypatch.setattr(region.RegionDecoder, "decode", black)
+    assert region.region_decoder() is None

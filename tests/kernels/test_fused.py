@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels.test_launches import drawn
 from misses import each
 from thoroughness import max_examples
 
@@ -23,10 +24,8 @@ from lightning_fastdata.augment.ops.operation import TapeOp, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.warm_up import has_kernels
-from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.ext.kernels.launches import is_fusible
 from lightning_fastdata.ext.kernels.runs import fuse
-from lightning_fastdata.types import SampleKey
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -50,36 +49,47 @@ def photographs(count, height=41, width=50, seed=0):
 
 def prepared(pipeline, images, seed=0):
     """Return the batch and the draws of a pipeline."""
-    worker = as_batch_transform(A.Compose(pipeline)).in_worker(on_device=True)
-    pairs = [
-        worker({"image": image}, SampleKey(seed=seed, epoch=0, index=i))
-        for i, image in enumerate(images)
-    ]
-    return torch.stack([sample["image"] for sample, _ in pairs]), worker.collate(
-        [tape for _, tape in pairs]
-    )
+    left, draws = drawn(A.Compose(pipeline), [{"image": image} for image in images], seed)
+    return torch.stack(left), draws
 
 
-def both_ways(program, blob, batch):
-    """Return a batch after its fused runs, and after its single steps."""
+def noted(*samples):
+    """Return the draws of samples, each with its transforms, their numbers and input shapes."""
+    tapes = []
+    for operations in samples:
+        track = []
+        for leaf, (transform, params, shape) in enumerate(operations):
+            name = type(transform).__name__
+            encoded = DEVICE_OPS[name].encode(transform, params, shape, np.dtype(np.uint8))
+            track.append(TapeOp(leaf=leaf, name=name, encoded=encoded))
+        tapes.append({"image": Track("image", tuple(track))})
+    return compile_tapes(tapes, fuse=fuse)
+
+
+def assert_fused(draws, batch):
+    """Return a batch after its fused runs: the bytes that its single steps give it."""
+    program = draws.programs["image"]
     assert program.runs
     assert is_fusible(batch)
-    batch, blob = batch.to(DEVICE), blob.to(DEVICE)
+    batch, blob = batch.to(DEVICE), draws.blob.to(DEVICE)
     before = batch.clone()
-    results = [
+    fused, single = (
         replay(program, blob, batch, DEVICE_OPS, kernels=kernels) for kernels in (True, False)
-    ]
+    )
     assert torch.equal(batch, before)
-    return results
+    assert fused.dtype == single.dtype
+    assert torch.equal(fused, single)
+    return fused
+
+
+def stacked(images):
+    return torch.from_numpy(np.stack(images))
 
 
 def check(pipeline, *, count=3, seed=0, **size):
     batch, draws = prepared(pipeline, photographs(count, seed=seed, **size), seed)
-    program = draws.programs["image"]
-    fused, single = both_ways(program, draws.blob, batch)
-    assert fused.dtype == single.dtype
-    assert torch.equal(fused, single)
-    return program
+    assert_fused(draws, batch)
+    return draws.programs["image"]
 
 
 JITTER = {
@@ -138,66 +148,29 @@ def test_any_pipeline_gives_the_same_bytes(names, end, size, seed):
     images = photographs(3, *size, seed=seed)
     batch, draws = prepared([*pipeline, *ENDS[end]], images, seed)
     program = draws.programs.get("image")
-    if program is None or not program.runs:
-        return
-    fused, single = both_ways(program, draws.blob, batch)
-    assert fused.dtype == single.dtype
-    assert torch.equal(fused, single)
-
-
-def tape_of(name, transform, params, shape, leaf=0):
-    encoded = DEVICE_OPS[name].encode(transform, params, shape, np.dtype(np.uint8))
-    return TapeOp(leaf=leaf, name=name, encoded=encoded)
+    if program is not None and program.runs:
+        assert_fused(draws, batch)
 
 
 @pytest.mark.cases(1)
 @each("size", [(20, 30), (64, 70), (41, 50), (1, 1)])
 def test_a_resize_before_the_pixels_reads_the_same_bytes(size):
     images = photographs(5)
-    shape = images[0].shape
-    crop, flip = A.RandomResizedCrop(size), A.HorizontalFlip(p=1)
+    flip = A.HorizontalFlip(p=1), {}, (*size, 3)
     boxes = [(0, 0, 50, 41), (3, 4, 49, 40), (10, 10, 11, 11), (0, 5, 25, 41), (49, 40, 50, 41)]
-    tapes = [
-        {
-            "image": Track(
-                "image",
-                (
-                    tape_of("RandomResizedCrop", crop, {"crop_coords": box}, shape),
-                    tape_of("HorizontalFlip", flip, {}, (*size, 3), leaf=1),
-                ),
-            )
-        }
-        for box in boxes
-    ]
-    draws = compile_tapes(tapes, fuse=fuse)
-    program = draws.programs["image"]
-    assert program.runs[0].reading.geometry == "resize"
-    fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
-    assert torch.equal(fused, single)
+    crops = [(A.RandomResizedCrop(size), {"crop_coords": b}, images[0].shape) for b in boxes]
+    draws = noted(*([crop, flip] for crop in crops))
+    assert draws.programs["image"].runs[0].reading.geometry == "resize"
+    assert_fused(draws, stacked(images))
 
 
 def test_a_crop_before_the_pixels_reads_the_same_bytes():
-    images = photographs(3)
-    crop, gray = A.RandomCrop(20, 24), A.ToGray(p=1)
-    tapes = [
-        {
-            "image": Track(
-                "image",
-                (
-                    tape_of(
-                        "RandomCrop", crop, {"crop_coords": (x, y, x + 24, y + 20)}, (41, 50, 3)
-                    ),
-                    tape_of("ToGray", gray, {}, (20, 24, 3), leaf=1),
-                ),
-            )
-        }
-        for x, y in ((0, 0), (26, 21), (3, 7))
-    ]
-    draws = compile_tapes(tapes, fuse=fuse)
-    program = draws.programs["image"]
-    assert program.runs[0].reading.geometry == "window"
-    fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
-    assert torch.equal(fused, single)
+    gray = A.ToGray(p=1), {}, (20, 24, 3)
+    boxes = [(x, y, x + 24, y + 20) for x, y in ((0, 0), (26, 21), (3, 7))]
+    crops = [(A.RandomCrop(20, 24), {"crop_coords": box}, (41, 50, 3)) for box in boxes]
+    draws = noted(*([crop, gray] for crop in crops))
+    assert draws.programs["image"].runs[0].reading.geometry == "window"
+    assert_fused(draws, stacked(photographs(3)))
 
 
 @each(
@@ -208,9 +181,7 @@ def test_a_batch_is_read_at_any_address(pipeline):
     batch, draws = prepared([*pipeline, A.ToGray(p=0.5)], photographs(3, 13, 15))
     for offset in range(4):
         memory = torch.full((offset + batch.numel() + 7,), 170, dtype=torch.uint8, device=DEVICE)
-        there = memory[offset:][: batch.numel()].view(batch.shape).copy_(batch)
-        fused, single = both_ways(draws.programs["image"], draws.blob, there)
-        assert torch.equal(fused, single)
+        assert_fused(draws, memory[offset:][: batch.numel()].view(batch.shape).copy_(batch))
 
 
 @pytest.mark.cases(1)

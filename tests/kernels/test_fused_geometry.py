@@ -11,14 +11,9 @@ import albumentations as A
 import cv2
 import numpy as np
 import pytest
-import torch
-from kernels.test_fused import both_ways, check, photographs, tape_of
+from kernels.test_fused import assert_fused, check, noted, photographs, stacked
 from misses import each
 from thoroughness import LONG
-
-from lightning_fastdata.augment.ops.operation import Track
-from lightning_fastdata.augment.replay.program import compile_tapes
-from lightning_fastdata.ext.kernels.runs import fuse
 
 pytest.importorskip("triton")
 
@@ -77,54 +72,31 @@ def test_a_warp_is_read_as_the_operation_does(name, size):
 @each("element", ["e", "r90", "r180", "r270", "t", "h", "hvt", "v"])
 def test_symmetries_of_the_square_compose_in_any_order(element):
     shape = (9, 9, 3)
-    holes = {"holes": [(1, 2, 4, 9)], "seed": 0}
-    others = ["r90", "h", "t", "hvt"]
-    tapes = [
-        {
-            "image": Track(
-                "image",
-                (
-                    tape_of("D4", A.D4(), {"group_element": element}, shape),
-                    tape_of("CoarseDropout", A.CoarseDropout(fill=7), holes, shape, leaf=1),
-                    tape_of("D4", A.D4(), {"group_element": other}, shape, leaf=2),
-                    tape_of("HorizontalFlip", A.HorizontalFlip(), {}, shape, leaf=3),
-                ),
-            )
-        }
-        for other in others
+    before = [
+        (A.D4(), {"group_element": element}, shape),
+        (A.CoarseDropout(fill=7), {"holes": [(1, 2, 4, 9)], "seed": 0}, shape),
     ]
-    draws = compile_tapes(tapes, fuse=fuse)
-    program = draws.programs["image"]
-    assert [(run.first, run.last) for run in program.runs] == [(0, 3)]
-    batch = torch.from_numpy(np.stack(photographs(len(others), 9, 9)))
-    fused, single = both_ways(program, draws.blob, batch)
-    assert torch.equal(fused, single)
+    flip = A.HorizontalFlip(), {}, shape
+    others = ["r90", "h", "t", "hvt"]
+    draws = noted(*([*before, (A.D4(), {"group_element": other}, shape), flip] for other in others))
+    assert [(run.first, run.last) for run in draws.programs["image"].runs] == [(0, 3)]
+    assert_fused(draws, stacked(photographs(len(others), 9, 9)))
 
 
 def test_what_is_not_square_is_turned_by_torch():
-    tape = tape_of("Transpose", A.Transpose(), {}, (5, 8, 3))
-    draws = compile_tapes([{"image": Track("image", (tape,))}] * 2, fuse=fuse)
-    program = draws.programs["image"]
-    batch = torch.from_numpy(np.stack(photographs(2, 5, 8)))
-    assert not program.runs[0].takes(batch)
-    fused, single = both_ways(program, draws.blob, batch)
-    assert torch.equal(fused, single)
-    assert fused.shape == (2, 8, 5, 3)
+    draws = noted(*[[(A.Transpose(), {}, (5, 8, 3))]] * 2)
+    batch = stacked(photographs(2, 5, 8))
+    assert not draws.programs["image"].runs[0].takes(batch)
+    assert assert_fused(draws, batch).shape == (2, 8, 5, 3)
 
 
 def test_a_warp_of_another_size_takes_all_samples_or_none():
-    grown = A.Affine(scale=(1.5, 1.5), fit_output=True)
-    matrix = np.diag([1.5, 1.5, 1.0])
-    params = {"matrix": matrix, "output_shape": (30, 36)}
-    warped = (tape_of("Affine", grown, params, (20, 24, 3)),)
-    batch = torch.from_numpy(np.stack(photographs(2, 20, 24)))
-    draws = compile_tapes([{"image": Track("image", warped)}] * 2, fuse=fuse)
+    params = {"matrix": np.diag([1.5, 1.5, 1.0]), "output_shape": (30, 36)}
+    warped = [(A.Affine(scale=(1.5, 1.5), fit_output=True), params, (20, 24, 3))]
+    batch, draws = stacked(photographs(2, 20, 24)), noted(warped, warped)
     assert draws.programs["image"].runs[0].takes(batch)
-    fused, single = both_ways(draws.programs["image"], draws.blob, batch)
-    assert fused.shape == (2, 30, 36, 3)
-    assert torch.equal(fused, single)
-    tapes = [{"image": Track("image", warped)}, {"image": Track("image", ())}]
-    assert not compile_tapes(tapes, fuse=fuse).programs["image"].runs[0].takes(batch)
+    assert assert_fused(draws, batch).shape == (2, 30, 36, 3)
+    assert not noted(warped, []).programs["image"].runs[0].takes(batch)
 
 
 def test_a_warp_sees_what_came_before_it():

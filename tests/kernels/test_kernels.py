@@ -12,15 +12,22 @@ import pytest
 pytest.importorskip("triton")
 
 
+def run(*command, check=True, **environment):
+    """Run Python without the interpreter of Triton, unless the environment asks for it."""
+    inherited = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=inherited | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+        check=check,
+    )
+
+
 @pytest.mark.slow
 def test_the_kernels_compile_for_cuda_with_exactly_the_roundings_of_torch(tmp_path):
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(script, check=False, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -34,25 +41,16 @@ print(kernel_fault(torch.device("cpu")))
 @pytest.mark.slow
 def test_a_machine_on_which_triton_fails_is_told_why_and_goes_on(tmp_path):
     """Compiled kernels cannot be launched on a CPU, which stands for all that can go wrong."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
     for interpret in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_A_DEVICE],
-            env=environment | {"TRITON_INTERPRET": interpret},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        told = done.stdout.strip()
+        environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": interpret}
+        told = run("-c", WITHOUT_A_DEVICE, **environment).stdout.strip()
         assert (told == "None") if interpret == "1" else ("Error: " in told)
 
 
 @pytest.mark.slow
 def test_what_a_kernel_becomes_is_counted_for_an_architecture():
     program = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_architectures.py"
-    command = [sys.executable, str(program), "--kernels", "as it is", "--architectures", "90"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run(program, "--kernels", "as it is", "--architectures", "90")
     [head, _, row] = [line for line in done.stdout.splitlines() if line.startswith("|")]
     names, values = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (head, row))
     counted = dict(zip(names, values, strict=True))

@@ -9,7 +9,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.batches import keys
+from augment.batches import keys, left_to_device
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -74,12 +74,12 @@ device; the Resize itself is done by the worker, whose images differ in size."""
 
 def drawn(compose, given, seed=1):
     """Return the images and the draws of a batch."""
-    part = as_batch_transform(compose).in_worker(on_device=True)
     with warnings.catch_warnings():
         # What Albumentations thinks of a draw is not for us to say.
         warnings.filterwarnings("ignore", category=UserWarning, module="albumentations")
-        both = [part(one, key) for one, key in zip(given, keys(len(given), seed), strict=True)]
-    return [one["image"] for one, _ in both], part.collate([tape for _, tape in both])
+        own_keys = keys(len(given), seed)
+        left, draws = left_to_device(as_batch_transform(compose), given, own_keys)
+    return [one["image"] for one in left], draws
 
 
 def many(size=None, count=BATCH):
