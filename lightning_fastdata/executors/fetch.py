@@ -23,14 +23,14 @@ from lightning_fastdata.batches.keyed import (
     own_dataset,
 )
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.gather.rows import Rows, rows_of
+from lightning_fastdata.executors.gather.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import Rank
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import lasting, seed_global_generators
+from lightning_fastdata.randomness.seeds import OwnGenerators, lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.fingerprint import Fingerprint
-    from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
 _Asked = TypeVar("_Asked")

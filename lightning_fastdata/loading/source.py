@@ -44,7 +44,7 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks, refuse_late_fork
-from lightning_fastdata.executors.gather.rows import rows_of
+from lightning_fastdata.executors.gather.columns import rows_of
 from lightning_fastdata.executors.kinds import (
     AnyExecutor,
     Executor,
@@ -67,9 +67,8 @@ from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches, most_workers
-from lightning_fastdata.randomness.generators import OwnGenerators
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import EpochCell, lasting
+from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
 from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.stamps.travel import Way
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, Way
 from lightning_fastdata.tuning.simulate import (
     BatchCost,
     LoaderSetup,

@@ -21,7 +21,7 @@ from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.caches.cached import was_given_up
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import Fetcher, copy_limit_bytes
-from lightning_fastdata.executors.gather.rows import in_bounds, rows_of, whole_numbers
+from lightning_fastdata.executors.gather.columns import Rows, in_bounds, rows_of, whole_numbers
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.batches.pinning import Pinned, PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.gather.rows import Rows
     from lightning_fastdata.types import Batch
 
 _JOB_BYTES: Final = 2**22

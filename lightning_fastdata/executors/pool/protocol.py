@@ -3,7 +3,7 @@
 ::
 
     training process                                               side process
-    scheduler > crew > process                                     child > child_task
+    scheduler > crew > process                                     child
 
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it

@@ -23,10 +23,15 @@ from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample
+from lightning_fastdata.executors.pool.faults import (
+    Blame,
+    StallWatch,
+    doing,
+    kill_hung,
+    lost_sample,
+)
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch

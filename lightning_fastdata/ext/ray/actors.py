@@ -33,7 +33,7 @@ from lightning_fastdata.ext.ray.placement import (
 )
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import adopted, name_of_machine
-from lightning_fastdata.stamps.travel import ClockOffset
+from lightning_fastdata.stamps.batch_stamps import ClockOffset
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan

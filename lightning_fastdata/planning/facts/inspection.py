@@ -17,7 +17,7 @@ from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.gather.rows import Rows, rows_of
+from lightning_fastdata.executors.gather.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host.usage import read_pages
 from lightning_fastdata.planning.facts.probe import (
@@ -87,10 +87,9 @@ class DatasetFacts:
 def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
-    Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
-    code of the user and nothing that is opened, are read here. Of a stream the questions are not
-    answered; whether it shares itself out is, which may take its first samples. Nothing is read
-    with ``probe=False``. What no side process may do, the training process does, where that is left
+    Datasets of rows (see :func:`.rows_of`), which hold no code of the user and nothing that is
+    opened, are read here. Of a stream the questions are not answered; whether it shares itself out
+    is, which may take its first samples. Nothing is read with ``probe=False``. What no side process may do, the training process does, where that is left
     open. Where it reads in any case, what another one makes of open files and clients means
     nothing.
 
