@@ -212,7 +212,7 @@ class Fetcher:
         if self._skips and type(index) is Gone:
             return SKIPPED
         try:
-            if self.stamps is None and self._needs_nothing(epoch):
+            if self.stamps is None and not self.drawn and self._knows_draws(epoch):
                 return self.dataset[index]
             return self._watched(index, epoch)
         except Exception as error:
@@ -253,10 +253,6 @@ class Fetcher:
 
     def _item(self, index: object) -> Batch:
         return self.dataset[index]
-
-    def _needs_nothing(self, epoch: int) -> bool:
-        """Return whether samples of an epoch draw from no generator that is known."""
-        return not self.drawn and self._knows_draws(epoch)
 
     def _knows_draws(self, epoch: int) -> bool:
         """Return whether samples of an epoch draw from no generators but the global ones."""
@@ -411,11 +407,9 @@ class Fetcher:
         if self.position < 0:
             return f"in collate_fn of samples {indices!r:.400}"
         index = indices[self.position] if self.plan.batched else indices
-        return f"while reading sample {index!r} of the dataset{self._known()}"
-
-    def _known(self) -> str:
         raised = (fault for fault in reversed(self.faults) if fault.outcome == "raised")
-        return described(next(raised, None))
+        known = described(next(raised, None))
+        return f"while reading sample {index!r} of the dataset{known}"
 
     def asks(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Begin an epoch, and return what :meth:`batch` is to be called with."""

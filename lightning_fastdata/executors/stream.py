@@ -112,11 +112,8 @@ class StreamExecutor:
         self._resume: dict[int, LanePosition] = {}
         """Where processes go on that were not asked for a batch yet, by their numbers."""
         self._crew = Crew(plan, self._slots, processes=processes, streams=True)
-
-    @property
-    def children(self) -> dict[int, ChildProcess]:
+        self.children = self._crew.children
         """The side processes by their numbers."""
-        return self._crew.children
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None

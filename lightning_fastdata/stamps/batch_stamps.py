@@ -171,20 +171,6 @@ class BatchStamps(NamedTuple):
     rates: ReadRates | None = None
     """What a trial with half of the workers has shown just before; None: there was none."""
 
-    @classmethod
-    def of_caller(
-        cls,
-        number: int,
-        requested_ns: int,
-        task: TaskStamps,
-        *,
-        first: bool,
-        own: OwnStamps = _NOTHING,
-    ) -> BatchStamps:
-        """Return the stamps of a batch that was made in one task by its caller."""
-        times = requested_ns, task.ended_ns
-        return cls(number, task.samples, *times, (task,), ready_ahead=0, first=first, own=own)
-
 
 _WORTH_ASKING_NS: Final = 200_000
 """The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""

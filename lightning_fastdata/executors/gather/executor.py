@@ -232,14 +232,15 @@ class GatherExecutor:
         self._count += 1
         # Who copied which row is not noted; all of the wait is for rows to be there, and then for
         # their copy.
-        rows_ns, pinned_ns = ended_ns, self._pinned_ns
-        if pinned_ns is not None:
-            rows_ns = max(requested_ns, pinned_ns[0])
+        pinned_ns = self._pinned_ns
+        rows_ns = ended_ns if pinned_ns is None else max(requested_ns, pinned_ns[0])
         spent = rows_ns - requested_ns
         rows = TaskStamps(-1, requested_ns, rows_ns, None, None, 0, spent, 0, 0, None)
-        first, self._first = self._first, False
-        stamps = BatchStamps.of_caller(self._count, requested_ns, rows, first=first)
-        self._records.append(stamps._replace(delivered_ns=ended_ns, pinned_ns=pinned_ns))
+        times = requested_ns, ended_ns
+        self._records.append(
+            BatchStamps(self._count, 0, *times, (rows,), 0, first=self._first, pinned_ns=pinned_ns)
+        )
+        self._first = False
         return batch
 
     def ready(self) -> bool | None:

@@ -248,7 +248,7 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
 def _write_image_of(
     dataset: object, layout: SampleLayout, memory: mmap, rows: int, epoch: int
 ) -> Callable[[int, int], None] | None:
-    """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
+    """Return what decodes into a row of the batch the sample of an index, if that is possible.
 
     ``memory`` is that of a batch of ``rows`` samples.
     """
@@ -259,15 +259,11 @@ def _write_image_of(
     images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
     seed, length = dataset.seed, len(dataset)
 
-    def write(index: int, row: int) -> None:
+    def write(row: int, index: int) -> None:
         key = SampleKey(seed, epoch, int(index) % length)
         targets[row] = dataset.write_into(index, images[row], key=key)
 
     return write
-
-
-def _at_row(write_image: Callable[[int, int], None], row: int, index: int) -> None:
-    write_image(index, row)
 
 
 class _FirstSample(NamedTuple):
@@ -431,12 +427,12 @@ class TaskRunner:
                 else:
                     began_ns = clock.monotonic_ns()
                     try:
-                        write_image(index, start + offset)
+                        write_image(start + offset, index)
                         failed = None
                     except Exception as error:
                         failed = error
                     if failed is not None:
-                        write = partial(_at_row, write_image, start + offset)
+                        write = partial(write_image, start + offset)
                         fetcher.rescued(failed, write, index, epoch)
                     if stamps is not None:
                         stamps.read(index, began_ns)

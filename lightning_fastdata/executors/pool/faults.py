@@ -60,6 +60,8 @@ class _Noted:
     """So many times it was the same."""
     still_s: float = 0.0
     """For so long, as it counts."""
+    cpu_s: float = 0.0
+    """CPU time of the process and what it started, at the last look that found the same."""
 
 
 class StallWatch:
@@ -76,7 +78,6 @@ class StallWatch:
         self._looked_s = clock.monotonic()
         self._times: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._noted: dict[int, _Noted] = {}
-        self._cpu_s: dict[int, float] = {}
         self._stalled_s = 0.0
         self._warned = False
 
@@ -94,7 +95,7 @@ class StallWatch:
         long_ns = times[-1 - len(times) // 100] if times else 0
         return max(_LIMIT_S, _LIMIT_TASKS * long_ns / 1e9)
 
-    def note_task(self, task_ns: int = 0) -> None:
+    def note_task(self, task_ns: int) -> None:
         """Note that a task has ended, which took so long."""
         self._stalled_s = 0.0
         self._times.append(task_ns)
@@ -169,12 +170,10 @@ class StallWatch:
         """Return whether a process that has noted nothing new computes, or what it started."""
         noted = self._noted[child.pid]
         if not noted.looks:
-            self._cpu_s.pop(child.pid, None)
             return False
-        cpu_s = clock.cpu_s_of(child.pid, noted.still_s >= long_s)
-        before_s = self._cpu_s.get(child.pid, 0.0)
-        self._cpu_s[child.pid] = cpu_s
-        return cpu_s - before_s > _BUSY_SHARE * self._step_s
+        before_s = noted.cpu_s
+        noted.cpu_s = clock.cpu_s_of(child.pid, noted.still_s >= long_s)
+        return noted.cpu_s - before_s > _BUSY_SHARE * self._step_s
 
 
 def _stalled(seconds: float) -> str:
@@ -360,15 +359,10 @@ class Deaths:
 
     Args:
         oom_kills: Returns how often the kernel has killed for memory so far; None: not known.
-        left_bytes: Returns what is left on this machine, or in this container.
     """
 
-    def __init__(
-        self,
-        oom_kills: Callable[[], int | None] = read_oom_kills,
-        left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
-    ) -> None:
-        self._oom_kills, self._left_bytes = oom_kills, left_bytes
+    def __init__(self, oom_kills: Callable[[], int | None] = read_oom_kills) -> None:
+        self._oom_kills = oom_kills
         self._at_first = self._killed = oom_kills()
         self._last: deque[_Death] = deque()
 
@@ -409,9 +403,10 @@ class Deaths:
         if code != -signal.SIGKILL or kills is None or kills <= (self._killed or 0):
             return
         self._killed = kills
+        left = size_text(read_host_memory().available_bytes)
         warnings.warn(
             f"The kernel has killed a side process as memory ran out. {_memory_of(pids)} "
-            f"{size_text(self._left_bytes())} are left. {then} Take fewer workers or smaller "
+            f"{left} are left. {then} Take fewer workers or smaller "
             "batches, or share(dataset) where workers copy its objects.",
             FastDataWarning,
             stacklevel=3,

@@ -89,9 +89,9 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
 
     Datasets of rows (see :func:`.rows_of`), which hold no code of the user and nothing that is
     opened, are read here. Of a stream the questions are not answered; whether it shares itself out
-    is, which may take its first samples. Nothing is read with ``probe=False``. What no side process may do, the training process does, where that is left
-    open. Where it reads in any case, what another one makes of open files and clients means
-    nothing.
+    is, which may take its first samples. Nothing is read with ``probe=False``. What no side process
+    may do, the training process does, where that is left open. Where it reads in any case, what
+    another one makes of open files and clients means nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
