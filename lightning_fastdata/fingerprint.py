@@ -49,7 +49,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.randomness.search import is_users, loaded_classes
+from lightning_fastdata.randomness.search import closed_over, is_users, loaded_classes
 from lightning_fastdata.tree import held, held_by
 
 Look: TypeAlias = Callable[[Any], Any]
@@ -206,10 +206,6 @@ class Watched:
         return Watched, ()  # for a process that has the objects elsewhere
 
 
-class _TooLongError(Exception):
-    """The time is over."""
-
-
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
@@ -223,7 +219,7 @@ class _Sink:
         self.digested_bytes += len(raw)
         for start in range(0, len(raw), _AT_ONCE_BYTES):
             if clock.thread_time() > self._until_s:
-                raise _TooLongError
+                raise TimeoutError
             self.digest.update(raw[start : start + _AT_ONCE_BYTES])
 
     def write_buffer(self, buffer: pickle.PickleBuffer) -> None:
@@ -388,7 +384,7 @@ class _Digesting(pickle.Pickler):
         yield self._of_attributes(array)  # of a subclass: a mask, say
         if type(array) not in _ARRAYS:
             self.looks.unseen()
-        owner = _file_under(array)
+        owner = file_under(array)
         if owner is not None:
             self.looks.fact(*_OF_ARRAY, array)
             yield from (str(owner.filename), array.ctypes.data, array.strides)
@@ -517,24 +513,13 @@ class _Noting(_Digesting):
             self.looks.unseen()
 
 
-def _file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
+def file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
     """Return the memory map whose pages an array shows, for every process and at any time."""
     owner: Any = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     mapped = isinstance(owner, np.memmap) and held(owner, "_mmap") is not None
     return owner if mapped and owner.mode != "c" else None
-
-
-def closed_over(function: FunctionType) -> list[object]:
-    """Return what a function closes over; None in the place of a name that is not bound yet."""
-    contents: list[object] = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:
-            contents.append(None)
-    return contents
 
 
 def _functions_of(method: Any) -> tuple[object, ...]:
@@ -556,10 +541,8 @@ def _code(code: CodeType) -> int:
 
 def _of_member(name: str, value: object) -> tuple[object, ...]:
     """Return what an attribute of a user's class is compared by."""
-    if isinstance(value, staticmethod | classmethod):
-        return name, value.__func__
-    if isinstance(value, property):
-        return name, value.fget, value.fset, value.fdel
+    if isinstance(value, staticmethod | classmethod | property):
+        return name, *_functions_of(value)
     if isinstance(value, functools.cached_property):
         return name, held_by(value)
     own = is_users(type(value).__module__)

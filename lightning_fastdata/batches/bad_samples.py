@@ -12,6 +12,7 @@ import operator
 import os
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -300,23 +301,16 @@ def stage_of(error: BaseException) -> FaultStage:
     return "read"
 
 
-def path_of(dataset: object, index: object, error: BaseException) -> str | None:
+def path_of(dataset: object, index: Any, error: BaseException) -> str | None:
     """Return the file of a sample, if its dataset or the error shows one."""
-    listed = _listed_path(dataset, index)
-    if listed is not None:
-        return listed
+    with suppress(LookupError, TypeError, ValueError):  # no such sample, or one of another kind
+        listed = files_of(own_dataset(dataset), [index])
+        if listed is not None:
+            return listed[0]
     for each in _chain(error):
         if isinstance(each, OSError) and isinstance(each.filename, str | bytes | os.PathLike):
             return os.fsdecode(each.filename)
     return None
-
-
-def _listed_path(dataset: object, index: Any) -> str | None:
-    try:
-        listed = files_of(own_dataset(dataset), [index])
-    except (LookupError, TypeError, ValueError):  # no such sample, or one of another kind
-        return None
-    return None if listed is None else listed[0]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

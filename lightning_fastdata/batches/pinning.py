@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lightning_fastdata.device.backend import (
-    current_index,
-    is_out_of_memory,
-    set_current_index,
-)
+from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.torch_internals import pinned

@@ -176,19 +176,3 @@ class FaultLog:
 
 def _named(fault: Fault) -> str:
     return f"{fault.index}{described(fault)}"
-
-
-class HasQuarantine:
-    """A loader, whose ``faults`` know which samples are not read again."""
-
-    faults: FaultLog
-
-    @property
-    def quarantine(self) -> list[int]:
-        """Indices that are not read again, as they killed whoever read them; may be set."""
-        return sorted(self.faults.quarantine)
-
-    @quarantine.setter
-    def quarantine(self, indices: Iterable[int]) -> None:
-        self.faults.quarantine.clear()
-        self.faults.quarantine.update(indices)

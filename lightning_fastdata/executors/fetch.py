@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -410,13 +410,6 @@ class Fetcher:
         raised = (fault for fault in reversed(self.faults) if fault.outcome == "raised")
         known = described(next(raised, None))
         return f"while reading sample {index!r} of the dataset{known}"
-
-    def asks(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Begin an epoch, and return what :meth:`batch` is to be called with."""
-        return iter(batches)
-
-    def drop(self) -> None:
-        """Let go of what an epoch holds: nothing, where samples are read by index."""
 
     def note(self, indices: object) -> str | None:
         """Return what to add to an error that the caller sees as it was raised."""

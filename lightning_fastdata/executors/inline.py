@@ -55,9 +55,6 @@ END_OF_STREAM: Final = object()
 class StreamFetcher:
     """Reads batches of a stream, whose samples come one after the other."""
 
-    reads_ahead = False
-    """It has no numbers of samples to read ahead by."""
-
     def __init__(self, plan: FetchPlan) -> None:
         self.plan = plan
         self.dataset: Any = plan.dataset
@@ -265,7 +262,7 @@ class InlineExecutor:
         self.reads_later = True
         fetcher = self._fetcher
         if not isinstance(fetcher, StreamFetcher) or self.history is None:
-            self._batches = fetcher.asks(batches)
+            self._batches = iter(batches)
             return
         self.history.start_epoch(1, resume, going_on=(0,), over=self._has_ended)
         self._batches = fetcher.asks(repeat(next(iter(batches))), resume)
@@ -439,4 +436,5 @@ class InlineExecutor:
         self._batches = iter(())
         self._ready.clear()
         self.record(None)
-        self._fetcher.drop()
+        if isinstance(self._fetcher, StreamFetcher):
+            self._fetcher.drop()

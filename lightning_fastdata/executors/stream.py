@@ -18,11 +18,7 @@ from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.faults import (
-    StallWatch,
-    doing_in_streams,
-    stream_broken,
-)
+from lightning_fastdata.executors.pool.faults import StallWatch, doing_in_streams, stream_broken
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory, StreamNote

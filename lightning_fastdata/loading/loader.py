@@ -16,7 +16,7 @@ from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
+from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.kinds import (
     AnyExecutor,
     able_to_read_on,
@@ -121,7 +121,7 @@ class _Both(deque[BatchStamps]):
             each.append(stamps)
 
 
-class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
+class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     To a type checker its batches are what ``collate_fn`` returns; ``FastDataLoader[Batch]`` says
@@ -389,10 +389,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if self.run is not None:
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
-        watch = self._state_watch()
-        settle = self._passes.settle
         size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
-        return CountedBatches(self._next_pass, self._begin, settle, self, watch, size)
+        return CountedBatches(self._begin, self, self._state_watch(), size)
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""
@@ -411,7 +409,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         """Return whether what comes next of this epoch is read as things are by then."""
         return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
-    def _begin(self, begun: Pass) -> Iterator[Batch]:
+    def _begin(self) -> tuple[Pass, Iterator[Batch]]:
+        begun = self._next_pass()
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
@@ -428,7 +427,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         batches = self._batches(begun)
         if self.tuner is not None and not begun.aside:
             batches = self.tuner.batches(batches, self)
-        return batches if self.ahead is None else self.ahead(batches)
+        batches = batches if self.ahead is None else self.ahead(batches)
+        self._passes.settle(begun)
+        return begun, batches
 
     def as_set_up(self, **changes: Any) -> Self:
         """Return a copy, as the loader is now but for ``changes``: what its source rests on.
@@ -478,6 +479,16 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if skips or not self.in_order:
             return ReadBatches(batches, begun, source, first=begun.handed)
         return batches
+
+    @property
+    def quarantine(self) -> list[int]:
+        """Indices that are not read again, as they killed whoever read them; may be set."""
+        return sorted(self.faults.quarantine)
+
+    @quarantine.setter
+    def quarantine(self, indices: Iterable[int]) -> None:
+        self.faults.quarantine.clear()
+        self.faults.quarantine.update(indices)
 
     # -- stamps, and the side processes that read --------------------------------------------------
 
@@ -627,7 +638,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     @property
     def begun(self) -> bool:
         """Whether a batch was asked for, since the last state was loaded if one was."""
-        return self._passes.begun
+        return self._passes.current is not None
 
     def cut_anew(self, state: Position) -> Position:
         """Return a state of this loader with its position in batches of the present size."""

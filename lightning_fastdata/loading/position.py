@@ -279,14 +279,12 @@ class CountedBatches(_Around):
 
     def __init__(
         self,
-        next_pass: Callable[[], Pass],
-        begin: Callable[[Pass], Iterator[Batch]],
-        settle: Callable[[Pass], None],
+        begin: Callable[[], tuple[Pass, Iterator[Batch]]],
         loader: Sized,
-        watch: StateWatch | None = None,
-        size: SizeWatch | None = None,
+        watch: StateWatch | None,
+        size: SizeWatch | None,
     ) -> None:
-        self._ask: tuple[Any, ...] | None = next_pass, begin, settle
+        self._begin: Callable[[], tuple[Pass, Iterator[Batch]]] | None = begin
         self._loader = loader
         self._watch = watch
         self._size = size
@@ -294,12 +292,9 @@ class CountedBatches(_Around):
         super().__init__(iter(()))
 
     def __next__(self) -> Batch:
-        if self._ask is not None:
-            next_pass, begin, settle = self._ask
-            self._pass = next_pass()
-            self._batches = begin(self._pass)
-            self._ask = None
-            settle(self._pass)
+        if self._begin is not None:
+            self._pass, self._batches = self._begin()
+            self._begin = None
         begun, watch = cast("Pass", self._pass), self._watch
         if watch is not None:
             watch.asked()
@@ -339,14 +334,15 @@ class Passes:
     def __init__(self) -> None:
         self._pending: Position | None = None
         """What was loaded and no batch has followed yet."""
-        self._pass: Pass | None = None
+        self.current: Pass | None = None
+        """The pass that began last; None: no batch was asked for since a state was loaded."""
         self._epochs = 0
         """The epoch of the next pass where nobody else counts."""
 
     def load(self, state: Position) -> None:
         """Go on from a state with the next pass."""
         self._pending = state
-        self._pass = None
+        self.current = None
         self._epochs = state.epoch
 
     def next_pass(self, epoch: Callable[[], int] | None, sampler_epoch: int | None) -> Pass:
@@ -379,7 +375,7 @@ class Passes:
         state = run.resumed(loader) or self._pending
         number, taken, last, within = run.place()
         number = number if epoch is None else epoch()
-        now = self._pass
+        now = self.current
         if now is not None and now.epoch == number and taken:
             if now.exhausted:
                 return Pass(epoch=number, before=now.before + now.handed, earlier=now)
@@ -402,17 +398,7 @@ class Passes:
     def settle(self, begun: Pass) -> None:
         """Note that the first batch of a pass is asked for."""
         if not begun.aside:
-            self._pass, self._pending = begun, None
-
-    @property
-    def begun(self) -> bool:
-        """Whether a batch was asked for since the last state was loaded."""
-        return self._pass is not None
-
-    @property
-    def current(self) -> Pass | None:
-        """The pass that began last."""
-        return self._pass
+            self.current, self._pending = begun, None
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
@@ -428,7 +414,7 @@ class Passes:
             Epoch, batches, and the state that was loaded if no batch has followed yet, else the
             pass that gave the batches, if any were taken of one.
         """
-        begun = self._pass
+        begun = self.current
         if self._pending is not None:
             return self._pending.epoch, self._pending.batches, self._pending
         if run is None:

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from multiprocessing.context import BaseContext
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-)
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -251,16 +244,11 @@ class KeptExecutor:
             self._state = None  # the workers that are kept have what it was
         self._began_s = clock.monotonic()
         if self.settings.keeps == "unchanged":
-            return self._state is not None and self._reads_as_new()
+            # A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may
+            # change what is read in each epoch: one that is kept would not read as a new one.
+            reads_as_new = self.indices is not None and self.settings.worker_init_fn is None
+            return self._state is not None and reads_as_new
         return self.persistent
-
-    def _reads_as_new(self) -> bool:
-        """Return whether a worker that is kept reads a further epoch as a new one would.
-
-        A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may change
-        what is read in each epoch.
-        """
-        return self.indices is not None and self.settings.worker_init_fn is None
 
     def _read_state(self) -> _State | None:
         """Return what workers that start now read; None: it cannot be compared in time."""
@@ -367,17 +355,13 @@ class KeptExecutor:
         """
         if workers > self.workers:
             refuse_late_fork(self.plan)
-            self._refuse_other_state()
+            if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
+                raise WorkerError(f"they would not read what the others do: {_CHANGED}")
         self.workers = workers
         self.settings = self.settings.as_set_up(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
         for executor in self._at_work():
             executor.resize(workers, look_ahead)
-
-    def _refuse_other_state(self) -> None:
-        """Raise an error if workers that start now would not read what the others do."""
-        if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
-            raise WorkerError(f"they would not read what the others do: {_CHANGED}")
 
     def _has_changed(self) -> bool:
         """Return whether what the workers of this epoch read may have changed since they began."""

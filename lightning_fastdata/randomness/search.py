@@ -104,13 +104,20 @@ def _slots(item: object) -> Iterator[object]:
 
 def _function_parts(function: FunctionType) -> Iterator[object]:
     """Yield what a function closes over, and its defaults."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a name that is not bound yet
-            continue
+    yield from closed_over(function)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
+
+
+def closed_over(function: FunctionType) -> list[object]:
+    """Return what a function closes over; None in the place of a name that is not bound yet."""
+    contents: list[object] = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:
+            contents.append(None)
+    return contents
 
 
 @lru_cache(maxsize=4096)

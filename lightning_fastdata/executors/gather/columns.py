@@ -20,6 +20,7 @@ from lightning_fastdata.batches.layout import same_batch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_form import column_of
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.fingerprint import file_under
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.tree import leaves
@@ -328,7 +329,7 @@ class Column:
         lasts: bool = False,
     ) -> None:
         self.array = array
-        self.lasts = lasts or is_of_file(array)
+        self.lasts = lasts or file_under(array) is not None
         self.dtype = dtype
         self.stored = array.dtype if stored is None else stored
         self.select = select
@@ -512,14 +513,6 @@ def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
         return dict(zip(form["keys"], parts, strict=True)) if form["is"] == "dict" else parts
 
     return of(sample)
-
-
-def is_of_file(array: NDArray[Any]) -> bool:
-    """Return whether an array lies in a file that is mapped, which all processes see change."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    return isinstance(owner, np.memmap) and owner.mode != "c"
 
 
 def whole_numbers(indices: object) -> NDArray[np.int64] | None:

@@ -22,12 +22,7 @@ import torch
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples, for_writing, in_own_side_process
-from lightning_fastdata.batches.layout import (
-    MisfitError,
-    SampleLayout,
-    decodes_in_place,
-    layout_of,
-)
+from lightning_fastdata.batches.layout import MisfitError, SampleLayout, decodes_in_place, layout_of
 from lightning_fastdata.batches.libraries import tell_epoch, tell_rank
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory

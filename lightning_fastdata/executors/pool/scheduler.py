@@ -84,10 +84,10 @@ class PoolExecutor:
         self._crew.start_epoch(self._now.generation, epoch)
         for child in self.children.values():
             child.state = None  # which holds until they read again
-        for task in [task for task in self._todo if self._is_old(task.batch)]:
+        for task in [task for task in self._todo if not self._is_current(task.batch)]:
             self._todo.remove(task)
             task.batch.open_tasks -= 1
-        for batch in [batch for batch in self._batches if self._is_old(batch)]:
+        for batch in [batch for batch in self._batches if not self._is_current(batch)]:
             self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
@@ -262,7 +262,7 @@ class PoolExecutor:
         if self._splitter.in_place is None:
             self._splitter.in_place, self._splitter.layout = layout is not None, layout
             self._crew.configure(protocol.SetLayout(layout))
-        if self._is_old(batch) or batch.misfit:
+        if batch.misfit or not self._is_current(batch):
             return None
         try:
             placed = self._splitter.place(batch)
@@ -278,7 +278,7 @@ class PoolExecutor:
     def _finish_if_ready(self, batch: PendingBatch) -> None:
         if not batch.is_ready:
             return
-        if self._is_old(batch):
+        if not self._is_current(batch):
             batch.release(self._slots)
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
@@ -286,9 +286,6 @@ class PoolExecutor:
             batch.misfit = batch.in_place = False
             tasks = self._splitter.tasks(batch, self._batches, self._crew.wanted)
             self._todo.extendleft(tasks)
-
-    def _is_old(self, batch: PendingBatch) -> bool:
-        return batch.generation < self._now.generation
 
     def _is_current(self, batch: PendingBatch) -> bool:
         return batch.generation == self._now.generation
@@ -319,7 +316,7 @@ class PoolExecutor:
             if killer is not None and killer[0] == batch.number and task.reads(killer[1]):
                 error = lost_sample(batch.index_at(killer[1]), loss.child, times)
                 went_on = batch.give_up(killer[1], self.plan, error)
-            if went_on and not self._is_old(batch):
+            if went_on and self._is_current(batch):
                 self._todo.appendleft(task.renewed())
                 continue
             batch.open_tasks -= 1

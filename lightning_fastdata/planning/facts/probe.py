@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,21 +136,15 @@ def probe_indices(
     return [keys[position] for position in spread_indices(len(keys), count)]
 
 
-def further_samples(
-    dataset: Dataset[Any],
-    count: int,
-    *,
-    budget_s: float = _BUDGET_S,
-    clock_s: Callable[[], float] = clock.monotonic,
-) -> Iterator[Any]:
+def further_samples(dataset: Dataset[Any], count: int) -> Iterator[Any]:
     """Read up to ``count`` samples from all over a map-style dataset, each when it is asked for.
 
     The random state stays as it was. It ends early when the budget is spent, and at a sample that
     cannot be read, which raises when training reads it.
     """
-    began = clock_s()
+    began_s = clock.monotonic()
     for index in spread_indices(dataset_length(dataset) or 0, count):
-        if clock_s() - began >= budget_s:
+        if clock.monotonic() - began_s >= _BUDGET_S:
             return
         with kept_random_state():
             try:
@@ -235,7 +228,7 @@ def measure_samples(
     paces_s: list[float] = []
     while remaining:
         paces_s.append(known_work(clocks.cpu_s))
-        take = partial(_read, dataset, remaining[:size], at_once, until=(ends_s, clocks.clock_s))
+        take = partial(_read, dataset, remaining[:size], at_once, ends_s, clocks)
         try:
             samples, wall_ms, cpu_ms = clocks.of(take)
         except Exception as error:
@@ -294,20 +287,16 @@ def known_work(cpu_s: Callable[[], float] = clock.thread_time) -> float:
 
 
 def _read(
-    dataset: Any,
-    indices: Sequence[int],
-    at_once: bool = False,
-    until: tuple[float, Callable[[], float]] = (math.inf, clock.monotonic),
+    dataset: Any, indices: Sequence[int], at_once: bool, ends_s: float, clocks: Clocks
 ) -> Any:
-    """Return samples; after a moment of a clock, one by one and no further one is begun."""
+    """Return samples, in one call or one by one: then none is begun after a moment."""
     if at_once:
         return dataset.__getitems__(indices)
     read_ahead(dataset, indices)
     samples = []
-    end_s, clock_s = until
     for index in indices:
         samples.append(dataset[index])
-        if clock_s() >= end_s:
+        if clocks.clock_s() >= ends_s:
             break
     return samples
 
