@@ -12,6 +12,7 @@ from lightning_fastdata.batches.bad_samples import (
     NO_SAMPLES,
     SKIPPED,
     Fault,
+    FaultLog,
     Gone,
     SampleGuard,
     described,
@@ -22,7 +23,6 @@ from lightning_fastdata.batches.keyed import (
     fetches_in_batches,
     own_dataset,
 )
-from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.gather.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock

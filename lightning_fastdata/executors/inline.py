@@ -415,13 +415,11 @@ class InlineExecutor:
         """
         self._count += 1
         own = self._wait.delivered()
-        done, ended_ns, ahead = (task,), task.ended_ns, 0
-        if since is not None:
-            done, ended_ns, ahead = since, clock.monotonic_ns(), len(self._ready)
-        times = self._wait.requested_ns, ended_ns
-        records.append(
-            BatchStamps(self._count, task.samples, *times, done, ahead, first=self._first, own=own)
-        )
+        tasks = (task,) if since is None else since
+        times = self._wait.requested_ns, task.ended_ns if since is None else clock.monotonic_ns()
+        ahead = 0 if since is None else len(self._ready)
+        given = self._count, task.samples, *times, tasks, ahead
+        records.append(BatchStamps(*given, first=self._first, own=own))
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""

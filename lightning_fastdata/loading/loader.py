@@ -12,44 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from lightning_fastdata.augment import StageTransform
-from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
 from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.kinds import (
-    AnyExecutor,
-    able_to_read_on,
-    find_kind,
-    kind_of,
-)
+from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
 from lightning_fastdata.executors.stream_state import tells_state
-from lightning_fastdata.loading.position import (
-    CountedBatches,
-    NamedBatches,
-    Pass,
-    Passes,
-    Position,
-    ReadBatches,
-    Run,
-    SizeWatch,
-    StateWatch,
-    as_it_is,
-    check_order,
-    check_stream,
-    cut_anew,
-    dataset_state,
-    read_again,
-    restore_dataset,
-    sampler_epoch,
-    start_of,
-    tell_draws,
-    tell_loose,
-    tell_new_stream,
-    tell_unknown,
-    why_new,
-    with_indices,
-)
+from lightning_fastdata.loading import position
+from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
 from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
@@ -389,8 +359,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if self.run is not None:
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
-        size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
-        return CountedBatches(self._begin, self, self._state_watch(), size)
+        size = position.SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
+        return position.CountedBatches(self._begin, self, self._state_watch(), size)
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""
@@ -463,21 +433,21 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
         if reads_with_torch(self) and not self.num_workers:
-            batches = NamedBatches(batches)
+            batches = position.NamedBatches(batches)
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
         if self._indices is None:
-            read = ReadBatches(batches, begun, first=begun.handed - again)
+            read = position.ReadBatches(batches, begun, first=begun.handed - again)
             if again and begun.state is not None:
                 by_torch = not isinstance(inner, KeptExecutor)
-                read_again(read, begun.state, self.dataset, by_torch=by_torch)
+                position.read_again(read, begun.state, self.dataset, by_torch=by_torch)
                 if self.records is not None:
                     self.records.clear()
             return read
         skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
         if skips or not self.in_order:
-            return ReadBatches(batches, begun, source, first=begun.handed)
+            return position.ReadBatches(batches, begun, source, first=begun.handed)
         return batches
 
     @property
@@ -613,11 +583,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             elif begun is not None and begun.exhausted and begun.epoch == epoch - 1:
                 state = replace(state, lanes=inner.lanes(0, over=True))
         if indices is not None:
-            state = with_indices(state, indices)
+            state = position.with_indices(state, indices)
         if not (state.is_known or self._told_loose):
             vars(self)["_told_loose"] = True
-            tell_loose(self)
-        return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
+            position.tell_loose(self)
+        return replace(state, dataset_state=position.dataset_state(self.dataset)).as_dict()
 
     def progress(self) -> tuple[int, int]:
         """Return the epoch, counted from 0, and how many samples of it all ranks took."""
@@ -643,10 +613,12 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def cut_anew(self, state: Position) -> Position:
         """Return a state of this loader with its position in batches of the present size."""
         indices = self._indices_now()
-        return state if indices is None else cut_anew(state, self._as_it_is(indices), indices)
+        if indices is None:
+            return state
+        return position.cut_anew(state, self._as_it_is(indices), indices)
 
     def _as_it_is(self, indices: EpochIndices | None) -> Position:
-        return as_it_is(self, indices, workers=workers_of(self))
+        return position.as_it_is(self, indices, workers=workers_of(self))
 
     def _indices_now(self) -> EpochIndices | None:
         return indices_of(self.as_set_up()) if self._indices is None else self._indices
@@ -657,7 +629,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             return self._passes.next_pass_of(run, self, self.epoch)
         # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
         epoch = self.epoch if self.run is None else None
-        return self._passes.next_pass(epoch, sampler_epoch(self))
+        return self._passes.next_pass(epoch, position.sampler_epoch(self))
 
     def _run_now(self) -> Run | None:
         return self.run if self.run is not None and self.run.began else None
@@ -669,15 +641,15 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
-            restore_dataset(self.dataset, state)
+            position.restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
             self.faults.count_in(state.bad)
-            check_order(state)
+            position.check_order(state)
             if isinstance(inner, KeptExecutor):
                 inner.go_on_from(state.base_seed)
         if indices is not None:
             indices.epoch = begun.epoch
-            indices.start = start_of(begun, self._as_it_is(indices), indices)
+            indices.start = position.start_of(begun, self._as_it_is(indices), indices)
             return 0
         return 0 if state is None else self._go_on_in_stream(state)
 
@@ -685,11 +657,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Have a stream go on at a state; return how many batches are to be read again first."""
         inner, now, lanes = self._inner, self._as_it_is(None), state.lanes or []
         if state.draws:
-            tell_draws(self.dataset)
+            position.tell_draws(self.dataset)
         if state.samples < 0:
-            tell_unknown(state, f"with batch {state.batches} of the stream")
+            position.tell_unknown(state, f"with batch {state.batches} of the stream")
         elif state.batches:
-            check_stream(state, now)
+            position.check_stream(state, now)
         kept = inner if isinstance(inner, KeptExecutor) else None
         lives_on = self.keeps is True or not self.num_workers if kept is None else kept.keep
         if kept is not None and len(lanes) == now.parts and (state.batches or lives_on):
@@ -697,7 +669,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         elif state.batches:
             return state.batches
         elif state.epoch and lives_on and tells_state(self.dataset):
-            tell_new_stream(self.dataset, state, why_new(state, now, by_torch=kept is None))
+            why = position.why_new(state, now, by_torch=kept is None)
+            position.tell_new_stream(self.dataset, state, why)
         return 0
 
     def _length(self) -> int | None:

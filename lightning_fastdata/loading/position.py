@@ -31,6 +31,7 @@ from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split
 from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.stamps.stamped import Around
 from lightning_fastdata.torch_internals import being_read, under_way
 from lightning_fastdata.tree import held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -251,26 +252,7 @@ class Pass:
         return ahead + max(reached, len(before)), sorted(numbers), digest
 
 
-class _Around(Iterator[Batch]):
-    """The batches of another iterator, whose attributes it has."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(cast("Sized", self._batches))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return iter, ((),)
-
-
-class CountedBatches(_Around):
+class CountedBatches(Around):
     """The batches of a pass, counted as they are handed out.
 
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
@@ -314,7 +296,7 @@ class CountedBatches(_Around):
         return len(self._loader)  # as torch's iterators, which have a length
 
 
-class NamedBatches(_Around):
+class NamedBatches(Around):
     """The batches of torch's iterator without workers; an error names the sample."""
 
     def __next__(self) -> Batch:
@@ -842,7 +824,7 @@ def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
     return None
 
 
-class ReadBatches(_Around):
+class ReadBatches(Around):
     """The batches of a pass as they are read; what is known behind each is noted.
 
     Args:

@@ -15,6 +15,7 @@ from lightning_fastdata.batches.bad_samples import (
     NO_SAMPLES,
     STAND_INS,
     Fault,
+    FaultLog,
     Gone,
     fault_of,
     plain_index,
@@ -25,7 +26,6 @@ from lightning_fastdata.batches.packed import Packed, unpack
 from lightning_fastdata.batches.pinning import Pinned, PinThread
 from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import DatasetError, WorkerError
-from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
 from lightning_fastdata.host import clock
