@@ -419,7 +419,6 @@ class _Digesting(pickle.Pickler):
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
     def _is_first(self, what: str, obj: object) -> bool:
-        """Return whether it is asked for the first time."""
         first = (what, id(obj)) not in self._once
         self._once.add((what, id(obj)))
         return first
@@ -523,7 +522,6 @@ def file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
 
 
 def _functions_of(method: Any) -> tuple[object, ...]:
-    """Return the functions that a method or a property is made of."""
     if isinstance(method, property):
         return method.fget, method.fset, method.fdel
     if isinstance(method, functools.cached_property):
@@ -785,23 +783,21 @@ class _Facts:
         return self.found == list(self.now())
 
 
-class _Parts:
+class _Parts(_Facts):
     """What one look has told of objects, several parts of each."""
 
     def __init__(self, look: Look) -> None:
-        self._look = look
-        self._of: list[object] = []
+        super().__init__(look)
         self._lengths: list[int] = []
-        self._found: list[object] = []
 
     def add(self, obj: object) -> tuple[object, ...]:
         found = tuple(self._look(obj))
         self._of.append(obj)
         self._lengths.append(len(found))
-        self._found += found
+        self.found += found
         return found
 
     def same(self) -> bool:
-        now = list(map(self._look, self._of))
+        now: list[Any] = list(self.now())
         same_lengths = self._lengths == list(map(len, now))
-        return same_lengths and all(map(is_, chain.from_iterable(now), self._found))
+        return same_lengths and all(map(is_, chain.from_iterable(now), self.found))

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import Dataset, IterableDataset, MapDataPipe, SubsetRandomSampler
@@ -302,12 +303,9 @@ def is_transient(error: BaseException) -> bool:
 
 def stage_of(error: BaseException) -> FaultStage:
     """Return where a sample failed: in a transform that is known as one, or else in the dataset."""
-    step = error.__traceback__
-    while step is not None:
-        module = step.tb_frame.f_globals.get("__name__", "")
-        if f"{module}.".startswith(_TRANSFORMS):
+    for frame, _ in walk_tb(error.__traceback__):
+        if f"{frame.f_globals.get('__name__', '')}.".startswith(_TRANSFORMS):
             return "transform"
-        step = step.tb_next
     return "read"
 
 

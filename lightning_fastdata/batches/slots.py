@@ -300,6 +300,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def _close_files(slots: dict[int, Slot]) -> None:
-    """Close the files of a pool that was dropped."""
     for slot in slots.values():
         slot.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -104,23 +104,16 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
         plain = move(batch.batch, device, non_blocking=non_blocking)
         return StagedBatch(plain, draws, batch.stage)
 
-    def moved(leaf: Batch) -> Batch:
+    def moved(_: Path, leaf: Batch) -> Batch:
+        if not _can_be_moved(leaf):
+            return leaf
         if isinstance(leaf, StagedBatch):
             return move(leaf, device, non_blocking=non_blocking)
         how = {"non_blocking": True} if non_blocking and _is_tensor(leaf) else {}
         result = leaf.to(device, **how)
         return leaf if result is None else result  # None: a ``to`` that changes it in place
 
-    return with_leaves(batch, moved)
-
-
-def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
-    """Return a batch with what can be moved replaced by what a function makes of it."""
-
-    def replaced(_: Path, leaf: Batch) -> Batch:
-        return function(leaf) if _can_be_moved(leaf) else leaf
-
-    return replace_leaves(batch, replaced, depth=-1, is_leaf=_can_be_moved)
+    return replace_leaves(batch, moved, depth=-1, is_leaf=_can_be_moved)
 
 
 def leaves(batch: Batch) -> Iterator[Any]:

@@ -303,7 +303,6 @@ class Fetcher:
     def _one_by_one(
         self, indices: Any, epoch: int, mark: Callable[[int], None] | None
     ) -> list[Batch]:
-        """Return the samples of a batch, read one after the other."""
         samples: list[Batch] = []
         plain = mark is None and self.stamps is None and not self._skips
         if plain and self._knows_draws(epoch):

@@ -278,7 +278,6 @@ def plan_for(
 
 
 def _start_method(spec: LoaderSpec, machine: Machine) -> str:
-    """Return how workers are started."""
     asked = spec.options.multiprocessing_context
     return machine.start_method if asked == "auto" else asked
 

@@ -81,7 +81,8 @@ def _parts(item: object) -> Iterator[object]:
     elif not isinstance(item, ModuleType | torch.Tensor):
         yield from list(held_by(item).values())[:_MAX_ITEMS]
         if isinstance(item, FunctionType):
-            yield from _function_parts(item)
+            yield from (*closed_over(item), *(item.__defaults__ or ()))
+            yield from (item.__kwdefaults__ or {}).values()
         else:
             yield from _slots(item)
             yield from _class_parts(type(item))
@@ -100,13 +101,6 @@ def _slots(item: object) -> Iterator[object]:
         for name in (names,) if isinstance(names, str) else tuple(names):
             if hasattr(item, name):
                 yield getattr(item, name)
-
-
-def _function_parts(function: FunctionType) -> Iterator[object]:
-    """Yield what a function closes over, and its defaults."""
-    yield from closed_over(function)
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
 
 
 def closed_over(function: FunctionType) -> list[object]:

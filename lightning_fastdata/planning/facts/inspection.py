@@ -157,9 +157,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
         spec.worker_init_fn(0)
     if spec.has_order:
-        keys = probe_indices(
-            dataset, _KEYS, sampler=spec.sampler, batch_sampler=spec.batch_sampler, peek=True
-        )
+        keys = probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
         if not keys:
             return
         tell("key", keys[0])

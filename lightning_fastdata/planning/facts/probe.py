@@ -15,7 +15,6 @@ import numpy as np
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -95,33 +94,24 @@ def spread_indices(length: int, count: int) -> list[int]:
 
 
 def probe_indices(
-    dataset: Dataset[Any],
-    count: int,
-    *,
-    sampler: Iterable[Any] | None = None,
-    batch_sampler: Iterable[Any] | None = None,
-    peek: bool = False,
-) -> list[Any] | None:
-    """Return keys of samples that may be read before the training, or None if none are known.
+    dataset: Dataset[Any], count: int, sampler: Any, batch_sampler: Iterable[Any] | None = None
+) -> list[Any]:
+    """Return keys of samples from all over the order of a sampler, or of a batch sampler.
 
-    Without a sampler these are positions from 0. A sampler of the user's may give any keys; those
-    of torch and lists show theirs without being iterated. ``peek``: any other sampler may be
-    iterated, too, which may change it: in a process that is thrown away.
+    It may give any keys. Those of torch and lists show theirs without being iterated; any other is
+    iterated, which may change it: in a process that is thrown away.
     """
-    if isinstance(dataset, IterableDataset):
-        return None
     if type(batch_sampler) is BatchSampler:
         sampler, batch_sampler = batch_sampler.sampler, None
-    keys: Sequence[Any] | None = None
-    if isinstance(batch_sampler, list | tuple):
-        keys = [key for batch in batch_sampler for key in batch[:1]]
-    elif batch_sampler is not None:
-        if peek:
-            keys = [key for batch in islice(batch_sampler, count) for key in list(batch)[:1]]
+    keys: Sequence[Any]
+    if batch_sampler is not None:
+        listed = isinstance(batch_sampler, list | tuple)
+        batches = batch_sampler if listed else islice(batch_sampler, count)
+        keys = [key for batch in batches for key in list(batch)[:1]]
     elif type(sampler) is BlockShuffleSampler:
         # As the epoch reads them: the rest of a block comes from where its first sample came from.
         return list(islice(sampler, count))
-    elif sampler is None or type(sampler) in _OF_POSITIONS:
+    elif type(sampler) in _OF_POSITIONS:
         keys = range(dataset_length(dataset) or 0)
     elif isinstance(sampler, list | tuple | range):
         keys = sampler
@@ -129,10 +119,8 @@ def probe_indices(
         keys = sampler.indices
     elif type(sampler) is WeightedRandomSampler:
         keys = sampler.weights.nonzero().flatten().tolist()
-    elif peek:
+    else:
         keys = list(islice(sampler, count))
-    if keys is None:
-        return None
     return [keys[position] for position in spread_indices(len(keys), count)]
 
 
