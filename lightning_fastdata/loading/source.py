@@ -141,8 +141,7 @@ class KeptExecutor:
     """Returns the length that the loader of a stream has reported, or None."""
 
     def __post_init__(self) -> None:
-        self.workers = self.settings.num_workers
-        self.trial, self.ways = CrewTrial(self.workers), Ways()
+        self.trial, self.ways = CrewTrial(self.settings.num_workers), Ways()
         self.aside = kind_of(self.name).side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
@@ -188,7 +187,7 @@ class KeptExecutor:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
             given = Resources(
                 executor=self.name,
-                workers=self.workers,
+                workers=self.settings.num_workers,
                 pin_thread=self._pin_thread,
                 trial=self.trial,
                 ways=self.ways,
@@ -353,11 +352,10 @@ class KeptExecutor:
         Raises:
             WorkerError: They cannot be had, or would not read what those read that are there.
         """
-        if workers > self.workers:
+        if workers > self.settings.num_workers:
             refuse_late_fork(self.plan)
             if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
                 raise WorkerError(f"they would not read what the others do: {_CHANGED}")
-        self.workers = workers
         self.settings = self.settings.as_set_up(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
         for executor in self._at_work():
@@ -610,8 +608,7 @@ def _open_executor(
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
-    default = collate_fn is collate_samples
-    default = default and makes_batches(settings)
+    default = collate_fn is collate_samples and makes_batches(settings)
     in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
     default = default and not gathered

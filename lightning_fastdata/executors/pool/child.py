@@ -29,7 +29,7 @@ from lightning_fastdata.batches.slots import create_shared_memory, map_shared_me
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
+from lightning_fastdata.executors.pool.protocol import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import keep_freed_memory
 from lightning_fastdata.host.system_calls import OpenFile, die_with, open_anew

@@ -18,8 +18,8 @@ from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import Inherited, child_main
+from lightning_fastdata.executors.pool.protocol import TaskQueue, Wire, wire_pair
 from lightning_fastdata.executors.pool.splitter import Task
-from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import files_being_read
 
