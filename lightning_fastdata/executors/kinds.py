@@ -151,11 +151,6 @@ KINDS: Final[Mapping[str, ExecutorKind]] = {
 }
 
 
-def name_of(executor: AnyExecutor) -> str:
-    """Return the name of an executor, which may have arguments of its own."""
-    return "ray" if isinstance(executor, Ray) else executor
-
-
 def find_kind(executor: object) -> ExecutorKind | None:
     """Return the traits of an executor; None: there is no such executor.
 
@@ -164,7 +159,7 @@ def find_kind(executor: object) -> ExecutorKind | None:
     """
     if not isinstance(executor, str | Ray):
         return None
-    name = name_of(executor)
+    name = "ray" if isinstance(executor, Ray) else executor
     found = KINDS.get(name) or registry.executor(name)
     if not isinstance(found, ExecutorKind | None):
         raise OptionsError(

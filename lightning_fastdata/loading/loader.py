@@ -9,7 +9,14 @@ from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    Sampler,
+)
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
@@ -33,7 +40,6 @@ from lightning_fastdata.loading.source import (
     setup_of,
     splits_batches,
     tuner_for,
-    workers_of,
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
@@ -57,7 +63,7 @@ from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_fo
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes
 from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
@@ -416,7 +422,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
-        stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
+        stamped = self.records is not None and reads_with_torch(self)
+        stamped &= not isinstance(self.dataset, IterDataPipe)  # torch looks into its own ones
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
         settings = self.as_set_up()
@@ -565,7 +572,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         reached, late, digest = (None, [], None) if found is None else found.behind(batches)
         indices = self._indices_now()
         state = replace(
-            self._as_it_is(indices),
+            position.as_it_is(self, indices),
             epoch=epoch,
             batches=batches,
             reached=reached,
@@ -615,10 +622,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         indices = self._indices_now()
         if indices is None:
             return state
-        return position.cut_anew(state, self._as_it_is(indices), indices)
-
-    def _as_it_is(self, indices: EpochIndices | None) -> Position:
-        return position.as_it_is(self, indices, workers=workers_of(self))
+        return position.cut_anew(state, position.as_it_is(self, indices), indices)
 
     def _indices_now(self) -> EpochIndices | None:
         return indices_of(self.as_set_up()) if self._indices is None else self._indices
@@ -649,13 +653,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 inner.go_on_from(state.base_seed)
         if indices is not None:
             indices.epoch = begun.epoch
-            indices.start = position.start_of(begun, self._as_it_is(indices), indices)
+            indices.start = position.start_of(begun, position.as_it_is(self, indices), indices)
             return 0
         return 0 if state is None else self._go_on_in_stream(state)
 
     def _go_on_in_stream(self, state: Position) -> int:
         """Have a stream go on at a state; return how many batches are to be read again first."""
-        inner, now, lanes = self._inner, self._as_it_is(None), state.lanes or []
+        inner, now, lanes = self._inner, position.as_it_is(self, None), state.lanes or []
         if state.draws:
             position.tell_draws(self.dataset)
         if state.samples < 0:

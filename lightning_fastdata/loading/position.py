@@ -24,6 +24,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
+from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, Stateful
 from lightning_fastdata.order.mixture import Mixture
@@ -508,17 +509,9 @@ class SizeWatch:
             )
 
 
-def as_it_is(
-    loader: FastDataLoader[Any], indices: EpochIndices | None, *, workers: int
-) -> Position:
-    """Return the position of a loader at the start of epoch 0.
-
-    Args:
-        loader: The loader.
-        indices: Those of its epochs; None of a stream.
-        workers: Processes that read it.
-    """
-    batch_size = loader.batch_size
+def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Position:
+    """Return the position of a loader at the start of epoch 0; ``indices``: None of a stream."""
+    batch_size, workers = loader.batch_size, workers_of(loader)
     if batch_size is None:
         batch_size = rows_in(loader.batch_sampler)
     stream = isinstance(loader.dataset, IterableDataset)
@@ -549,18 +542,14 @@ def _fingerprint(dataset: object) -> str:
     while dataset is not None and len(text) < 64:
         if type(dataset) is not CachedDataset:  # with a cache, it is the same data
             text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
-        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        lists = (held(dataset, name) for name in ("samples", "imgs"))
+        listed = next((each for each in lists if isinstance(each, list | tuple) and each), None)
         if listed is not None:
             text.append(str(len(listed)))
             text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
         dataset = held(dataset, "dataset")
     joined = "\n".join(text).encode(errors="surrogateescape")
     return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
-
-
-def _listed(dataset: object, name: str) -> Sequence[object] | None:
-    found = held(dataset, name)
-    return found if isinstance(found, list | tuple) and found else None
 
 
 def _file_name(entry: object) -> str:

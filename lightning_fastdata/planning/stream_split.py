@@ -23,12 +23,8 @@ from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import watch_worker_info
 from lightning_fastdata.tree import held, held_by, is_a
 
-# Package and class of streams that share out their chunks.
-_OWN_SPLIT: Final = (
-    ("litdata", "StreamingDataset"),
-    ("litdata", "CombinedStreamingDataset"),
-    ("litdata", "ParallelStreamingDataset"),
-)
+_OF_LITDATA: Final = ("StreamingDataset", "CombinedStreamingDataset", "ParallelStreamingDataset")
+"""Streams that share out their chunks."""
 _MOST_SAMPLES: Final = 32
 _BUDGET_S: Final = 1.0
 _DEADLINE_S: Final = 10.0
@@ -105,9 +101,9 @@ def _known(stream: object) -> StreamSplit | None:
     if any(is_a(part, "ray") for part in held_by(stream).values()):
         why = "Ray Data reads in processes of its own, which workers cannot reach"
         return StreamSplit(splits=False, why=why, here=True)
-    for package, kind in _OWN_SPLIT:
-        if is_a(stream, package, kind):
-            return StreamSplit(splits=True, why=f"{package}'s {kind} shares out its chunks")
+    for kind in _OF_LITDATA:
+        if is_a(stream, "litdata", kind):
+            return StreamSplit(splits=True, why=f"litdata's {kind} shares out its chunks")
     if is_a(stream, "webdataset", "DataPipeline"):
         return _web_dataset(stream)
     return None

@@ -210,29 +210,6 @@ def kill_hung(
     child.process.kill()
 
 
-class Blame:
-    """Which sample kills whoever reads it, as the deaths of side processes tell."""
-
-    def __init__(self) -> None:
-        self._deaths: Counter[tuple[int, int]] = Counter()
-
-    def forget(self) -> None:
-        """Begin anew, as batches of another epoch do."""
-        self._deaths.clear()
-
-    def kills(self, suspect: tuple[int, int], times: int, *, known: bool) -> bool:
-        """Note a death; return whether the sample that was being read then is the reason.
-
-        ``suspect`` is its batch number and position. It is the reason if it is ``known`` to be
-        one, or was being read at so many deaths.
-        """
-        self._deaths[suspect] += 1
-        guilty = known or self._deaths[suspect] >= times
-        if guilty:
-            del self._deaths[suspect]  # of this sample, and not of what takes its place
-        return guilty
-
-
 def cannot_start(number: int, error: OSError) -> WorkerError:
     """Return the error for a side process that the system does not start."""
     soft, hard = read_open_file_limits()

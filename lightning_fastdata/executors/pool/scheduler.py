@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import (
-    Blame,
     StallWatch,
     doing,
     kill_hung,
@@ -67,7 +66,9 @@ class PoolExecutor:
         self._first, self._count = True, 0
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
-        self._stall, self._blame = StallWatch(plan.timeout_s), Blame()
+        self._stall = StallWatch(plan.timeout_s)
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        """Of side processes, by batch number and position of what was being read then."""
 
     def _start_crew(self, processes: int) -> Crew | Any:
         return Crew(self.plan, self._slots, processes=processes)
@@ -91,7 +92,7 @@ class PoolExecutor:
             self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
-        self._blame.forget()
+        self._deaths.clear()
         self._trial.given_up()
         self._fill()
 
@@ -310,7 +311,10 @@ class PoolExecutor:
             number, at = loss.suspect
             batches = {task.batch.number: task.batch for task in loss.tasks}
             known = number in batches and plain_index(batches[number].index_at(at)) in quarantine
-            killer = loss.suspect if self._blame.kills(loss.suspect, times, known=known) else None
+            self._deaths[loss.suspect] += 1
+            if known or self._deaths[loss.suspect] >= times:
+                killer = loss.suspect
+                del self._deaths[killer]  # of this sample, and not of what takes its place
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
             if killer is not None and killer[0] == batch.number and task.reads(killer[1]):

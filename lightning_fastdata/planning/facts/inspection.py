@@ -256,11 +256,9 @@ def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
 
 def may_start_processes() -> bool:
     """Return whether side processes can be started without a word of the user's."""
-    return multiprocessing.get_start_method() == "fork" or can_be_started_anew()
-
-
-def can_be_started_anew() -> bool:
-    """Return whether another process may import the program's script once more."""
+    if multiprocessing.get_start_method() == "fork":
+        return True
+    # Else another process imports the program's script once more.
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return False
     script = held(sys.modules.get("__main__"), "__file__")
