@@ -258,6 +258,7 @@ class CountedBatches(Around):
 
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
     read from a checkpoint which epoch comes next, and before its hooks have changed what is read.
+    Where indices are drawn ``ahead_of`` steps, it warns of one that changes a batch sampler's size.
     """
 
     def __init__(
@@ -265,12 +266,13 @@ class CountedBatches(Around):
         begin: Callable[[], tuple[Pass, Iterator[Batch]]],
         loader: Sized,
         watch: StateWatch | None,
-        size: SizeWatch | None,
+        ahead_of: object,
     ) -> None:
         self._begin: Callable[[], tuple[Pass, Iterator[Batch]]] | None = begin
         self._loader = loader
         self._watch = watch
-        self._size = size
+        self._sampler = ahead_of if isinstance(ahead_of, BatchSampler) else None
+        self._size: int | None = None
         self._pass: Pass | None = None
         super().__init__(iter(()))
 
@@ -281,8 +283,8 @@ class CountedBatches(Around):
         begun, watch = cast("Pass", self._pass), self._watch
         if watch is not None:
             watch.asked()
-        if self._size is not None:
-            self._size.asked()
+        if self._sampler is not None:
+            self._look_at_size(self._sampler)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -292,6 +294,15 @@ class CountedBatches(Around):
         if watch is not None:
             watch.handed_out()
         return batch
+
+    def _look_at_size(self, sampler: BatchSampler) -> None:
+        size, self._size = self._size, sampler.batch_size
+        if size not in (None, self._size):
+            _warn(
+                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
+                "step. Batches that were drawn ahead keep the size that they had: change it "
+                "between epochs."
+            )
 
     def __len__(self) -> int:
         return len(self._loader)  # as torch's iterators, which have a length
@@ -483,30 +494,6 @@ class StateWatch:
         drawn = lasting(find_composes(self._objects))
         how = {"roughly": True, "with_globals": False}
         return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
-
-
-class SizeWatch:
-    """Warns, once, of a step that changes the size of batches that are drawn ahead of it.
-
-    Args:
-        source: A batch sampler, or a sampler, whose batches have no size.
-    """
-
-    def __init__(self, source: object) -> None:
-        self._source = source if isinstance(source, BatchSampler) else None
-        self._size: int | None = None
-
-    def asked(self) -> None:
-        """Look whether the size is what it was when the last batch was asked for."""
-        if self._source is None:
-            return
-        size, self._size = self._size, self._source.batch_size
-        if size not in (None, self._size):
-            _warn(
-                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
-                "step. Batches that were drawn ahead keep the size that they had: change it "
-                "between epochs."
-            )
 
 
 def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Position:

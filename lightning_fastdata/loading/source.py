@@ -63,7 +63,7 @@ from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches,
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
-from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
+from lightning_fastdata.stamps.stamped import WatchedSampler, show_dataset, stamped
 from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
 from lightning_fastdata.tuning.tuner import Tuner, log
 from lightning_fastdata.types import Batch, Stage
@@ -563,12 +563,10 @@ def open_source(
         order = {"batch_size": 1 if makes_batches(settings) else None}
         order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
     start = settings.worker_init_fn
-    if settings.num_workers:
-        start = WorkerStart(start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
         collate_fn=collate_fn,
-        worker_init_fn=start,
+        worker_init_fn=WorkerStart(start) if settings.num_workers else start,
         persistent_workers=settings.keeps is True,
         timeout=0 if settings.timeout == "auto" else settings.timeout,
         **order,
@@ -779,5 +777,6 @@ class WorkerStart:
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
+        show_dataset()
         if self.then is not None:
             self.then(worker_id)

@@ -176,24 +176,16 @@ class EnvelopeCollate:
         return Envelope(batch, stamps)
 
 
-class ShowDataset:
-    """Has ``get_worker_info().dataset`` be the dataset itself, then starts the worker."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        """Prepare the worker process of this number."""
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
-            set_worker_info(
-                number=info.id,
-                workers=info.num_workers,
-                seed=info.seed,
-                dataset=cast("Dataset[object]", info.dataset.dataset),
-            )
-        if self.then is not None:
-            self.then(worker_id)
+def show_dataset() -> None:
+    """Have ``get_worker_info().dataset`` be the dataset itself, where it is one that is timed."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
+        set_worker_info(
+            number=info.id,
+            workers=info.num_workers,
+            seed=info.seed,
+            dataset=cast("Dataset[object]", info.dataset.dataset),
+        )
 
 
 class Around:

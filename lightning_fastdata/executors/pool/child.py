@@ -241,7 +241,7 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
 
 
 def _write_image_of(
-    dataset: object, layout: SampleLayout, memory: mmap, rows: int, epoch: int
+    dataset: Any, layout: SampleLayout, memory: mmap, rows: int, epoch: int
 ) -> Callable[[int, int], None] | None:
     """Return what decodes into a row of the batch the sample of an index, if that is possible.
 
