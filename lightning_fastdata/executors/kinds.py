@@ -20,7 +20,7 @@ from lightning_fastdata.executors.ray import Ray
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.pinning import PinThread
+    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.standby import Ways

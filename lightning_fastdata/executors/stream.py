@@ -25,7 +25,7 @@ from lightning_fastdata.executors.stream_state import LanePosition, StreamHistor
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.pinning import PinThread
+    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.types import Batch

@@ -30,8 +30,13 @@ from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
 from lightning_fastdata.batches.libraries import tell_rank
-from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
-from lightning_fastdata.batches.staged import FirstOfPairs, StagedBatch, StagingCollate
+from lightning_fastdata.batches.staged import (
+    FirstOfPairs,
+    PinThread,
+    StagedBatch,
+    StagingCollate,
+    pinned_if_room,
+)
 from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -238,18 +238,16 @@ def stamped(
     return StampedDataset(dataset, watch), collate
 
 
+@dataclass(slots=True, eq=False)
 class Ledger:
     """Where the stamps of one loader go."""
 
-    __slots__ = ("count", "records", "wait")
-
-    def __init__(self) -> None:
-        self.wait = WaitWatch()
-        """What the training process does by itself."""
-        self.count = 0
-        """Batches delivered so far."""
-        self.records: deque[BatchStamps] | None = None
-        """Takes the stamps; None: they are not taken."""
+    wait: WaitWatch = field(default_factory=WaitWatch)
+    """What the training process does by itself."""
+    count: int = 0
+    """Batches delivered so far."""
+    records: deque[BatchStamps] | None = None
+    """Takes the stamps; None: they are not taken."""
 
 
 class OpenedEnvelopes(Around):

@@ -28,7 +28,7 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.pinning import Pinned, PinThread
+    from lightning_fastdata.batches.staged import Pinned, PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.types import Batch
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
-from lightning_fastdata.batches.pinning import PinThread
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.staged import PinThread
 from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan

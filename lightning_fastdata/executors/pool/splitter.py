@@ -23,8 +23,8 @@ from lightning_fastdata.batches.bad_samples import (
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
-from lightning_fastdata.batches.pinning import Pinned, PinThread
 from lightning_fastdata.batches.slots import Slot, SlotPool
+from lightning_fastdata.batches.staged import Pinned, PinThread
 from lightning_fastdata.errors import DatasetError, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
