@@ -170,16 +170,15 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         tell("further", tuple(further_samples(dataset, questions.further)))
     if questions.cost:
         watch = DrawWatch()
-        before = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+        state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         collate = collate_samples if spec.default_collation else spec.collate_fn
-        cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
-        after = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+        size = spec.batch_size or 1
+        measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
+        before, cost, after = state(), measure(), state()
         changes = before is None or before != after
         tell("cost", (cost, watch.drew(), changes))
         if cost is not None and changes:
-            again = measure_samples(
-                dataset, batch_size=spec.batch_size or 1, collate=collate, read=cost.samples
-            )
+            again = measure(read=cost.samples)
             if again is not None and _keeps(cost, again):
                 tell("cost_again", again)
         pages, held = read_pages(os.getpid()), held_objects(spec.dataset)
