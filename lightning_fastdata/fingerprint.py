@@ -472,11 +472,8 @@ class _Digesting(pickle.Pickler):
         """Return what a global function, or a method, is compared by: its code, and what it keeps.
 
         Not which object it is: cloudpickle gives a class the same methods once more whenever it
-        reads something of it that was pickled by value, as what Ray's actors send.
-
-        Args:
-            function: It, or what one keeps.
-            within: The functions that keep it.
+        reads something of it that was pickled by value, as what Ray's actors send. What functions
+        keep is compared likewise, ``within`` them.
         """
         if not isinstance(function, FunctionType) or function in within:
             if _is_plain(function):
@@ -681,8 +678,7 @@ class Snapshot:
       not asked: it does not see who writes through ``.numpy()``, ``.data``, a storage, DLPack or
       ``apply_``, nor the running means of a normalisation, nor C code.
 
-    Args:
-        is_whole: False: looks are taken, and nothing is kept of them.
+    If it is not ``is_whole`` from the beginning, looks are taken, and nothing is kept of them.
     """
 
     def __init__(self, *, is_whole: bool = True) -> None:
@@ -718,12 +714,9 @@ class Snapshot:
             self.parts(look, obj)
 
     def memory(self, looks: Iterable[Look], owner: object, at: Any) -> Any:
-        """Return what lies in the memory of an object, or a copy of it.
+        """Return what lies in the memory of an object, an array of ctypes, or a copy of it.
 
-        Args:
-            looks: They tell where it lies, and in which form.
-            owner: The object.
-            at: The memory, as an array of ctypes.
+        ``looks`` tell where it lies, and in which form.
         """
         if sum(map(len, self._copies)) + len(at) > _MOST_BYTES:
             self.unseen()

@@ -256,12 +256,9 @@ class Pinned(NamedTuple):
 
 
 class PinThread:
-    """Copies batches into page-locked memory in one thread, one after the other.
+    """Copies batches into page-locked memory, for an accelerator, in one thread one by one.
 
     The thread begins with the first batch, when workers were forked, and ends when this is gone.
-
-    Args:
-        device: The accelerator that will read them.
     """
 
     def __init__(self, device: str) -> None:

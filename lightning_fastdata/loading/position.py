@@ -803,11 +803,8 @@ def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
 class ReadBatches(Around):
     """The batches of a pass as they are read; what is known behind each is noted.
 
-    Args:
-        batches: The batches.
-        begun: Their pass.
-        source: What tells which it has handed over; None of a stream.
-        first: Batches of the pass before them.
+    ``source`` tells which it has handed over (None of a stream), ``first`` how many of the pass
+    came before.
     """
 
     def __init__(

@@ -305,11 +305,8 @@ class KeptExecutor:
     def lanes(self, batches: int, *, over: bool) -> list[dict[str, Any]] | None:
         """Return where each part of a stream is after so many batches of this epoch, as plain data.
 
-        Empty: its batches are counted. None: its state is not known.
-
-        Args:
-            batches: From the beginning of the epoch.
-            over: They were all, and it is where the next epoch begins.
+        Empty: its batches are counted. None: its state is not known. ``over``: the batches were
+        all, and it is where the next epoch begins.
 
         Raises:
             OptionsError: So many were not handed out, or too long ago.

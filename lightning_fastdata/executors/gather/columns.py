@@ -219,10 +219,9 @@ def is_hugging_face(dataset: object) -> bool:
 
 
 def arrays_of(dataset: Any) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
-    """Return the columns as stored, with what their batches are made of, and which rows count.
+    """Return the columns of a ``datasets.Dataset`` in the torch or numpy format, as stored.
 
-    Args:
-        dataset: A ``datasets.Dataset`` in the torch or numpy format.
+    With what their batches are made of, and which rows count.
 
     Raises:
         NotRowsError: A column holds missing values, lists of different lengths, or no numbers; or
@@ -417,11 +416,8 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     They are found in a ``TensorDataset``, a :class:`ColumnDataset`, :class:`TokenWindows`, a
     tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, a complete
     :class:`CachedDataset`, and in a ``Subset`` or ``StackDataset`` of those; all
-    of that very type, since a subclass may change its samples.
-
-    Args:
-        dataset: Any dataset.
-        tried: Compare the first and last row with what the default collation makes of them.
+    of that very type, since a subclass may change its samples. ``tried``: the first and last row
+    are compared with what the default collation makes of them.
     """
     columns: list[Column] = []
     try:

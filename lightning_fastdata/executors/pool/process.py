@@ -156,10 +156,8 @@ class ChildProcess:
     def send(self, message: protocol.ToChild, files: tuple[int, ...] | Slot = ()) -> None:
         """Send now, or as soon as the process has read enough of what it has.
 
-        Args:
-            message: What.
-            files: Open files that go with it, and stay open until the process ends; or the slot
-                that it is to map, of which nothing is sent if the slot is given up before.
+        ``files``: Open ones that go with it, and stay open until the process ends; or the slot that
+        it is to map, of which nothing is sent if the slot is given up before.
         """
         self.outbox.append((message, files))
         if len(self.outbox) == 1:

@@ -406,8 +406,7 @@ class Wire:
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
         """Return the next message and its open files; None when the sender is gone.
 
-        Args:
-            wait: Wait for one, if the end is a blocking one.
+        It waits for one if it is to, and the end is a blocking one.
 
         Raises:
             BlockingIOError: There is none (without waiting).
