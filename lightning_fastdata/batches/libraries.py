@@ -45,8 +45,6 @@ def tell_rank(rank: Rank) -> None:
 _WITH_EPOCHS: Final = (__name__.partition(".")[0], "datasets", "litdata")
 """Packages whose datasets draw by the epoch that they are told."""
 
-# -- the epoch -------------------------------------------------------------------------------------
-
 
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
     """Tell a dataset the epoch, also below datasets that wrap it; return whether one was told.
@@ -108,9 +106,6 @@ def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
             yield from (part for part in value if isinstance(part, Dataset))
 
 
-# -- the ranks -------------------------------------------------------------------------------------
-
-
 def settle_ranks(dataset: object) -> None:
     """See that ranks do not read each other's samples of a stream of a known library.
 
@@ -153,9 +148,6 @@ def _splits_by_node(stream: object) -> bool:
             for s in stages
         )
     )
-
-
-# -- the state -------------------------------------------------------------------------------------
 
 
 def why_state_is_lost(stream: object) -> str:

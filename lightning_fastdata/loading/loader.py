@@ -467,8 +467,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self.faults.quarantine.clear()
         self.faults.quarantine.update(indices)
 
-    # -- stamps, and the side processes that read --------------------------------------------------
-
     @property
     def all_records(self) -> deque[BatchStamps] | None:
         """Where all that take stamps get them."""
@@ -549,8 +547,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def _iterator(self, value: object) -> None:
         if value is None:
             self.close()
-
-    # -- how far the training has come -------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come in the batches: plain data, below 2 kB.

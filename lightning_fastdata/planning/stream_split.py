@@ -88,9 +88,6 @@ def _no(why: str) -> StreamSplit:
     return StreamSplit(splits=False, why=why)
 
 
-# -- libraries -------------------------------------------------------------------------------------
-
-
 def _known(stream: object) -> StreamSplit | None:
     """Return what is known of a stream by its library; None: nothing."""
     chained = held(stream, "datasets") if type(stream) is ChainDataset else None
@@ -134,9 +131,6 @@ def _web_dataset(stream: object) -> StreamSplit:
     ranks = rank_now().ranks if "split_by_node" in names else 1
     why = f"its {shards} shards are split by worker"
     return StreamSplit(splits=True, why=why, most_workers=max(1, shards // ranks))
-
-
-# -- a trial ---------------------------------------------------------------------------------------
 
 
 def _tried(stream: object, read: Read | None) -> StreamSplit:
