@@ -9,14 +9,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    IterDataPipe,
-    Sampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
@@ -51,19 +44,13 @@ from lightning_fastdata.order.ranks import (
     tell_samplers,
 )
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
+from lightning_fastdata.planning import options
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.options import (
-    LoaderOptions,
-    check_dataset,
-    check_loader,
-    checked_seed,
-    given_options,
-)
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes
+from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
@@ -212,7 +199,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         executor, num_workers = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
         """``num_workers`` was left open."""
-        check_dataset(
+        options.check_dataset(
             dataset,
             "FastDataLoader's dataset",
             ordered=sampler is not None or batch_sampler is not None,
@@ -230,8 +217,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             "on_bad_sample": on_bad_sample,
             "split": split,
         }
-        asked = LoaderOptions(**given_options(given))
-        check_loader(
+        asked = options.LoaderOptions(**options.given_options(given))
+        options.check_loader(
             batch_size,
             transform=transform,
             needs_batches=staged is not None,
@@ -246,7 +233,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         sampler = as_given(sampler)
         if isinstance(sampler, SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
-        seed = global_seed() if seed is None else checked_seed(seed)
+        seed = global_seed() if seed is None else options.checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._read_by: KeptExecutor | None = None
@@ -422,8 +409,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
-        stamped = self.records is not None and reads_with_torch(self)
-        stamped &= not isinstance(self.dataset, IterDataPipe)  # torch looks into its own ones
+        stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
         settings = self.as_set_up()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.host import clock
@@ -186,6 +186,11 @@ def show_dataset() -> None:
             seed=info.seed,
             dataset=cast("Dataset[object]", info.dataset.dataset),
         )
+
+
+def stampable(dataset: object) -> bool:
+    """Return whether a dataset may be wrapped; torch looks into its own iterable DataPipes."""
+    return not isinstance(dataset, IterDataPipe)
 
 
 class Around:

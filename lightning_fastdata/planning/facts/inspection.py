@@ -20,12 +20,7 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host.usage import read_pages
-from lightning_fastdata.planning.facts.probe import (
-    fails_for_its_place,
-    further_samples,
-    measure_samples,
-    probe_indices,
-)
+from lightning_fastdata.planning.facts import probe
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.planning.stream_split import StreamSplit, read_apart, splits_itself
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -157,7 +152,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
         spec.worker_init_fn(0)
     if spec.has_order:
-        keys = probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
+        keys = probe.probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
         if not keys:
             return
         tell("key", keys[0])
@@ -167,13 +162,13 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         tell("sample", sample)
         tell("uncollatable", uncollatable(sample) if questions.collated else None)
     if questions.further:
-        tell("further", tuple(further_samples(dataset, questions.further)))
+        tell("further", tuple(probe.further_samples(dataset, questions.further)))
     if questions.cost:
         watch = DrawWatch()
         state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         collate = collate_samples if spec.default_collation else spec.collate_fn
         size = spec.batch_size or 1
-        measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
+        measure = partial(probe.measure_samples, dataset, batch_size=size, collate=collate)
         before, cost, after = state(), measure(), state()
         changes = before is None or before != after
         tell("cost", (cost, watch.drew(), changes))
@@ -235,7 +230,7 @@ def _of_place(failure: Failure) -> bool:
     """Whether it fails for the process in which it was tried, and says nothing of this one."""
     if failure.error is None:
         return failure.kind == "not started"
-    return fails_for_its_place(failure.error)
+    return probe.fails_for_its_place(failure.error)
 
 
 def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
