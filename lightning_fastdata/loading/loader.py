@@ -34,15 +34,9 @@ from lightning_fastdata.loading.source import (
     splits_batches,
     tuner_for,
 )
+from lightning_fastdata.order import ranks
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import (
-    SharedSampler,
-    as_given,
-    share_in,
-    split_of,
-    tell_samplers,
-)
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning import options
 from lightning_fastdata.planning.facts.inspection import may_start_processes
@@ -230,8 +224,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
-        sampler = as_given(sampler)
-        if isinstance(sampler, SharedSampler):
+        sampler = ranks.as_given(sampler)
+        if isinstance(sampler, ranks.SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else options.checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
@@ -316,8 +310,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """
         if isinstance(self.dataset, IterableDataset):
             return
-        share: DistributedSampler[Any] | None = share_in(self.batch_sampler)
-        share = split_of(order_of(self)) if share is None else share
+        share: DistributedSampler[Any] | None = ranks.share_in(self.batch_sampler)
+        share = ranks.split_of(order_of(self)) if share is None else share
         if share is not None and not isinstance(self.sampler, DistributedSampler):
             vars(self)["sampler"] = share
 
@@ -377,7 +371,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            tell_samplers(epoch, self.sampler, self.batch_sampler)
+            ranks.tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         inner = self._inner
@@ -400,7 +394,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         It has no workers, and refers to nobody who takes batches.
         """
         taken = copy.copy(self)
-        vars(taken).update(dict.fromkeys(_OF_WHO_TAKES), sampler=as_given(self.sampler), **changes)
+        vars(taken).update(
+            dict.fromkeys(_OF_WHO_TAKES), sampler=ranks.as_given(self.sampler), **changes
+        )
         return taken
 
     def _rests_on(self) -> tuple[Any, ...]:

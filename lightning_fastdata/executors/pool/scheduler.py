@@ -21,14 +21,8 @@ from lightning_fastdata.batches.staged import PinThread
 from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool import faults, protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.faults import (
-    StallWatch,
-    doing,
-    kill_hung,
-    lost_sample,
-)
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.host import clock
@@ -66,7 +60,7 @@ class PoolExecutor:
         self._first, self._count = True, 0
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
-        self._stall = StallWatch(plan.timeout_s)
+        self._stall = faults.StallWatch(plan.timeout_s)
         self._deaths: Counter[tuple[int, int]] = Counter()
         """Of side processes, by batch number and position of what was being read then."""
 
@@ -223,9 +217,9 @@ class PoolExecutor:
         if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
             return
         children = list(self._crew.children.values())
-        tell = partial(doing, self.plan, self._batches, children)
+        tell = partial(faults.doing, self.plan, self._batches, children)
         for child, hang in self._stall.look(children, tell, self._crew.owing):
-            kill_hung(child, hang, self.plan, self._batches)
+            faults.kill_hung(child, hang, self.plan, self._batches)
 
     def _answer(self, answer: Answer) -> None:
         child, task, ended = answer.child, answer.task, answer.ended
@@ -318,7 +312,7 @@ class PoolExecutor:
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
             if killer is not None and killer[0] == batch.number and task.reads(killer[1]):
-                error = lost_sample(batch.index_at(killer[1]), loss.child, times)
+                error = faults.lost_sample(batch.index_at(killer[1]), loss.child, times)
                 went_on = batch.give_up(killer[1], self.plan, error)
             if went_on and self._is_current(batch):
                 self._todo.appendleft(task.renewed())
