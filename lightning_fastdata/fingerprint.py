@@ -49,7 +49,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.randomness.search import is_users, loaded_classes
+from lightning_fastdata.randomness.search import closed_over, is_users, loaded_classes
 from lightning_fastdata.tree import held, held_by
 
 Look: TypeAlias = Callable[[Any], Any]
@@ -206,10 +206,6 @@ class Watched:
         return Watched, ()  # for a process that has the objects elsewhere
 
 
-class _TooLongError(Exception):
-    """The time is over."""
-
-
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
@@ -223,7 +219,7 @@ class _Sink:
         self.digested_bytes += len(raw)
         for start in range(0, len(raw), _AT_ONCE_BYTES):
             if clock.thread_time() > self._until_s:
-                raise _TooLongError
+                raise TimeoutError
             self.digest.update(raw[start : start + _AT_ONCE_BYTES])
 
     def write_buffer(self, buffer: pickle.PickleBuffer) -> None:
@@ -388,7 +384,7 @@ class _Digesting(pickle.Pickler):
         yield self._of_attributes(array)  # of a subclass: a mask, say
         if type(array) not in _ARRAYS:
             self.looks.unseen()
-        owner = _file_under(array)
+        owner = file_under(array)
         if owner is not None:
             self.looks.fact(*_OF_ARRAY, array)
             yield from (str(owner.filename), array.ctypes.data, array.strides)
@@ -423,7 +419,6 @@ class _Digesting(pickle.Pickler):
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
     def _is_first(self, what: str, obj: object) -> bool:
-        """Return whether it is asked for the first time."""
         first = (what, id(obj)) not in self._once
         self._once.add((what, id(obj)))
         return first
@@ -477,11 +472,8 @@ class _Digesting(pickle.Pickler):
         """Return what a global function, or a method, is compared by: its code, and what it keeps.
 
         Not which object it is: cloudpickle gives a class the same methods once more whenever it
-        reads something of it that was pickled by value, as what Ray's actors send.
-
-        Args:
-            function: It, or what one keeps.
-            within: The functions that keep it.
+        reads something of it that was pickled by value, as what Ray's actors send. What functions
+        keep is compared likewise, ``within`` them.
         """
         if not isinstance(function, FunctionType) or function in within:
             if _is_plain(function):
@@ -517,7 +509,7 @@ class _Noting(_Digesting):
             self.looks.unseen()
 
 
-def _file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
+def file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
     """Return the memory map whose pages an array shows, for every process and at any time."""
     owner: Any = array
     while isinstance(owner.base, np.ndarray):
@@ -526,19 +518,7 @@ def _file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
     return owner if mapped and owner.mode != "c" else None
 
 
-def closed_over(function: FunctionType) -> list[object]:
-    """Return what a function closes over; None in the place of a name that is not bound yet."""
-    contents: list[object] = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:
-            contents.append(None)
-    return contents
-
-
 def _functions_of(method: Any) -> tuple[object, ...]:
-    """Return the functions that a method or a property is made of."""
     if isinstance(method, property):
         return method.fget, method.fset, method.fdel
     if isinstance(method, functools.cached_property):
@@ -556,10 +536,8 @@ def _code(code: CodeType) -> int:
 
 def _of_member(name: str, value: object) -> tuple[object, ...]:
     """Return what an attribute of a user's class is compared by."""
-    if isinstance(value, staticmethod | classmethod):
-        return name, value.__func__
-    if isinstance(value, property):
-        return name, value.fget, value.fset, value.fdel
+    if isinstance(value, staticmethod | classmethod | property):
+        return name, *_functions_of(value)
     if isinstance(value, functools.cached_property):
         return name, held_by(value)
     own = is_users(type(value).__module__)
@@ -700,8 +678,7 @@ class Snapshot:
       not asked: it does not see who writes through ``.numpy()``, ``.data``, a storage, DLPack or
       ``apply_``, nor the running means of a normalisation, nor C code.
 
-    Args:
-        is_whole: False: looks are taken, and nothing is kept of them.
+    If it is not ``is_whole`` from the beginning, looks are taken, and nothing is kept of them.
     """
 
     def __init__(self, *, is_whole: bool = True) -> None:
@@ -737,12 +714,9 @@ class Snapshot:
             self.parts(look, obj)
 
     def memory(self, looks: Iterable[Look], owner: object, at: Any) -> Any:
-        """Return what lies in the memory of an object, or a copy of it.
+        """Return what lies in the memory of an object, an array of ctypes, or a copy of it.
 
-        Args:
-            looks: They tell where it lies, and in which form.
-            owner: The object.
-            at: The memory, as an array of ctypes.
+        ``looks`` tell where it lies, and in which form.
         """
         if sum(map(len, self._copies)) + len(at) > _MOST_BYTES:
             self.unseen()
@@ -802,23 +776,21 @@ class _Facts:
         return self.found == list(self.now())
 
 
-class _Parts:
+class _Parts(_Facts):
     """What one look has told of objects, several parts of each."""
 
     def __init__(self, look: Look) -> None:
-        self._look = look
-        self._of: list[object] = []
+        super().__init__(look)
         self._lengths: list[int] = []
-        self._found: list[object] = []
 
     def add(self, obj: object) -> tuple[object, ...]:
         found = tuple(self._look(obj))
         self._of.append(obj)
         self._lengths.append(len(found))
-        self._found += found
+        self.found += found
         return found
 
     def same(self) -> bool:
-        now = list(map(self._look, self._of))
+        now: list[Any] = list(self.now())
         same_lengths = self._lengths == list(map(len, now))
-        return same_lengths and all(map(is_, chain.from_iterable(now), self._found))
+        return same_lengths and all(map(is_, chain.from_iterable(now), self.found))

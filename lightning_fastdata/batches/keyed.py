@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
@@ -24,6 +25,9 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from lightning_fastdata.augment import WorkerTransform
     from lightning_fastdata.types import Batch
+
+
+_END: Final = object()
 
 
 class ReadsTogether(Protocol):
@@ -148,20 +152,14 @@ class KeyedIterableDataset(_Stand, IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         keying.seed_for(keying.key(first * workers + worker))
-        for position, sample in enumerate(_as_they_come(samples), first):
+        for position in count(first):
+            # Not by a loop over it: a stream that is its own iterator begins anew if asked for one.
+            sample = next(samples, _END)
+            if sample is _END:
+                return
             key = keying.key(position * workers + worker)
             yield keying.finish(sample, key)
             keying.seed_for(key._replace(index=key.index + workers))
-
-
-def _as_they_come(samples: Iterator[Any]) -> Iterator[Any]:
-    """Yield what an iterator gives: a stream that is its own begins anew if it is asked for one."""
-    while True:
-        try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        yield sample
 
 
 def keyed(

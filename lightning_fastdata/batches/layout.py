@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.batches.packed import Memory
-    from lightning_fastdata.types import Batch, SampleKey
+    from lightning_fastdata.types import Batch
 
     _Writers: TypeAlias = Sequence[Any]
 
@@ -286,24 +286,12 @@ def same_batch(ours: Batch, theirs: Batch) -> bool:
     return len(ours) == len(theirs) and all(map(same_batch, ours, theirs))
 
 
-class WritesSamples(Protocol):
-    """A dataset of pictures and classes that writes a sample where it is to be, as FastImageFolder.
+def decodes_in_place(dataset: object) -> bool:
+    """Return whether a dataset writes its samples itself, and no subclass has changed them.
 
-    Its class defines all of these names, and ``__getitem__``, which gives the same samples.
+    They are pictures and their classes, as those of FastImageFolder: ``write_into(index, out,
+    key=...)`` writes a picture of ``sample_shape`` into an array, and returns its class.
     """
-
-    seed: int
-    samples: Sequence[tuple[str, int]]
-    sample_shape: tuple[int, ...]
-
-    def __len__(self) -> int: ...
-
-    def write_into(self, index: int, out: NDArray[Any], *, key: SampleKey | None = None) -> int:
-        """Write a sample into an array, and return its class."""
-
-
-def decodes_in_place(dataset: object) -> TypeGuard[WritesSamples]:
-    """Return whether a dataset writes its samples itself, and no subclass has changed them."""
     names = {"write_into", "sample_shape", "samples"}
     writer = next((each for each in type(dataset).__mro__ if names <= vars(each).keys()), None)
     read = getattr(type(dataset), "__getitem__", None)

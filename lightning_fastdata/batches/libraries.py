@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final
 
@@ -45,8 +45,6 @@ def tell_rank(rank: Rank) -> None:
 _WITH_EPOCHS: Final = (__name__.partition(".")[0], "datasets", "litdata")
 """Packages whose datasets draw by the epoch that they are told."""
 
-# -- the epoch -------------------------------------------------------------------------------------
-
 
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
     """Tell a dataset the epoch, also below datasets that wrap it; return whether one was told.
@@ -65,9 +63,7 @@ def _told(one: Any, epoch: int) -> bool:
     """Tell one dataset the epoch; False: what it holds is to be told."""
     if is_a(one, "webdataset", "DataPipeline"):
         for stage in held(one, "pipeline") or ():
-            if is_a(stage, "webdataset", "detshuffle") or is_a(
-                stage, "webdataset", "ResampledShards"
-            ):
+            if any(is_a(stage, "webdataset", kind) for kind in ("detshuffle", "ResampledShards")):
                 stage.epoch = epoch - 1  # it adds one when it is begun
         return False
     if not has_method(one, "set_epoch") or not any(is_a(one, each) for each in _WITH_EPOCHS):
@@ -77,10 +73,14 @@ def _told(one: Any, epoch: int) -> bool:
     return True
 
 
-def _visit(dataset: object, done: Callable[[Any], bool]) -> bool:
+def _visit(
+    dataset: object,
+    done: Callable[[Any], bool],
+    parts: Callable[[Any], Iterable[object]] | None = None,
+) -> bool:
     """Show a dataset to a function, and what it holds if that returns False.
 
-    Return whether it returned True for any.
+    Return whether it returned True for any. ``parts`` tells what it holds; None: datasets.
     """
     waiting: list[Any] = [dataset]
     seen: set[int] = set()
@@ -93,7 +93,7 @@ def _visit(dataset: object, done: Callable[[Any], bool]) -> bool:
         if done(one):
             any_done = True
         else:
-            waiting.extend(_wrapped(one))
+            waiting.extend((parts or _wrapped)(one))
     return any_done
 
 
@@ -104,9 +104,6 @@ def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
             yield value
         elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
             yield from (part for part in value if isinstance(part, Dataset))
-
-
-# -- the ranks -------------------------------------------------------------------------------------
 
 
 def settle_ranks(dataset: object) -> None:
@@ -153,25 +150,18 @@ def _splits_by_node(stream: object) -> bool:
     )
 
 
-# -- the state -------------------------------------------------------------------------------------
-
-
 def why_state_is_lost(stream: object) -> str:
     """Return why what a stream's ``state_dict()`` returns is not all of its state; "": it is.
 
     To go on with after ``state_dict()``. A shuffle of Hugging Face's holds samples in a buffer,
     which its state leaves out.
     """
-    waiting, seen = [stream], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if type(one).__name__ == _SHUFFLE_BUFFER:
-            return "leaves out the samples in its shuffle buffer, which would be lost"
-        if isinstance(one, list | tuple):
-            waiting.extend(one)
-        elif isinstance(one, IterableDataset) or type(one).__module__.startswith("datasets."):
-            waiting.extend(held_by(one).values())
-    return ""
+    buffers = _visit(stream, lambda one: type(one).__name__ == _SHUFFLE_BUFFER, _parts_of_stream)
+    return "leaves out the samples in its shuffle buffer, which would be lost" if buffers else ""
+
+
+def _parts_of_stream(one: object) -> Iterable[object]:
+    if isinstance(one, list | tuple):
+        return one
+    known = isinstance(one, IterableDataset) or type(one).__module__.startswith("datasets.")
+    return held_by(one).values() if known else ()

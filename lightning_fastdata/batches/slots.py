@@ -71,10 +71,8 @@ def create_shared_memory(
 ) -> int:
     """Return the descriptor of an anonymous memory file whose pages are reserved.
 
-    Args:
-        size_bytes: How much.
-        available_bytes: Asked before large reservations, because the kernel answers one that is
-            too large by killing processes, not with an error.
+    ``available_bytes`` is asked before large reservations, because the kernel answers one that is
+    too large by killing processes, not with an error.
 
     Raises:
         WorkerError: There is not so much memory, or there are too many open files.
@@ -300,6 +298,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def _close_files(slots: dict[int, Slot]) -> None:
-    """Close the files of a pool that was dropped."""
     for slot in slots.values():
         slot.close()

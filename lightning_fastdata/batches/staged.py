@@ -1,17 +1,24 @@
-"""A batch on its way to the device: collated beside what was drawn for a transform still to run."""
+"""A batch on its way to the device: collated beside what was drawn for a transform still to run.
+
+In between, a thread may copy it into page-locked memory while the training goes on.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata import tree
 from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
-from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
@@ -104,23 +111,16 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
         plain = move(batch.batch, device, non_blocking=non_blocking)
         return StagedBatch(plain, draws, batch.stage)
 
-    def moved(leaf: Batch) -> Batch:
+    def moved(_: Path, leaf: Batch) -> Batch:
+        if not _can_be_moved(leaf):
+            return leaf
         if isinstance(leaf, StagedBatch):
             return move(leaf, device, non_blocking=non_blocking)
         how = {"non_blocking": True} if non_blocking and _is_tensor(leaf) else {}
         result = leaf.to(device, **how)
         return leaf if result is None else result  # None: a ``to`` that changes it in place
 
-    return with_leaves(batch, moved)
-
-
-def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
-    """Return a batch with what can be moved replaced by what a function makes of it."""
-
-    def replaced(_: Path, leaf: Batch) -> Batch:
-        return function(leaf) if _can_be_moved(leaf) else leaf
-
-    return replace_leaves(batch, replaced, depth=-1, is_leaf=_can_be_moved)
+    return replace_leaves(batch, moved, depth=-1, is_leaf=_can_be_moved)
 
 
 def leaves(batch: Batch) -> Iterator[Any]:
@@ -245,3 +245,53 @@ class FirstOfPairs(HandsOn):
         if not self.transform.needs_batches:
             return self._collate_handed_on(samples)
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+
+
+class Pinned(NamedTuple):
+    """A batch in page-locked memory."""
+
+    batch: Batch
+    began_ns: int
+    ended_ns: int
+
+
+class PinThread:
+    """Copies batches into page-locked memory, for an accelerator, in one thread one by one.
+
+    The thread begins with the first batch, when workers were forked, and ends when this is gone.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        # As torch's thread does: more threads would take the CPUs of the workers.
+        self._threads = ThreadPoolExecutor(1, "fastdata pin", torch.set_num_threads, (1,))
+
+    def pin(self, whole: Callable[[], Batch]) -> Future[Pinned]:
+        """Begin to copy what a function returns, and go on without waiting for it."""
+        index = current_index()
+        return self._threads.submit(_pinned, whole, self._device, index)
+
+
+def _pinned(whole: Callable[[], Batch], device: str, index: int) -> Pinned:
+    # A thread begins with the first device, and would make a context there in each rank.
+    set_current_index(index)
+    batch, began_ns = whole(), clock.monotonic_ns()
+    return Pinned(pinned_if_room(batch, device), began_ns, clock.monotonic_ns())
+
+
+def pinned_if_room(batch: Batch, device: str) -> Batch:
+    """Return a copy of a batch in page-locked memory, or the batch itself if there is none left."""
+    try:
+        return pinned(batch, device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0]
+    warnings.warn(
+        f"There was no page-locked memory for a batch ({said}), which comes in ordinary memory. "
+        "Its copy to the device takes longer. Take smaller batches, or fewer ahead "
+        "(prefetch_factor).",
+        FastDataWarning,
+        stacklevel=2,
+    )
+    return batch

@@ -15,10 +15,15 @@ from torch.utils.data import Subset
 
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.randomness.generators import GENERATOR_CLASSES, seed_generator, state_of
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.search import find_instances
-from lightning_fastdata.randomness.seeds import EpochCell, seed_global_generators
+from lightning_fastdata.randomness.seeds import (
+    GENERATOR_CLASSES,
+    EpochCell,
+    seed_generator,
+    seed_global_generators,
+    state_of,
+)
 from lightning_fastdata.types import MapDataset
 
 _TRIED: Final = 8

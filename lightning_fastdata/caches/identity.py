@@ -29,10 +29,9 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.fingerprint import closed_over, is_data
-from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
-from lightning_fastdata.randomness.search import is_users
-from lightning_fastdata.randomness.seeds import EpochCell
+from lightning_fastdata.fingerprint import is_data
+from lightning_fastdata.randomness.search import closed_over, is_users
+from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
 from lightning_fastdata.sources.packed import PackedStrings
 from lightning_fastdata.tree import has_method, held, held_by
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +12,7 @@ from lightning_fastdata.batches.bad_samples import (
     NO_SAMPLES,
     SKIPPED,
     Fault,
+    FaultLog,
     Gone,
     SampleGuard,
     described,
@@ -22,15 +23,14 @@ from lightning_fastdata.batches.keyed import (
     fetches_in_batches,
     own_dataset,
 )
-from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.gather.rows import Rows, rows_of
+from lightning_fastdata.executors.gather.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import Rank
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import lasting, seed_global_generators
+from lightning_fastdata.randomness.seeds import OwnGenerators, lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.fingerprint import Fingerprint
-    from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
 _Asked = TypeVar("_Asked")
@@ -213,7 +212,7 @@ class Fetcher:
         if self._skips and type(index) is Gone:
             return SKIPPED
         try:
-            if self.stamps is None and self._needs_nothing(epoch):
+            if self.stamps is None and not self.drawn and self._knows_draws(epoch):
                 return self.dataset[index]
             return self._watched(index, epoch)
         except Exception as error:
@@ -254,10 +253,6 @@ class Fetcher:
 
     def _item(self, index: object) -> Batch:
         return self.dataset[index]
-
-    def _needs_nothing(self, epoch: int) -> bool:
-        """Return whether samples of an epoch draw from no generator that is known."""
-        return not self.drawn and self._knows_draws(epoch)
 
     def _knows_draws(self, epoch: int) -> bool:
         """Return whether samples of an epoch draw from no generators but the global ones."""
@@ -308,7 +303,6 @@ class Fetcher:
     def _one_by_one(
         self, indices: Any, epoch: int, mark: Callable[[int], None] | None
     ) -> list[Batch]:
-        """Return the samples of a batch, read one after the other."""
         samples: list[Batch] = []
         plain = mark is None and self.stamps is None and not self._skips
         if plain and self._knows_draws(epoch):
@@ -412,18 +406,9 @@ class Fetcher:
         if self.position < 0:
             return f"in collate_fn of samples {indices!r:.400}"
         index = indices[self.position] if self.plan.batched else indices
-        return f"while reading sample {index!r} of the dataset{self._known()}"
-
-    def _known(self) -> str:
         raised = (fault for fault in reversed(self.faults) if fault.outcome == "raised")
-        return described(next(raised, None))
-
-    def asks(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Begin an epoch, and return what :meth:`batch` is to be called with."""
-        return iter(batches)
-
-    def drop(self) -> None:
-        """Let go of what an epoch holds: nothing, where samples are read by index."""
+        known = described(next(raised, None))
+        return f"while reading sample {index!r} of the dataset{known}"
 
     def note(self, indices: object) -> str | None:
         """Return what to add to an error that the caller sees as it was raised."""

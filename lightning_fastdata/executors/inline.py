@@ -55,9 +55,6 @@ END_OF_STREAM: Final = object()
 class StreamFetcher:
     """Reads batches of a stream, whose samples come one after the other."""
 
-    reads_ahead = False
-    """It has no numbers of samples to read ahead by."""
-
     def __init__(self, plan: FetchPlan) -> None:
         self.plan = plan
         self.dataset: Any = plan.dataset
@@ -245,9 +242,9 @@ class InlineExecutor:
         self._first = True
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
-        self._history: StreamHistory | None = None
-        if isinstance(self._fetcher, StreamFetcher):
-            self._history = StreamHistory(plan.dataset)
+        is_stream = isinstance(self._fetcher, StreamFetcher)
+        self.history = StreamHistory(plan.dataset) if is_stream else None
+        """Where a stream was behind each of the last batches; None: it is no stream."""
         self._has_ended = True
         self._passes = 0
         self.reads_later = True
@@ -264,17 +261,12 @@ class InlineExecutor:
         self._ready.clear()
         self.reads_later = True
         fetcher = self._fetcher
-        if not isinstance(fetcher, StreamFetcher) or self._history is None:
-            self._batches = fetcher.asks(batches)
+        if not isinstance(fetcher, StreamFetcher) or self.history is None:
+            self._batches = iter(batches)
             return
-        self._history.start_epoch(1, resume, going_on=(0,), over=self._has_ended)
+        self.history.start_epoch(1, resume, going_on=(0,), over=self._has_ended)
         self._batches = fetcher.asks(repeat(next(iter(batches))), resume)
         self._has_ended = False
-
-    @property
-    def history(self) -> StreamHistory | None:
-        """Where a stream was behind each of the last batches; None: it is no stream."""
-        return self._history
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
         """Return how many batches were handed over, or had no sample, and that none is left out."""
@@ -301,10 +293,10 @@ class InlineExecutor:
         """Batches that were read and are not handed out yet."""
         return len(self._ready)
 
-    def _next(self, batches: int, holds: Callable[[], bool] = lambda: True) -> Batch:
+    def _next(self, batches: int, holds: Callable[[], bool]) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         tasks: tuple[TaskStamps, ...] | None = ()
-        if self._plan.at_start and not self._begun and self._history is None:
+        if self._plan.at_start and not self._begun and self.history is None:
             tasks = self._read_at_start()
         elif not self._ready:
             asked = self._ask(batches)
@@ -324,9 +316,9 @@ class InlineExecutor:
         if made.batch is END_OF_STREAM:
             self._batches, self._has_ended = iter(()), True
             raise StopIteration
-        if isinstance(self._fetcher, StreamFetcher) and self._history is not None:
-            self._history.made(0, self._fetcher.told())
-            self._history.handed_over(0)
+        if isinstance(self._fetcher, StreamFetcher) and self.history is not None:
+            self.history.made(0, self._fetcher.told())
+            self.history.handed_over(0)
         if made.batch is NO_SAMPLES:
             return made.batch
         if made.task is not None and self._records is not None:
@@ -422,18 +414,12 @@ class InlineExecutor:
         began; None: its own task.
         """
         self._count += 1
-        requested_ns, own = self._wait.requested_ns, self._wait.delivered()
-        if since is None:
-            given = BatchStamps.of_caller(
-                self._count, requested_ns, task, first=self._first, own=own
-            )
-        else:
-            times = requested_ns, clock.monotonic_ns()
-            ahead = len(self._ready)
-            given = BatchStamps(
-                self._count, task.samples, *times, since, ahead, first=self._first, own=own
-            )
-        records.append(given)
+        own = self._wait.delivered()
+        tasks = (task,) if since is None else since
+        times = self._wait.requested_ns, task.ended_ns if since is None else clock.monotonic_ns()
+        ahead = 0 if since is None else len(self._ready)
+        given = self._count, task.samples, *times, tasks, ahead
+        records.append(BatchStamps(*given, first=self._first, own=own))
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
@@ -448,4 +434,5 @@ class InlineExecutor:
         self._batches = iter(())
         self._ready.clear()
         self.record(None)
-        self._fetcher.drop()
+        if isinstance(self._fetcher, StreamFetcher):
+            self._fetcher.drop()

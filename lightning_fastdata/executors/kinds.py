@@ -20,7 +20,7 @@ from lightning_fastdata.executors.ray import Ray
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.pinning import PinThread
+    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.standby import Ways
@@ -151,11 +151,6 @@ KINDS: Final[Mapping[str, ExecutorKind]] = {
 }
 
 
-def name_of(executor: AnyExecutor) -> str:
-    """Return the name of an executor, which may have arguments of its own."""
-    return "ray" if isinstance(executor, Ray) else executor
-
-
 def find_kind(executor: object) -> ExecutorKind | None:
     """Return the traits of an executor; None: there is no such executor.
 
@@ -164,7 +159,7 @@ def find_kind(executor: object) -> ExecutorKind | None:
     """
     if not isinstance(executor, str | Ray):
         return None
-    name = name_of(executor)
+    name = "ray" if isinstance(executor, Ray) else executor
     found = KINDS.get(name) or registry.executor(name)
     if not isinstance(found, ExecutorKind | None):
         raise OptionsError(

@@ -29,7 +29,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.pinning import PinThread
+    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.scheduler import PoolExecutor
     from lightning_fastdata.fingerprint import Fingerprint

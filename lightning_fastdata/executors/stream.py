@@ -18,18 +18,14 @@ from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.faults import (
-    doing_in_streams,
-    stream_broken,
-)
+from lightning_fastdata.executors.pool.faults import StallWatch, doing_in_streams, stream_broken
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
-from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory, StreamNote
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.pinning import PinThread
+    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.types import Batch
@@ -112,11 +108,8 @@ class StreamExecutor:
         self._resume: dict[int, LanePosition] = {}
         """Where processes go on that were not asked for a batch yet, by their numbers."""
         self._crew = Crew(plan, self._slots, processes=processes, streams=True)
-
-    @property
-    def children(self) -> dict[int, ChildProcess]:
+        self.children = self._crew.children
         """The side processes by their numbers."""
-        return self._crew.children
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None

@@ -143,11 +143,7 @@ class StreamState:
 
 
 class StreamHistory:
-    """Where a stream was behind each of the last batches, in the process that takes them.
-
-    Args:
-        dataset: The stream, as it is read.
-    """
+    """Where a stream was behind each of the last batches, in the process that takes them."""
 
     def __init__(self, dataset: object) -> None:
         self._stream = own_dataset(dataset)
@@ -216,10 +212,7 @@ class StreamHistory:
         """Return where each part is after so many batches of the epoch, from its very beginning.
 
         Empty: the stream has no state, and its batches are counted. None: the state is not known.
-
-        Args:
-            delivered: So many batches.
-            over: They were all, and the next epoch begins.
+        ``over``: the batches were all, and the next epoch begins.
 
         Raises:
             OptionsError: So many were not handed out, or too long ago.

@@ -12,44 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from lightning_fastdata.augment import StageTransform
-from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
 from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
-from lightning_fastdata.executors.kinds import (
-    AnyExecutor,
-    able_to_read_on,
-    find_kind,
-    kind_of,
-)
+from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
 from lightning_fastdata.executors.stream_state import tells_state
-from lightning_fastdata.loading.position import (
-    CountedBatches,
-    NamedBatches,
-    Pass,
-    Passes,
-    Position,
-    ReadBatches,
-    Run,
-    SizeWatch,
-    StateWatch,
-    as_it_is,
-    check_order,
-    check_stream,
-    cut_anew,
-    dataset_state,
-    read_again,
-    restore_dataset,
-    sampler_epoch,
-    start_of,
-    tell_draws,
-    tell_loose,
-    tell_new_stream,
-    tell_unknown,
-    why_new,
-    with_indices,
-)
+from lightning_fastdata.loading import position
+from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
 from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
@@ -63,26 +33,13 @@ from lightning_fastdata.loading.source import (
     setup_of,
     splits_batches,
     tuner_for,
-    workers_of,
 )
+from lightning_fastdata.order import ranks
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import (
-    SharedSampler,
-    as_given,
-    share_in,
-    split_of,
-    tell_samplers,
-)
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
+from lightning_fastdata.planning import options
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.options import (
-    LoaderOptions,
-    check_dataset,
-    check_loader,
-    checked_seed,
-    given_options,
-)
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
@@ -121,7 +78,7 @@ class _Both(deque[BatchStamps]):
             each.append(stamps)
 
 
-class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
+class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     To a type checker its batches are what ``collate_fn`` returns; ``FastDataLoader[Batch]`` says
@@ -236,7 +193,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         executor, num_workers, alone = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
         """``num_workers`` was left open."""
-        check_dataset(
+        options.check_dataset(
             dataset,
             "FastDataLoader's dataset",
             ordered=sampler is not None or batch_sampler is not None,
@@ -254,8 +211,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             "on_bad_sample": on_bad_sample,
             "split": split,
         }
-        asked = LoaderOptions(**given_options(given))
-        check_loader(
+        asked = options.LoaderOptions(**options.given_options(given))
+        options.check_loader(
             asked,
             batch_size,
             alone=alone,
@@ -269,10 +226,10 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
-        sampler = as_given(sampler)
-        if isinstance(sampler, SharedSampler):
+        sampler = ranks.as_given(sampler)
+        if isinstance(sampler, ranks.SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
-        seed = global_seed() if seed is None else checked_seed(seed)
+        seed = global_seed() if seed is None else options.checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._read_by: KeptExecutor | None = None
@@ -355,8 +312,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         """
         if isinstance(self.dataset, IterableDataset):
             return
-        share: DistributedSampler[Any] | None = share_in(self.batch_sampler)
-        share = split_of(order_of(self)) if share is None else share
+        share: DistributedSampler[Any] | None = ranks.share_in(self.batch_sampler)
+        share = ranks.split_of(order_of(self)) if share is None else share
         if share is not None and not isinstance(self.sampler, DistributedSampler):
             vars(self)["sampler"] = share
 
@@ -391,10 +348,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if self.run is not None:
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
-        watch = self._state_watch()
-        settle = self._passes.settle
-        size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
-        return CountedBatches(self._next_pass, self._begin, settle, self, watch, size)
+        ahead_of = order_of(self) if self.num_workers or self.chosen else None
+        return position.CountedBatches(self._begin, self, self._state_watch(), ahead_of)
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""
@@ -413,11 +368,12 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         """Return whether what comes next of this epoch is read as things are by then."""
         return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
-    def _begin(self, begun: Pass) -> Iterator[Batch]:
+    def _begin(self) -> tuple[Pass, Iterator[Batch]]:
+        begun = self._next_pass()
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            tell_samplers(epoch, self.sampler, self.batch_sampler)
+            ranks.tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         inner = self._inner
@@ -430,7 +386,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         batches = self._batches(begun)
         if self.tuner is not None and not begun.aside:
             batches = self.tuner.batches(batches, self)
-        return batches if self.ahead is None else self.ahead(batches)
+        batches = batches if self.ahead is None else self.ahead(batches)
+        self._passes.settle(begun)
+        return begun, batches
 
     def as_set_up(self, **changes: Any) -> Self:
         """Return a copy, as the loader is now but for ``changes``: what its source rests on.
@@ -438,7 +396,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         It has no workers, and refers to nobody who takes batches.
         """
         taken = copy.copy(self)
-        vars(taken).update(dict.fromkeys(_OF_WHO_TAKES), sampler=as_given(self.sampler), **changes)
+        vars(taken).update(
+            dict.fromkeys(_OF_WHO_TAKES), sampler=ranks.as_given(self.sampler), **changes
+        )
         return taken
 
     def _rests_on(self) -> tuple[Any, ...]:
@@ -464,24 +424,32 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
         if reads_with_torch(self) and not self.num_workers:
-            batches = NamedBatches(batches)
+            batches = position.NamedBatches(batches)
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
         if self._indices is None:
-            read = ReadBatches(batches, begun, first=begun.handed - again)
+            read = position.ReadBatches(batches, begun, first=begun.handed - again)
             if again and begun.state is not None:
                 by_torch = not isinstance(inner, KeptExecutor)
-                read_again(read, begun.state, self.dataset, by_torch=by_torch)
+                position.read_again(read, begun.state, self.dataset, by_torch=by_torch)
                 if self.records is not None:
                     self.records.clear()
             return read
         skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
         if skips or not self.in_order:
-            return ReadBatches(batches, begun, source, first=begun.handed)
+            return position.ReadBatches(batches, begun, source, first=begun.handed)
         return batches
 
-    # -- stamps, and the side processes that read --------------------------------------------------
+    @property
+    def quarantine(self) -> list[int]:
+        """Indices that are not read again, as they killed whoever read them; may be set."""
+        return sorted(self.faults.quarantine)
+
+    @quarantine.setter
+    def quarantine(self, indices: Iterable[int]) -> None:
+        self.faults.quarantine.clear()
+        self.faults.quarantine.update(indices)
 
     @property
     def all_records(self) -> deque[BatchStamps] | None:
@@ -564,8 +532,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if value is None:
             self.close()
 
-    # -- how far the training has come -------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come in the batches: plain data, below 2 kB.
 
@@ -586,7 +552,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         reached, late, digest = (None, [], None) if found is None else found.behind(batches)
         indices = self._indices_now()
         state = replace(
-            self._as_it_is(indices),
+            position.as_it_is(self, indices),
             epoch=epoch,
             batches=batches,
             reached=reached,
@@ -604,11 +570,11 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             elif begun is not None and begun.exhausted and begun.epoch == epoch - 1:
                 state = replace(state, lanes=inner.lanes(0, over=True))
         if indices is not None:
-            state = with_indices(state, indices)
+            state = position.with_indices(state, indices)
         if not (state.is_known or self._told_loose):
             vars(self)["_told_loose"] = True
-            tell_loose(self)
-        return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
+            position.tell_loose(self)
+        return replace(state, dataset_state=position.dataset_state(self.dataset)).as_dict()
 
     def progress(self) -> tuple[int, int]:
         """Return the epoch, counted from 0, and how many samples of it all ranks took."""
@@ -629,15 +595,14 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     @property
     def begun(self) -> bool:
         """Whether a batch was asked for, since the last state was loaded if one was."""
-        return self._passes.begun
+        return self._passes.current is not None
 
     def cut_anew(self, state: Position) -> Position:
         """Return a state of this loader with its position in batches of the present size."""
         indices = self._indices_now()
-        return state if indices is None else cut_anew(state, self._as_it_is(indices), indices)
-
-    def _as_it_is(self, indices: EpochIndices | None) -> Position:
-        return as_it_is(self, indices, workers=workers_of(self))
+        if indices is None:
+            return state
+        return position.cut_anew(state, position.as_it_is(self, indices), indices)
 
     def _indices_now(self) -> EpochIndices | None:
         return indices_of(self.as_set_up()) if self._indices is None else self._indices
@@ -648,7 +613,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             return self._passes.next_pass_of(run, self, self.epoch)
         # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
         epoch = self.epoch if self.run is None else None
-        return self._passes.next_pass(epoch, sampler_epoch(self))
+        return self._passes.next_pass(epoch, position.sampler_epoch(self))
 
     def _run_now(self) -> Run | None:
         return self.run if self.run is not None and self.run.began else None
@@ -660,27 +625,27 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         """
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
-            restore_dataset(self.dataset, state)
+            position.restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
             self.faults.count_in(state.bad)
-            check_order(state)
+            position.check_order(state)
             if isinstance(inner, KeptExecutor):
                 inner.go_on_from(state.base_seed)
         if indices is not None:
             indices.epoch = begun.epoch
-            indices.start = start_of(begun, self._as_it_is(indices), indices)
+            indices.start = position.start_of(begun, position.as_it_is(self, indices), indices)
             return 0
         return 0 if state is None else self._go_on_in_stream(state)
 
     def _go_on_in_stream(self, state: Position) -> int:
         """Have a stream go on at a state; return how many batches are to be read again first."""
-        inner, now, lanes = self._inner, self._as_it_is(None), state.lanes or []
+        inner, now, lanes = self._inner, position.as_it_is(self, None), state.lanes or []
         if state.draws:
-            tell_draws(self.dataset)
+            position.tell_draws(self.dataset)
         if state.samples < 0:
-            tell_unknown(state, f"with batch {state.batches} of the stream")
+            position.tell_unknown(state, f"with batch {state.batches} of the stream")
         elif state.batches:
-            check_stream(state, now)
+            position.check_stream(state, now)
         kept = inner if isinstance(inner, KeptExecutor) else None
         lives_on = self.keeps is True or not self.num_workers if kept is None else kept.keep
         if kept is not None and len(lanes) == now.parts and (state.batches or lives_on):
@@ -688,7 +653,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         elif state.batches:
             return state.batches
         elif state.epoch and lives_on and tells_state(self.dataset):
-            tell_new_stream(self.dataset, state, why_new(state, now, by_torch=kept is None))
+            why = position.why_new(state, now, by_torch=kept is None)
+            position.tell_new_stream(self.dataset, state, why)
         return 0
 
     def _length(self) -> int | None:

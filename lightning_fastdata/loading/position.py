@@ -24,6 +24,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
+from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, Stateful
 from lightning_fastdata.order.mixture import Mixture
@@ -31,6 +32,7 @@ from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split
 from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.stamps.stamped import Around
 from lightning_fastdata.torch_internals import being_read, under_way
 from lightning_fastdata.tree import held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -251,60 +253,38 @@ class Pass:
         return ahead + max(reached, len(before)), sorted(numbers), digest
 
 
-class _Around(Iterator[Batch]):
-    """The batches of another iterator, whose attributes it has."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(cast("Sized", self._batches))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return iter, ((),)
-
-
-class CountedBatches(_Around):
+class CountedBatches(Around):
     """The batches of a pass, counted as they are handed out.
 
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
     read from a checkpoint which epoch comes next, and before its hooks have changed what is read.
+    Where indices are drawn ``ahead_of`` steps, it warns of one that changes a batch sampler's size.
     """
 
     def __init__(
         self,
-        next_pass: Callable[[], Pass],
-        begin: Callable[[Pass], Iterator[Batch]],
-        settle: Callable[[Pass], None],
+        begin: Callable[[], tuple[Pass, Iterator[Batch]]],
         loader: Sized,
-        watch: StateWatch | None = None,
-        size: SizeWatch | None = None,
+        watch: StateWatch | None,
+        ahead_of: object,
     ) -> None:
-        self._ask: tuple[Any, ...] | None = next_pass, begin, settle
+        self._begin: Callable[[], tuple[Pass, Iterator[Batch]]] | None = begin
         self._loader = loader
         self._watch = watch
-        self._size = size
+        self._sampler = ahead_of if isinstance(ahead_of, BatchSampler) else None
+        self._size: int | None = None
         self._pass: Pass | None = None
         super().__init__(iter(()))
 
     def __next__(self) -> Batch:
-        if self._ask is not None:
-            next_pass, begin, settle = self._ask
-            self._pass = next_pass()
-            self._batches = begin(self._pass)
-            self._ask = None
-            settle(self._pass)
+        if self._begin is not None:
+            self._pass, self._batches = self._begin()
+            self._begin = None
         begun, watch = cast("Pass", self._pass), self._watch
         if watch is not None:
             watch.asked()
-        if self._size is not None:
-            self._size.asked()
+        if self._sampler is not None:
+            self._look_at_size(self._sampler)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -315,11 +295,20 @@ class CountedBatches(_Around):
             watch.handed_out()
         return batch
 
+    def _look_at_size(self, sampler: BatchSampler) -> None:
+        size, self._size = self._size, sampler.batch_size
+        if size not in (None, self._size):
+            _warn(
+                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
+                "step. Batches that were drawn ahead keep the size that they had: change it "
+                "between epochs."
+            )
+
     def __len__(self) -> int:
         return len(self._loader)  # as torch's iterators, which have a length
 
 
-class NamedBatches(_Around):
+class NamedBatches(Around):
     """The batches of torch's iterator without workers; an error names the sample."""
 
     def __next__(self) -> Batch:
@@ -339,14 +328,15 @@ class Passes:
     def __init__(self) -> None:
         self._pending: Position | None = None
         """What was loaded and no batch has followed yet."""
-        self._pass: Pass | None = None
+        self.current: Pass | None = None
+        """The pass that began last; None: no batch was asked for since a state was loaded."""
         self._epochs = 0
         """The epoch of the next pass where nobody else counts."""
 
     def load(self, state: Position) -> None:
         """Go on from a state with the next pass."""
         self._pending = state
-        self._pass = None
+        self.current = None
         self._epochs = state.epoch
 
     def next_pass(self, epoch: Callable[[], int] | None, sampler_epoch: int | None) -> Pass:
@@ -379,7 +369,7 @@ class Passes:
         state = run.resumed(loader) or self._pending
         number, taken, last, within = run.place()
         number = number if epoch is None else epoch()
-        now = self._pass
+        now = self.current
         if now is not None and now.epoch == number and taken:
             if now.exhausted:
                 return Pass(epoch=number, before=now.before + now.handed, earlier=now)
@@ -402,17 +392,7 @@ class Passes:
     def settle(self, begun: Pass) -> None:
         """Note that the first batch of a pass is asked for."""
         if not begun.aside:
-            self._pass, self._pending = begun, None
-
-    @property
-    def begun(self) -> bool:
-        """Whether a batch was asked for since the last state was loaded."""
-        return self._pass is not None
-
-    @property
-    def current(self) -> Pass | None:
-        """The pass that began last."""
-        return self._pass
+            self.current, self._pending = begun, None
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
@@ -428,7 +408,7 @@ class Passes:
             Epoch, batches, and the state that was loaded if no batch has followed yet, else the
             pass that gave the batches, if any were taken of one.
         """
-        begun = self._pass
+        begun = self.current
         if self._pending is not None:
             return self._pending.epoch, self._pending.batches, self._pending
         if run is None:
@@ -516,41 +496,9 @@ class StateWatch:
         return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
 
 
-class SizeWatch:
-    """Warns, once, of a step that changes the size of batches that are drawn ahead of it.
-
-    Args:
-        source: A batch sampler, or a sampler, whose batches have no size.
-    """
-
-    def __init__(self, source: object) -> None:
-        self._source = source if isinstance(source, BatchSampler) else None
-        self._size: int | None = None
-
-    def asked(self) -> None:
-        """Look whether the size is what it was when the last batch was asked for."""
-        if self._source is None:
-            return
-        size, self._size = self._size, self._source.batch_size
-        if size not in (None, self._size):
-            _warn(
-                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
-                "step. Batches that were drawn ahead keep the size that they had: change it "
-                "between epochs."
-            )
-
-
-def as_it_is(
-    loader: FastDataLoader[Any], indices: EpochIndices | None, *, workers: int
-) -> Position:
-    """Return the position of a loader at the start of epoch 0.
-
-    Args:
-        loader: The loader.
-        indices: Those of its epochs; None of a stream.
-        workers: Processes that read it.
-    """
-    batch_size = loader.batch_size
+def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Position:
+    """Return the position of a loader at the start of epoch 0; ``indices``: None of a stream."""
+    batch_size, workers = loader.batch_size, workers_of(loader)
     if batch_size is None:
         batch_size = rows_in(loader.batch_sampler)
     stream = isinstance(loader.dataset, IterableDataset)
@@ -581,18 +529,14 @@ def _fingerprint(dataset: object) -> str:
     while dataset is not None and len(text) < 64:
         if type(dataset) is not CachedDataset:  # with a cache, it is the same data
             text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
-        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        lists = (held(dataset, name) for name in ("samples", "imgs"))
+        listed = next((each for each in lists if isinstance(each, list | tuple) and each), None)
         if listed is not None:
             text.append(str(len(listed)))
             text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
         dataset = held(dataset, "dataset")
     joined = "\n".join(text).encode(errors="surrogateescape")
     return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
-
-
-def _listed(dataset: object, name: str) -> Sequence[object] | None:
-    found = held(dataset, name)
-    return found if isinstance(found, list | tuple) and found else None
 
 
 def _file_name(entry: object) -> str:
@@ -856,14 +800,11 @@ def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
     return None
 
 
-class ReadBatches(_Around):
+class ReadBatches(Around):
     """The batches of a pass as they are read; what is known behind each is noted.
 
-    Args:
-        batches: The batches.
-        begun: Their pass.
-        source: What tells which it has handed over; None of a stream.
-        first: Batches of the pass before them.
+    ``source`` tells which it has handed over (None of a stream), ``first`` how many of the pass
+    came before.
     """
 
     def __init__(

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from multiprocessing.context import BaseContext
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-)
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -37,14 +30,19 @@ from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
 from lightning_fastdata.batches.libraries import tell_rank
-from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
-from lightning_fastdata.batches.staged import FirstOfPairs, StagedBatch, StagingCollate
+from lightning_fastdata.batches.staged import (
+    FirstOfPairs,
+    PinThread,
+    StagedBatch,
+    StagingCollate,
+    pinned_if_room,
+)
 from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks, refuse_late_fork
-from lightning_fastdata.executors.gather.rows import rows_of
+from lightning_fastdata.executors.gather.columns import rows_of
 from lightning_fastdata.executors.kinds import (
     AnyExecutor,
     Executor,
@@ -67,11 +65,10 @@ from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches, most_workers
-from lightning_fastdata.randomness.generators import OwnGenerators
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import EpochCell, lasting
+from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
-from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
+from lightning_fastdata.stamps.stamped import WatchedSampler, show_dataset, stamped
 from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
 from lightning_fastdata.tuning.tuner import Tuner, log
 from lightning_fastdata.types import Batch, Stage
@@ -149,8 +146,7 @@ class KeptExecutor:
     """Returns the length that the loader of a stream has reported, or None."""
 
     def __post_init__(self) -> None:
-        self.workers = self.settings.num_workers
-        self.trial, self.ways = CrewTrial(self.workers), Ways()
+        self.trial, self.ways = CrewTrial(self.settings.num_workers), Ways()
         self.aside = kind_of(self.name).side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
@@ -196,7 +192,7 @@ class KeptExecutor:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
             given = Resources(
                 executor=self.name,
-                workers=self.workers,
+                workers=self.settings.num_workers,
                 pin_thread=self._pin_thread,
                 trial=self.trial,
                 ways=self.ways,
@@ -252,16 +248,11 @@ class KeptExecutor:
             self._state = None  # the workers that are kept have what it was
         self._began_s = clock.monotonic()
         if self.settings.keeps == "unchanged":
-            return self._state is not None and self._reads_as_new()
+            # A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may
+            # change what is read in each epoch: one that is kept would not read as a new one.
+            reads_as_new = self.indices is not None and self.settings.worker_init_fn is None
+            return self._state is not None and reads_as_new
         return self.persistent
-
-    def _reads_as_new(self) -> bool:
-        """Return whether a worker that is kept reads a further epoch as a new one would.
-
-        A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may change
-        what is read in each epoch.
-        """
-        return self.indices is not None and self.settings.worker_init_fn is None
 
     def _read_state(self) -> _State | None:
         """Return what workers that start now read; None: it cannot be compared in time."""
@@ -314,11 +305,8 @@ class KeptExecutor:
     def lanes(self, batches: int, *, over: bool) -> list[dict[str, Any]] | None:
         """Return where each part of a stream is after so many batches of this epoch, as plain data.
 
-        Empty: its batches are counted. None: its state is not known.
-
-        Args:
-            batches: From the beginning of the epoch.
-            over: They were all, and it is where the next epoch begins.
+        Empty: its batches are counted. None: its state is not known. ``over``: the batches were
+        all, and it is where the next epoch begins.
 
         Raises:
             OptionsError: So many were not handed out, or too long ago.
@@ -366,19 +354,14 @@ class KeptExecutor:
         Raises:
             WorkerError: They cannot be had, or would not read what those read that are there.
         """
-        if workers > self.workers:
+        if workers > self.settings.num_workers:
             refuse_late_fork(self.plan)
-            self._refuse_other_state()
-        self.workers = workers
+            if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
+                raise WorkerError(f"they would not read what the others do: {_CHANGED}")
         self.settings = self.settings.as_set_up(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
         for executor in self._at_work():
             executor.resize(workers, look_ahead)
-
-    def _refuse_other_state(self) -> None:
-        """Raise an error if workers that start now would not read what the others do."""
-        if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
-            raise WorkerError(f"they would not read what the others do: {_CHANGED}")
 
     def _has_changed(self) -> bool:
         """Return whether what the workers of this epoch read may have changed since they began."""
@@ -582,12 +565,10 @@ def open_source(
         order = {"batch_size": 1 if makes_batches(settings) else None}
         order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
     start = settings.worker_init_fn
-    if settings.num_workers:
-        start = WorkerStart(start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
         collate_fn=collate_fn,
-        worker_init_fn=start,
+        worker_init_fn=WorkerStart(start) if settings.num_workers else start,
         persistent_workers=settings.keeps is True,
         timeout=0 if settings.timeout == "auto" else settings.timeout,
         **order,
@@ -627,8 +608,7 @@ def _open_executor(
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
-    default = collate_fn is collate_samples
-    default = default and makes_batches(settings)
+    default = collate_fn is collate_samples and makes_batches(settings)
     in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
     default = default and not gathered
@@ -799,5 +779,6 @@ class WorkerStart:
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
+        show_dataset()
         if self.then is not None:
             self.then(worker_id)

@@ -119,7 +119,7 @@ class BucketBatchSampler(BatchSampler):
             raise OptionsError(f"rank is {rank!r}; with num_replicas it is one from 0 on below it.")
         remedy = "Cut such samples, leave them out, or give more tokens."
         found = checked_lengths(lengths, tokens, remedy)
-        self.batch_size = batch_size  # type: ignore[assignment]  # as SizeWatch and planners read it
+        self.batch_size = batch_size  # type: ignore[assignment]  # as CountedBatches and planners read it
         self.drop_last, self.tokens = drop_last, tokens
         buckets = Buckets(found, tokens, batch_size, padding, _POWERS[cost], seed)
         given = None if num_replicas is None else Rank(rank or 0, num_replicas)

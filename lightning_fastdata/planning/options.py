@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,11 +21,6 @@ Auto: TypeAlias = Literal["auto"]
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 """Options with which torch makes no loader that has no workers."""
-
-
-@runtime_checkable
-class _Indexed(Protocol):
-    def __getitem__(self, key: object, /) -> object: ...
 
 
 def check(name: str, value: object, fine: bool, allowed: str) -> None:
@@ -90,7 +85,7 @@ def check_loader(
     fine = batch_size is None or (_is_whole(batch_size) and int(batch_size) >= 1)  # type: ignore[call-overload]
     check("batch_size", batch_size, fine, "None and whole numbers from 1")
     for name, order in orders.items():
-        fine = order is None or isinstance(order, Iterable | _Indexed)
+        fine = order is None or isinstance(order, Iterable) or hasattr(order, "__getitem__")
         check(name, order, fine, "None and what can be iterated")
     if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
@@ -160,7 +155,7 @@ def _no_dataset(given: object) -> str | None:
             f"the path {path!r:.200}, not a dataset. Open what is there: a folder of images with "
             f"FastImageFolder({path!r:.200}, ...), other files with a Dataset of your own."
         )
-    if isinstance(given, _Indexed):
+    if hasattr(given, "__getitem__"):
         return None
     return (
         f"the {kind} {given!r:.200}, not a dataset. A dataset has __getitem__() and __len__(), or "

@@ -278,7 +278,6 @@ def plan_for(
 
 
 def _start_method(spec: LoaderSpec, machine: Machine) -> str:
-    """Return how workers are started."""
     asked = spec.options.multiprocessing_context
     return machine.start_method if asked == "auto" else asked
 
@@ -534,23 +533,6 @@ def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float
     return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
 
 
-def by_workers_ms(
-    cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False, workers: int | None = None
-) -> float:
-    """Return the milliseconds from batch to batch if side processes make them.
-
-    The slowest decides: the training process, which gives and takes batches one by one, the
-    ``cpus``, which all processes share, or the ``workers``. None: as many as there would be.
-    """
-    gives = _gives_ms(cost, batch_size)
-    each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
-    makes = cost.pace * _TAKE_MS + batch_size * each
-    waits_ms = batch_size * cost.wait_ms
-    if workers is None:
-        workers = MOST_WAITING if waits(cost) else cpus
-    return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
-
-
 def soonest_workers(
     cost: SampleCost,
     batch_size: int,
@@ -566,9 +548,15 @@ def soonest_workers(
     And the milliseconds that this takes for each batch. ``start_ms`` is of each worker in each
     epoch, which has so many ``batches``; None: not known, and starting is not counted.
     """
+    gives = _gives_ms(cost, batch_size)
+    each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
+    makes = cost.pace * _TAKE_MS + batch_size * each
+    waits_ms = batch_size * cost.wait_ms
 
     def batch_ms(workers: int) -> float:
-        made = by_workers_ms(cost, batch_size, cpus=cpus, keyed=keyed, workers=workers)
+        # The slowest decides: the training process, which gives and takes batches one by one, the
+        # CPUs, which all processes share, or the workers.
+        made = max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
         return made + workers * start_ms / (batches or math.inf)
 
     fewest = min(range(1, most + 1), key=batch_ms)
@@ -716,9 +704,8 @@ def count_workers(
             ranks=cpu.ranks_on_host,
             forked=_start_method(spec, machine) == "fork",
         )
-    elif cost is not None and enough_workers(cost, spec.batch_size or 1) < count:
-        why = "the training process could not take the batches of more"
-        count = enough_workers(cost, spec.batch_size or 1)
+    elif cost is not None and (enough := enough_workers(cost, spec.batch_size or 1)) < count:
+        count, why = enough, "the training process could not take the batches of more"
     if cost is not None and count > 1:
         soonest, _ = soonest_workers(
             cost,

@@ -23,12 +23,8 @@ from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import watch_worker_info
 from lightning_fastdata.tree import held, held_by, is_a
 
-# Package and class of streams that share out their chunks.
-_OWN_SPLIT: Final = (
-    ("litdata", "StreamingDataset"),
-    ("litdata", "CombinedStreamingDataset"),
-    ("litdata", "ParallelStreamingDataset"),
-)
+_OF_LITDATA: Final = ("StreamingDataset", "CombinedStreamingDataset", "ParallelStreamingDataset")
+"""Streams that share out their chunks."""
 _MOST_SAMPLES: Final = 32
 _BUDGET_S: Final = 1.0
 _DEADLINE_S: Final = 10.0
@@ -92,9 +88,6 @@ def _no(why: str) -> StreamSplit:
     return StreamSplit(splits=False, why=why)
 
 
-# -- libraries -------------------------------------------------------------------------------------
-
-
 def _known(stream: object) -> StreamSplit | None:
     """Return what is known of a stream by its library; None: nothing."""
     chained = held(stream, "datasets") if type(stream) is ChainDataset else None
@@ -105,9 +98,9 @@ def _known(stream: object) -> StreamSplit | None:
     if any(is_a(part, "ray") for part in held_by(stream).values()):
         why = "Ray Data reads in processes of its own, which workers cannot reach"
         return StreamSplit(splits=False, why=why, here=True)
-    for package, kind in _OWN_SPLIT:
-        if is_a(stream, package, kind):
-            return StreamSplit(splits=True, why=f"{package}'s {kind} shares out its chunks")
+    for kind in _OF_LITDATA:
+        if is_a(stream, "litdata", kind):
+            return StreamSplit(splits=True, why=f"litdata's {kind} shares out its chunks")
     if is_a(stream, "webdataset", "DataPipeline"):
         return _web_dataset(stream)
     return None
@@ -138,9 +131,6 @@ def _web_dataset(stream: object) -> StreamSplit:
     ranks = rank_now().ranks if "split_by_node" in names else 1
     why = f"its {shards} shards are split by worker"
     return StreamSplit(splits=True, why=why, most_workers=max(1, shards // ranks))
-
-
-# -- a trial ---------------------------------------------------------------------------------------
 
 
 def _tried(stream: object, read: Read | None) -> StreamSplit:

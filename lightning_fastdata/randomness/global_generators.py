@@ -38,9 +38,6 @@ class DrawWatch:
 
     Seeding a generator costs more than a cheap sample does, so each is seeded only once a dataset
     has been seen to draw from it. Code that draws and puts the state back cannot be seen.
-
-    Args:
-        names: Which generators, of ``GENERATORS``.
     """
 
     def __init__(self, names: Collection[str] = GENERATORS) -> None:

@@ -81,7 +81,8 @@ def _parts(item: object) -> Iterator[object]:
     elif not isinstance(item, ModuleType | torch.Tensor):
         yield from list(held_by(item).values())[:_MAX_ITEMS]
         if isinstance(item, FunctionType):
-            yield from _function_parts(item)
+            yield from (*closed_over(item), *(item.__defaults__ or ()))
+            yield from (item.__kwdefaults__ or {}).values()
         else:
             yield from _slots(item)
             yield from _class_parts(type(item))
@@ -102,15 +103,15 @@ def _slots(item: object) -> Iterator[object]:
                 yield getattr(item, name)
 
 
-def _function_parts(function: FunctionType) -> Iterator[object]:
-    """Yield what a function closes over, and its defaults."""
+def closed_over(function: FunctionType) -> list[object]:
+    """Return what a function closes over; None in the place of a name that is not bound yet."""
+    contents: list[object] = []
     for cell in function.__closure__ or ():
         try:
-            yield cell.cell_contents
-        except ValueError:  # a name that is not bound yet
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
+            contents.append(cell.cell_contents)
+        except ValueError:
+            contents.append(None)
+    return contents
 
 
 @lru_cache(maxsize=4096)

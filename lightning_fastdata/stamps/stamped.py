@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -176,24 +176,16 @@ class EnvelopeCollate:
         return Envelope(batch, stamps)
 
 
-class ShowDataset:
-    """Has ``get_worker_info().dataset`` be the dataset itself, then starts the worker."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        """Prepare the worker process of this number."""
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
-            set_worker_info(
-                number=info.id,
-                workers=info.num_workers,
-                seed=info.seed,
-                dataset=cast("Dataset[object]", info.dataset.dataset),
-            )
-        if self.then is not None:
-            self.then(worker_id)
+def show_dataset() -> None:
+    """Have ``get_worker_info().dataset`` be the dataset itself, where it is one that is timed."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
+        set_worker_info(
+            number=info.id,
+            workers=info.num_workers,
+            seed=info.seed,
+            dataset=cast("Dataset[object]", info.dataset.dataset),
+        )
 
 
 def stampable(dataset: object) -> bool:
@@ -201,31 +193,37 @@ def stampable(dataset: object) -> bool:
     return not isinstance(dataset, IterDataPipe)
 
 
-class _Delegate:
-    """Has the length and all other attributes of what it stands for."""
+class Around:
+    """Stands around what gives batches, or indices of them, whose length and attributes it has."""
 
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
 
     def __len__(self) -> int:
-        return len(cast("Sized", self._inner))
+        return len(self._batches)
 
-    def __getattr__(self, name: str) -> object:
-        if name == "_inner":
+    def __iter__(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
 
 
-class WatchedSampler(_Delegate):
+class WatchedSampler(Around):
     """A sampler or batch sampler of any kind that torch takes, whose calls are noted."""
 
     def __init__(self, sampler: Iterable[object], wait: WaitWatch) -> None:
         super().__init__(sampler)
-        self._indices = sampler
         self._wait = wait
 
     def __iter__(self) -> Iterator[object]:
-        drawn = iter(self._indices)
+        drawn = iter(self._batches)
         while True:
             try:
                 indices = self._wait.sampled(drawn)
@@ -245,36 +243,30 @@ def stamped(
     return StampedDataset(dataset, watch), collate
 
 
+@dataclass(slots=True, eq=False)
 class Ledger:
     """Where the stamps of one loader go."""
 
-    __slots__ = ("count", "records", "wait")
-
-    def __init__(self) -> None:
-        self.wait = WaitWatch()
-        """What the training process does by itself."""
-        self.count = 0
-        """Batches delivered so far."""
-        self.records: deque[BatchStamps] | None = None
-        """Takes the stamps; None: they are not taken."""
+    wait: WaitWatch = field(default_factory=WaitWatch)
+    """What the training process does by itself."""
+    count: int = 0
+    """Batches delivered so far."""
+    records: deque[BatchStamps] | None = None
+    """Takes the stamps; None: they are not taken."""
 
 
-class OpenedEnvelopes(_Delegate):
+class OpenedEnvelopes(Around):
     """The batches of one epoch, each taken out of its envelope when it is delivered."""
 
     def __init__(self, envelopes: Iterator[Envelope], ledger: Ledger) -> None:
         super().__init__(envelopes)
-        self._envelopes = envelopes
         self._ledger = ledger
         self._first = True
-
-    def __iter__(self) -> OpenedEnvelopes:
-        return self
 
     def __next__(self) -> Batch:
         ledger = self._ledger
         ledger.wait.requested(recorded=ledger.records is not None)
-        envelope = next(self._envelopes)
+        envelope = next(self._batches)
         ledger.count += 1
         if ledger.records is not None:
             task, requested_ns = envelope.task, ledger.wait.requested_ns
@@ -303,9 +295,5 @@ class OpenedEnvelopes(_Delegate):
             return 0
         return sum(
             isinstance(other, Envelope) and other.task.ended_ns <= requested_ns
-            for other in early_batches(self._envelopes)
+            for other in early_batches(self._batches)
         )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return iter, ((),)

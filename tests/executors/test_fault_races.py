@@ -25,9 +25,14 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.process import ChildProcess
-from lightning_fastdata.executors.pool.protocol import DropSlot, TaskTaken
+from lightning_fastdata.executors.pool.protocol import (
+    DropSlot,
+    TaskTaken,
+    Wire,
+    read_packet,
+    wire_pair,
+)
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.pool.wire import Wire, read_packet, wire_pair
 from lightning_fastdata.executors.stream import StreamExecutor
 
 TESTS = str(Path(__file__).parents[1])

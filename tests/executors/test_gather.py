@@ -34,9 +34,10 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.gather.columns import (
     ColumnDataset,
     TokenWindows,
+    gatherable,
+    rows_of,
 )
 from lightning_fastdata.executors.gather.executor import GatherExecutor, GatherJob
-from lightning_fastdata.executors.gather.rows import gatherable, rows_of
 from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.loading.loader import FastDataLoader
 

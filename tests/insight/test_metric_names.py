@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lightning_fastdata.executors.fault_log import FaultLog
+from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.insight.measure.host_metrics import fault_scalars
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
 from lightning_fastdata.insight.measure.stage import window_means

@@ -11,13 +11,12 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness import global_generators as draws
-from lightning_fastdata.randomness.generators import OwnGenerators
 from lightning_fastdata.randomness.global_generators import (
     DrawWatch,
     PythonGenerator,
     kept_random_state,
 )
-from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.randomness.seeds import OwnGenerators, seed_global_generators
 
 DRAWS = {
     "random": random.random,

@@ -14,7 +14,7 @@ PIPE = "messages between our own processes, over pipes that have no name"
 
 ALLOWED = {
     ("augment/torchvision/forms.py", "pickle.loads"): f"what was drawn for a batch: {PIPE}",
-    ("executors/pool/wire.py", "pickle.loads"): PIPE,
+    ("executors/pool/protocol.py", "pickle.loads"): PIPE,
     ("planning/facts/probe_process.py", "pickle.loads"): PIPE,
     ("planning/facts/probe.py", "pickle.loads"): "of what it has just pickled itself",
     ("batches/packed.py", "pickle.Unpickler"): f"batches: {PIPE}",

@@ -29,7 +29,7 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import warn_before_fork
 from lightning_fastdata.executors.kinds import KINDS, Resources
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.child_task import TaskRunner, describe_error
+from lightning_fastdata.executors.pool.child import TaskRunner, describe_error
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.splitter import Task

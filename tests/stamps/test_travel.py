@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.insight.waits.attribution import PARTS, WaitCutter
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
-from lightning_fastdata.stamps.travel import ClockOffset, Way
+from lightning_fastdata.stamps.batch_stamps import (
+    BatchStamps,
+    ClockOffset,
+    OwnStamps,
+    TaskStamps,
+    Way,
+)
 
 MS = 10**6
 S = 10**9

@@ -17,7 +17,7 @@ from thoroughness import max_examples
 from tuning import made_up
 from tuning.made_up import MS
 
-from lightning_fastdata.stamps.travel import Way
+from lightning_fastdata.stamps.batch_stamps import Way
 from lightning_fastdata.tuning.simulate import (
     LoaderSetup,
     batch_costs,

@@ -21,16 +21,15 @@ from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.caches.cached import was_given_up
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import Fetcher, copy_limit_bytes
-from lightning_fastdata.executors.gather.rows import in_bounds, rows_of, whole_numbers
+from lightning_fastdata.executors.gather.columns import Rows, in_bounds, rows_of, whole_numbers
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.pinning import Pinned, PinThread
+    from lightning_fastdata.batches.staged import Pinned, PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.gather.rows import Rows
     from lightning_fastdata.types import Batch
 
 _JOB_BYTES: Final = 2**22
@@ -233,14 +232,15 @@ class GatherExecutor:
         self._count += 1
         # Who copied which row is not noted; all of the wait is for rows to be there, and then for
         # their copy.
-        rows_ns, pinned_ns = ended_ns, self._pinned_ns
-        if pinned_ns is not None:
-            rows_ns = max(requested_ns, pinned_ns[0])
+        pinned_ns = self._pinned_ns
+        rows_ns = ended_ns if pinned_ns is None else max(requested_ns, pinned_ns[0])
         spent = rows_ns - requested_ns
         rows = TaskStamps(-1, requested_ns, rows_ns, None, None, 0, spent, 0, 0, None)
-        first, self._first = self._first, False
-        stamps = BatchStamps.of_caller(self._count, requested_ns, rows, first=first)
-        self._records.append(stamps._replace(delivered_ns=ended_ns, pinned_ns=pinned_ns))
+        times = requested_ns, ended_ns
+        self._records.append(
+            BatchStamps(self._count, 0, *times, (rows,), 0, first=self._first, pinned_ns=pinned_ns)
+        )
+        self._first = False
         return batch
 
     def ready(self) -> bool | None:

@@ -21,8 +21,8 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.faults import Deaths, Growth, cannot_start, died_starting
 from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
+from lightning_fastdata.executors.pool.protocol import TaskQueue, make_packet
 from lightning_fastdata.executors.pool.splitter import Task
-from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import held_signals
 from lightning_fastdata.sources.source import reads_ahead

@@ -16,19 +16,10 @@ from typing import Final, NamedTuple, Protocol
 from lightning_fastdata.batches.slots import Slot, create_shared_memory
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import Inherited, child_main
-from lightning_fastdata.executors.pool.protocol import (
-    FromChild,
-    MapSlot,
-    ProgressMemory,
-    Start,
-    State,
-    StateTold,
-    TaskEnded,
-    ToChild,
-)
+from lightning_fastdata.executors.pool.protocol import TaskQueue, Wire, wire_pair
 from lightning_fastdata.executors.pool.splitter import Task
-from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import files_being_read
 
@@ -67,7 +58,7 @@ class ChildProcess:
         self.number = number
         self.tasks: dict[int, Task] = {}
         """Those that were sent to it alone, and not taken from the queue."""
-        self.outbox: deque[tuple[ToChild, tuple[int, ...] | Slot]] = deque()
+        self.outbox: deque[tuple[protocol.ToChild, tuple[int, ...] | Slot]] = deque()
         """Messages for which its wire had no room."""
         self.answers = 0
         """Tasks that it has ended."""
@@ -75,7 +66,7 @@ class ChildProcess:
         """What its ``worker_init_fn`` raised."""
         self.asked = False
         """It has still to tell what it reads."""
-        self.state: StateTold | None = None
+        self.state: protocol.StateTold | None = None
         """What it has told of that last; None: it was not asked."""
         self.hang: Hang | None = None
         """Why it was killed."""
@@ -119,7 +110,7 @@ class ChildProcess:
             self._pidfd = (os.pidfd_open(self.pid),)
             self._life.register(self._pidfd[0], select.POLLIN)
         try:
-            self.progress = ProgressMemory.create()
+            self.progress = protocol.ProgressMemory.create()
             self.stacks = create_shared_memory(1)
         except (OSError, WorkerError):  # no more files may be open
             self.wire.close()
@@ -128,7 +119,7 @@ class ChildProcess:
             raise
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)
-        self.send(Start(), (self.progress.descriptor, self.stacks, *queues))
+        self.send(protocol.Start(), (self.progress.descriptor, self.stacks, *queues))
 
     @property
     def pid(self) -> int:
@@ -149,12 +140,12 @@ class ChildProcess:
     @property
     def began(self) -> bool:
         """Whether it has got so far as to wait for tasks."""
-        return self.progress.state >= State.WAITING
+        return self.progress.state >= protocol.State.WAITING
 
     @property
     def is_starting(self) -> bool:
         """Whether it has not even got so far as to show its stacks."""
-        return self.progress.state == State.STARTING
+        return self.progress.state == protocol.State.STARTING
 
     @property
     def load(self) -> int:
@@ -162,13 +153,11 @@ class ChildProcess:
         asked = (task.indices for task in self.tasks.values())
         return sum(len(each) if isinstance(each, list) else 1 for each in asked)
 
-    def send(self, message: ToChild, files: tuple[int, ...] | Slot = ()) -> None:
+    def send(self, message: protocol.ToChild, files: tuple[int, ...] | Slot = ()) -> None:
         """Send now, or as soon as the process has read enough of what it has.
 
-        Args:
-            message: What.
-            files: Open files that go with it, and stay open until the process ends; or the slot
-                that it is to map, of which nothing is sent if the slot is given up before.
+        ``files``: Open ones that go with it, and stay open until the process ends; or the slot that
+        it is to map, of which nothing is sent if the slot is given up before.
         """
         self.outbox.append((message, files))
         if len(self.outbox) == 1:
@@ -185,7 +174,7 @@ class ChildProcess:
             if not isinstance(files, tuple):
                 files = () if files.descriptor is None else (files.descriptor,)
             try:
-                if files or not isinstance(message, MapSlot):
+                if files or not isinstance(message, protocol.MapSlot):
                     self.wire.send(message, files)
             except BlockingIOError:
                 return False
@@ -196,7 +185,7 @@ class ChildProcess:
             self.outbox.popleft()
         return True
 
-    def messages(self) -> Iterator[tuple[FromChild, list[int]] | None]:
+    def messages(self) -> Iterator[tuple[protocol.FromChild, list[int]] | None]:
         """Yield what it has sent, with the files that came along; None at last if it is gone."""
         # Asked first: what it sent before is there by now.
         gone = bool(self._pidfd and self._life.poll(0))
@@ -272,7 +261,7 @@ class Answer(NamedTuple):
 
     child: Side
     task: Task
-    ended: TaskEnded
+    ended: protocol.TaskEnded
     files: list[int]
 
 

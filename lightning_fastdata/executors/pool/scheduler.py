@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,17 +16,15 @@ from typing import Any, Final
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
-from lightning_fastdata.batches.pinning import PinThread
 from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.staged import PinThread
 from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool import faults, protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.executors.pool.stalls import StallWatch
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
@@ -62,7 +60,9 @@ class PoolExecutor:
         self._first, self._count = True, 0
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
-        self._stall, self._blame = StallWatch(plan.timeout_s), Blame()
+        self._stall = faults.StallWatch(plan.timeout_s)
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        """Of side processes, by batch number and position of what was being read then."""
 
     def _start_crew(self, processes: int) -> Crew | Any:
         return Crew(self.plan, self._slots, processes=processes)
@@ -79,14 +79,14 @@ class PoolExecutor:
         self._crew.start_epoch(self._now.generation, epoch)
         for child in self.children.values():
             child.state = None  # which holds until they read again
-        for task in [task for task in self._todo if self._is_old(task.batch)]:
+        for task in [task for task in self._todo if not self._is_current(task.batch)]:
             self._todo.remove(task)
             task.batch.open_tasks -= 1
-        for batch in [batch for batch in self._batches if self._is_old(batch)]:
+        for batch in [batch for batch in self._batches if not self._is_current(batch)]:
             self._batches.remove(batch)
             if batch.is_ready:
                 batch.release(self._slots)
-        self._blame.forget()
+        self._deaths.clear()
         self._trial.given_up()
         self._fill()
 
@@ -217,9 +217,9 @@ class PoolExecutor:
         if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
             return
         children = list(self._crew.children.values())
-        tell = partial(doing, self.plan, self._batches, children)
+        tell = partial(faults.doing, self.plan, self._batches, children)
         for child, hang in self._stall.look(children, tell, self._crew.owing):
-            kill_hung(child, hang, self.plan, self._batches)
+            faults.kill_hung(child, hang, self.plan, self._batches)
 
     def _answer(self, answer: Answer) -> None:
         child, task, ended = answer.child, answer.task, answer.ended
@@ -257,7 +257,7 @@ class PoolExecutor:
         if self._splitter.in_place is None:
             self._splitter.in_place, self._splitter.layout = layout is not None, layout
             self._crew.configure(protocol.SetLayout(layout))
-        if self._is_old(batch) or batch.misfit:
+        if batch.misfit or not self._is_current(batch):
             return None
         try:
             placed = self._splitter.place(batch)
@@ -273,7 +273,7 @@ class PoolExecutor:
     def _finish_if_ready(self, batch: PendingBatch) -> None:
         if not batch.is_ready:
             return
-        if self._is_old(batch):
+        if not self._is_current(batch):
             batch.release(self._slots)
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
@@ -281,9 +281,6 @@ class PoolExecutor:
             batch.misfit = batch.in_place = False
             tasks = self._splitter.tasks(batch, self._batches, self._crew.wanted)
             self._todo.extendleft(tasks)
-
-    def _is_old(self, batch: PendingBatch) -> bool:
-        return batch.generation < self._now.generation
 
     def _is_current(self, batch: PendingBatch) -> bool:
         return batch.generation == self._now.generation
@@ -308,13 +305,16 @@ class PoolExecutor:
             number, at = loss.suspect
             batches = {task.batch.number: task.batch for task in loss.tasks}
             known = number in batches and plain_index(batches[number].index_at(at)) in quarantine
-            killer = loss.suspect if self._blame.kills(loss.suspect, times, known=known) else None
+            self._deaths[loss.suspect] += 1
+            if known or self._deaths[loss.suspect] >= times:
+                killer = loss.suspect
+                del self._deaths[killer]  # of this sample, and not of what takes its place
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
             if killer is not None and killer[0] == batch.number and task.reads(killer[1]):
-                error = lost_sample(batch.index_at(killer[1]), loss.child, times)
+                error = faults.lost_sample(batch.index_at(killer[1]), loss.child, times)
                 went_on = batch.give_up(killer[1], self.plan, error)
-            if went_on and not self._is_old(batch):
+            if went_on and self._is_current(batch):
                 self._todo.appendleft(task.renewed())
                 continue
             batch.open_tasks -= 1

@@ -11,21 +11,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.batches.bad_samples import (
-    NO_SAMPLES,
-    STAND_INS,
-    Fault,
-    Gone,
-    fault_of,
-    plain_index,
-)
+from lightning_fastdata.batches import bad_samples
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
-from lightning_fastdata.batches.pinning import Pinned, PinThread
 from lightning_fastdata.batches.slots import Slot, SlotPool
+from lightning_fastdata.batches.staged import Pinned, PinThread
 from lightning_fastdata.errors import DatasetError, WorkerError
-from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
 from lightning_fastdata.host import clock
@@ -85,7 +77,7 @@ class PendingBatch:
     """Its samples are written in place."""
     stamps: list[TaskStamps] = field(default_factory=list)
     """Of its tasks, if stamps are recorded."""
-    faults: dict[tuple[int, int | str], Fault] = field(default_factory=dict)
+    faults: dict[tuple[int, int | str], bad_samples.Fault] = field(default_factory=dict)
     """By position and index: samples that could not be read at once."""
     pinning: Future[Pinned] | None = None
     """Its copy into page-locked memory; None: there is none, or it has not begun."""
@@ -108,7 +100,7 @@ class PendingBatch:
         if self.is_ready and self.pinning is None and not wrong:
             self.pinning = pin_thread.pin(self._whole(slots, layout))
 
-    def note(self, faults: Iterable[Fault]) -> None:
+    def note(self, faults: Iterable[bad_samples.Fault]) -> None:
         """Note what happened to samples; what a task that is done again tells again counts once."""
         self.faults.update({(fault.position, fault.index): fault for fault in faults})
 
@@ -125,14 +117,14 @@ class PendingBatch:
         index, quarantine = self.index_at(at), plan.faults.quarantine
         # What kills whatever is read, as a collation may, would go on for ever.
         tried = sum(fault.position == at for fault in self.faults.values())
-        allowed = tried < STAND_INS and len(quarantine) < plan.faults.allowed
-        goes_on = plan.guard.policy != "raise" and type(index) is not Gone and allowed
+        allowed = tried < bad_samples.STAND_INS and len(quarantine) < plan.faults.allowed
+        goes_on = plan.guard.policy != "raise" and type(index) is not bad_samples.Gone and allowed
         outcome = plan.guard.outcome if goes_on else "raised"
-        self.note([fault_of(error, plan.dataset, at, index, self.epoch, outcome)])
+        self.note([bad_samples.fault_of(error, plan.dataset, at, index, self.epoch, outcome)])
         if not goes_on:
             self.error = at, error
             return False
-        quarantine.add(plain_index(index))
+        quarantine.add(bad_samples.plain_index(index))
         other = plan.guard.in_place_of(index, self.epoch, quarantine)
         if self.batched:  # a list of the sampler is the sampler's
             self.indices = [*self.indices[:at], other, *self.indices[at + 1 :]]
@@ -140,7 +132,7 @@ class PendingBatch:
             self.indices = other
         return True
 
-    def report(self, faults: FaultLog) -> None:
+    def report(self, faults: bad_samples.FaultLog) -> None:
         """Have what happened to the samples counted, as the batch is handed over.
 
         It gets an error if there were too many bad ones.
@@ -182,7 +174,7 @@ class PendingBatch:
             raise self.error[1]
         if self.is_empty:
             self.release(slots)
-            return NO_SAMPLES
+            return bad_samples.NO_SAMPLES
         if pin_thread is None:
             return self._whole(slots, layout)()
         if self.pinning is None:

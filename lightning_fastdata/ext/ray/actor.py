@@ -22,14 +22,12 @@ from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.child import prepare_process
-from lightning_fastdata.executors.pool.child_task import describe_error
+from lightning_fastdata.executors.pool.child import describe_error, prepare_process
 from lightning_fastdata.ext.ray.cluster import read_nodes
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import name_of_machine
-from lightning_fastdata.stamps.batch_stamps import TaskWatch
+from lightning_fastdata.stamps.batch_stamps import ClockOffset, TaskWatch, Way
 from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.stamps.travel import ClockOffset, Way
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

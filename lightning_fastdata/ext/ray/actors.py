@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError, as_error
-from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.ext.ray.actor import Place, Reader, ReadingActor
 from lightning_fastdata.ext.ray.cluster import (
     HeadWatch,
@@ -33,7 +33,7 @@ from lightning_fastdata.ext.ray.placement import (
 )
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import adopted, name_of_machine
-from lightning_fastdata.stamps.travel import ClockOffset
+from lightning_fastdata.stamps.batch_stamps import ClockOffset
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan

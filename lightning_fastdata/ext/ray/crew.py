@@ -31,7 +31,7 @@ from lightning_fastdata.host import clock
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.pinning import PinThread
+    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess

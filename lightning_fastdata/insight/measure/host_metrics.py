@@ -12,7 +12,7 @@ from lightning_fastdata.host.usage import read_host_usage, read_queued, worker_p
 from lightning_fastdata.insight.memory import MemoryMeter
 
 if TYPE_CHECKING:
-    from lightning_fastdata.executors.fault_log import FaultLog
+    from lightning_fastdata.batches.bad_samples import FaultLog
     from lightning_fastdata.host.usage import HostUsage
 
 

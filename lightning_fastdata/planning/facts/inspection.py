@@ -17,15 +17,10 @@ from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.gather.rows import Rows, rows_of
+from lightning_fastdata.executors.gather.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host.usage import read_pages
-from lightning_fastdata.planning.facts.probe import (
-    fails_for_its_place,
-    further_samples,
-    measure_samples,
-    probe_indices,
-)
+from lightning_fastdata.planning.facts import probe
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.planning.stream_split import StreamSplit, read_apart, splits_itself
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -87,12 +82,11 @@ class DatasetFacts:
 def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
-    Datasets of rows (see :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no
-    code of the user and nothing that is opened, are read here. Of a stream the questions are not
-    answered; whether it shares itself out is, which may take its first samples. Nothing is read
-    with ``probe=False``. What no side process may do, the training process does, where that is left
-    open. Where it reads in any case, what another one makes of open files and clients means
-    nothing.
+    Datasets of rows (see :func:`.rows_of`), which hold no code of the user and nothing that is
+    opened, are read here. Of a stream the questions are not answered; whether it shares itself out
+    is, which may take its first samples. Nothing is read with ``probe=False``. What no side process
+    may do, the training process does, where that is left open. Where it reads in any case, what
+    another one makes of open files and clients means nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
@@ -158,9 +152,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
         spec.worker_init_fn(0)
     if spec.has_order:
-        keys = probe_indices(
-            dataset, _KEYS, sampler=spec.sampler, batch_sampler=spec.batch_sampler, peek=True
-        )
+        keys = probe.probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
         if not keys:
             return
         tell("key", keys[0])
@@ -170,19 +162,18 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         tell("sample", sample)
         tell("uncollatable", uncollatable(sample) if questions.collated else None)
     if questions.further:
-        tell("further", tuple(further_samples(dataset, questions.further)))
+        tell("further", tuple(probe.further_samples(dataset, questions.further)))
     if questions.cost:
         watch = DrawWatch()
-        before = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+        state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         collate = collate_samples if spec.default_collation else spec.collate_fn
-        cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
-        after = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+        size = spec.batch_size or 1
+        measure = partial(probe.measure_samples, dataset, batch_size=size, collate=collate)
+        before, cost, after = state(), measure(), state()
         changes = before is None or before != after
         tell("cost", (cost, watch.drew(), changes))
         if cost is not None and changes:
-            again = measure_samples(
-                dataset, batch_size=spec.batch_size or 1, collate=collate, read=cost.samples
-            )
+            again = measure(read=cost.samples)
             if again is not None and _keeps(cost, again):
                 tell("cost_again", again)
         pages, held = read_pages(os.getpid()), held_objects(spec.dataset)
@@ -239,7 +230,7 @@ def _of_place(failure: Failure) -> bool:
     """Whether it fails for the process in which it was tried, and says nothing of this one."""
     if failure.error is None:
         return failure.kind == "not started"
-    return fails_for_its_place(failure.error)
+    return probe.fails_for_its_place(failure.error)
 
 
 def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
@@ -259,11 +250,9 @@ def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
 
 def may_start_processes() -> bool:
     """Return whether side processes can be started without a word of the user's."""
-    return multiprocessing.get_start_method() == "fork" or can_be_started_anew()
-
-
-def can_be_started_anew() -> bool:
-    """Return whether another process may import the program's script once more."""
+    if multiprocessing.get_start_method() == "fork":
+        return True
+    # Else another process imports the program's script once more.
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return False
     script = held(sys.modules.get("__main__"), "__file__")

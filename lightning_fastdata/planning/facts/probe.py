@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,6 @@ import numpy as np
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -96,33 +94,24 @@ def spread_indices(length: int, count: int) -> list[int]:
 
 
 def probe_indices(
-    dataset: Dataset[Any],
-    count: int,
-    *,
-    sampler: Iterable[Any] | None = None,
-    batch_sampler: Iterable[Any] | None = None,
-    peek: bool = False,
-) -> list[Any] | None:
-    """Return keys of samples that may be read before the training, or None if none are known.
+    dataset: Dataset[Any], count: int, sampler: Any, batch_sampler: Iterable[Any] | None = None
+) -> list[Any]:
+    """Return keys of samples from all over the order of a sampler, or of a batch sampler.
 
-    Without a sampler these are positions from 0. A sampler of the user's may give any keys; those
-    of torch and lists show theirs without being iterated. ``peek``: any other sampler may be
-    iterated, too, which may change it: in a process that is thrown away.
+    It may give any keys. Those of torch and lists show theirs without being iterated; any other is
+    iterated, which may change it: in a process that is thrown away.
     """
-    if isinstance(dataset, IterableDataset):
-        return None
     if type(batch_sampler) is BatchSampler:
         sampler, batch_sampler = batch_sampler.sampler, None
-    keys: Sequence[Any] | None = None
-    if isinstance(batch_sampler, list | tuple):
-        keys = [key for batch in batch_sampler for key in batch[:1]]
-    elif batch_sampler is not None:
-        if peek:
-            keys = [key for batch in islice(batch_sampler, count) for key in list(batch)[:1]]
+    keys: Sequence[Any]
+    if batch_sampler is not None:
+        listed = isinstance(batch_sampler, list | tuple)
+        batches = batch_sampler if listed else islice(batch_sampler, count)
+        keys = [key for batch in batches for key in list(batch)[:1]]
     elif type(sampler) is BlockShuffleSampler:
         # As the epoch reads them: the rest of a block comes from where its first sample came from.
         return list(islice(sampler, count))
-    elif sampler is None or type(sampler) in _OF_POSITIONS:
+    elif type(sampler) in _OF_POSITIONS:
         keys = range(dataset_length(dataset) or 0)
     elif isinstance(sampler, list | tuple | range):
         keys = sampler
@@ -130,28 +119,20 @@ def probe_indices(
         keys = sampler.indices
     elif type(sampler) is WeightedRandomSampler:
         keys = sampler.weights.nonzero().flatten().tolist()
-    elif peek:
+    else:
         keys = list(islice(sampler, count))
-    if keys is None:
-        return None
     return [keys[position] for position in spread_indices(len(keys), count)]
 
 
-def further_samples(
-    dataset: Dataset[Any],
-    count: int,
-    *,
-    budget_s: float = _BUDGET_S,
-    clock_s: Callable[[], float] = clock.monotonic,
-) -> Iterator[Any]:
+def further_samples(dataset: Dataset[Any], count: int) -> Iterator[Any]:
     """Read up to ``count`` samples from all over a map-style dataset, each when it is asked for.
 
     The random state stays as it was. It ends early when the budget is spent, and at a sample that
     cannot be read, which raises when training reads it.
     """
-    began = clock_s()
+    began_s = clock.monotonic()
     for index in spread_indices(dataset_length(dataset) or 0, count):
-        if clock_s() - began >= budget_s:
+        if clock.monotonic() - began_s >= _BUDGET_S:
             return
         with kept_random_state():
             try:
@@ -235,7 +216,7 @@ def measure_samples(
     paces_s: list[float] = []
     while remaining:
         paces_s.append(known_work(clocks.cpu_s))
-        take = partial(_read, dataset, remaining[:size], at_once, until=(ends_s, clocks.clock_s))
+        take = partial(_read, dataset, remaining[:size], at_once, ends_s, clocks)
         try:
             samples, wall_ms, cpu_ms = clocks.of(take)
         except Exception as error:
@@ -294,20 +275,16 @@ def known_work(cpu_s: Callable[[], float] = clock.thread_time) -> float:
 
 
 def _read(
-    dataset: Any,
-    indices: Sequence[int],
-    at_once: bool = False,
-    until: tuple[float, Callable[[], float]] = (math.inf, clock.monotonic),
+    dataset: Any, indices: Sequence[int], at_once: bool, ends_s: float, clocks: Clocks
 ) -> Any:
-    """Return samples; after a moment of a clock, one by one and no further one is begun."""
+    """Return samples, in one call or one by one: then none is begun after a moment."""
     if at_once:
         return dataset.__getitems__(indices)
     read_ahead(dataset, indices)
     samples = []
-    end_s, clock_s = until
     for index in indices:
         samples.append(dataset[index])
-        if clock_s() >= end_s:
+        if clocks.clock_s() >= ends_s:
             break
     return samples
 

@@ -24,14 +24,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from lightning_fastdata.host import clock
-from lightning_fastdata.host.system_calls import (
-    OpenFile,
-    die_with,
-    files_being_read,
-    open_anew,
-    started,
-)
+from lightning_fastdata.host import clock, system_calls
 
 Tell: TypeAlias = Callable[[str, object], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""
@@ -79,7 +72,7 @@ def try_apart(
     context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
     forked = start_method == "fork"
-    parent, files = os.getpid() if forked else 0, files_being_read() if forked else ()
+    parent, files = os.getpid() if forked else 0, system_calls.files_being_read() if forked else ()
     process = context.Process(  # type: ignore[attr-defined]  # a context has it
         target=_main,
         args=(theirs, parent, files, work, arguments),
@@ -88,7 +81,7 @@ def try_apart(
     )
     with ours, theirs, contextlib.ExitStack() as running:
         try:
-            running.enter_context(started(process))
+            running.enter_context(system_calls.started(process))
         except Exception as error:  # what cannot be pickled, and processes that may have no others
             what = f"could not be started: {type(error).__name__}: {error}"
             return Findings(failure=Failure(kind="not started", what=what))
@@ -136,14 +129,14 @@ def _listen(
 def _main(
     end: Connection,
     parent: int,
-    files: tuple[OpenFile, ...],
+    files: tuple[system_calls.OpenFile, ...],
     work: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with(parent)
-    open_anew(files)
+    system_calls.die_with(parent)
+    system_calls.open_anew(files)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:

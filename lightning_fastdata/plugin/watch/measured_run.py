@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.executors.fault_log import FaultLog
+    from lightning_fastdata.batches.bad_samples import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.stage import StageMeter
     from lightning_fastdata.insight.measure.wall import WallTime
