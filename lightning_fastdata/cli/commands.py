@@ -6,16 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
-    from collections.abc import Mapping, Sequence
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 

@@ -17,7 +17,7 @@ from typing import (
     TypeVar,
 )
 
-from lightning_fastdata.augment import as_batch_transform
+from lightning_fastdata.augment import StageTransform, as_batch_transform
 from lightning_fastdata.batches.staged import (
     StagedBatch,
     batch_samples,
@@ -26,6 +26,7 @@ from lightning_fastdata.batches.staged import (
     shows_its_memory,
 )
 from lightning_fastdata.device.backend import (
+    DeviceStreams,
     device_draws,
     device_of,
     device_streams,
@@ -41,8 +42,6 @@ from lightning_fastdata.types import B, Batch, Batch_co, SampleKey
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.device.backend import DeviceStreams
 
 BATCHES_AHEAD: Final = 1
 """Batches that a lane holds on the device beside the one that is trained on, at most."""

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.errors import VersionError
 from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
-from lightning_fastdata.host.memory import DeviceMemory, read_host_memory
+from lightning_fastdata.host.memory import DeviceMemory, HostMemory, read_host_memory
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.host.memory import HostMemory
 
 LEAST: Final = {"torch": (2, 6), "lightning": (2, 5, 3), "pytorch-lightning": (2, 5, 3)}
 """The first versions that will do, as in ``pyproject.toml``. An Albumentations that will not do is

@@ -8,20 +8,17 @@ import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.caches.cached import cache_of, with_cache
+from lightning_fastdata.caches.cached import CachedDataset, cache_of, with_cache
 from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
-from lightning_fastdata.caches.gain import measure_gain
+from lightning_fastdata.caches.gain import CacheGain, measure_gain
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.planning.facts.probe_process import try_apart
+from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.caches.cached import CachedDataset
-    from lightning_fastdata.caches.gain import CacheGain
-    from lightning_fastdata.planning.facts.probe_process import Tell
 
 _DEADLINE_S: Final = 30.0
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from lightning_fastdata.batches.bad_samples import BadSamples
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import order_of
@@ -42,16 +42,14 @@ from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, runnin
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import held_by, is_a
-from lightning_fastdata.types import STAGES, has_own_order
+from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.batches.bad_samples import BadSamplePolicy
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.planning.plan_for import LoaderSpec
     from lightning_fastdata.plugin.module import DataModule
-    from lightning_fastdata.types import Shuffle, Stage
 
 DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
 """What a subclass writes for each stage."""

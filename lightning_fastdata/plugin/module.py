@@ -24,7 +24,12 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
-from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset, refuse_empty
+from lightning_fastdata.planning.facts.inspection import (
+    DatasetFacts,
+    Questions,
+    inspect_dataset,
+    refuse_empty,
+)
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
@@ -82,7 +87,7 @@ from lightning_fastdata.plugin.seams.trainer import (
 )
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import global_seed
-from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
+from lightning_fastdata.types import STAGES, Batch, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +95,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.facts.inspection import DatasetFacts
     from lightning_fastdata.plugin.replay import ReplayedBatch
     from lightning_fastdata.tuning.tuner import Tuner
-    from lightning_fastdata.types import Batch
 
 KEY: Final = "lightning_fastdata"
 """Under which the state stands in that of the data module."""

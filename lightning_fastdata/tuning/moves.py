@@ -6,16 +6,13 @@ import functools
 import math
 import statistics
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, scaled, simulate
-
-if TYPE_CHECKING:
-    from collections import deque
-
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 GOOD_ENOUGH: Final = 1.03
 """The smallest change within 3 % of the best one is taken."""

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.machine import Pressure, PressureReader
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,
@@ -37,10 +38,7 @@ from lightning_fastdata.tuning.moves import (
     without_pauses,
 )
 from lightning_fastdata.tuning.simulate import BatchCost, TrainingTimes, batch_costs, by_epoch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")
 

@@ -12,12 +12,12 @@ Any of them may be missing; what was not marked is None, never 0.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,7 @@ import torch
 from lightning_fastdata.device.backend import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.model.finding import duration_text, steps_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from lightning_fastdata.insight.waits.causes import WaitCauses
+from lightning_fastdata.insight.waits.causes import WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -331,33 +332,30 @@ def _neighbours(e: Evidence) -> Finding | None:
     )
 
 
-def _sampler(e: Evidence) -> Finding | None:
-    return _own(
-        e,
-        "sampler",
-        "FD323",
-        "asking the sampler which samples come next, in the training process,",
-        "a sampler that computes the order of an epoch once, in __iter__, and then gives numbers "
-        "of an array",
-        "the number of workers: the sampler runs in the training process",
-    )
-
-
-def _unpacking(e: Evidence) -> Finding | None:
-    return _own(
-        e,
-        "unpack",
-        "FD324",
-        "unpickling batches in the training process",
-        "batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
-        "made anew one by one; have collate_fn put them together in the workers",
-        "the number of workers: batches are unpickled in the training process",
-    )
-
-
 def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
+    """Return the finding that the training process itself takes long for a part of the wait."""
     share = remedies.part_shares(e).get(part, 0.0)
     return _spent(e, code, share, what, remedy, leave) if _costs_enough(e, share) else None
+
+
+_sampler: Final = partial(
+    _own,
+    part="sampler",
+    code="FD323",
+    what="asking the sampler which samples come next, in the training process,",
+    remedy="a sampler that computes the order of an epoch once, in __iter__, and then gives "
+    "numbers of an array",
+    leave="the number of workers: the sampler runs in the training process",
+)
+_unpacking: Final = partial(
+    _own,
+    part="unpack",
+    code="FD324",
+    what="unpickling batches in the training process",
+    remedy="batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
+    "made anew one by one; have collate_fn put them together in the workers",
+    leave="the number of workers: batches are unpickled in the training process",
+)
 
 
 def _costs_enough(e: Evidence, share: float) -> bool:

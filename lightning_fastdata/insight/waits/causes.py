@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, SupportsInt
+from typing import Final, SupportsInt
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.waits.attribution import (
@@ -17,10 +17,8 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitCutter,
     WaitParts,
 )
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-    from lightning_fastdata.stamps.lines import LineTime
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.lines import LineTime
 
 _NS_PER_MS: Final = 1e6
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")

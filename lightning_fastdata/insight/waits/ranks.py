@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -23,8 +24,6 @@ from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from lightning_fastdata.insight.measure.metrics import StageSummary

@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from lightning_fastdata.host.memory import size_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 GuardPolicy: TypeAlias = Literal["accumulate", "raise", "warn", "off"]
 """What to do with a batch that does not fit.

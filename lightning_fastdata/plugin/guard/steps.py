@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.device.backend import is_out_of_memory, synchronize
+from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory, synchronize
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
@@ -61,7 +61,6 @@ from lightning_fastdata.torch_internals import not_compiled
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.module import DataModule
     from lightning_fastdata.types import Batch
 

@@ -18,10 +18,8 @@ A batch takes the workers ``batch * max(sample / workers, computing part of samp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lightning_fastdata.types import PixelPlace
+from lightning_fastdata.types import PixelPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,21 +12,19 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import children, leaves, rebuilt
-
-if TYPE_CHECKING:
-    from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)
 _COPIES: Final = 8

@@ -36,7 +36,7 @@ from lightning_fastdata.plugin.placing.decision import (
     SampleCosts,
     choose_place,
 )
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import PixelPlace, SampleKey, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
-    from lightning_fastdata.types import PixelPlace, Stage
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
 """What a user sets."""

@@ -14,13 +14,12 @@ from lightning_fastdata.plugin.seams.internals import (
     replace_for_one_run,
 )
 from lightning_fastdata.tree import held
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import Batch, SampleKey
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.types import Batch
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
