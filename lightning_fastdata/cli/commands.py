@@ -136,19 +136,23 @@ def compare(a: str, b: str) -> None:
     sys.stdout.write(f"{side_by_side(report_file(Path(a)), report_file(Path(b)))}\n")
 
 
+def takes_command(parser: ArgumentParser, what: str) -> None:
+    """Add the script to run; what follows it is its own."""
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
+    )
+    parser.add_argument("command", nargs="...", help=what)
+
+
 def takes_run(parser: ArgumentParser) -> None:
-    """Add the arguments of ``run``; what follows the script is the script's own."""
+    """Add the arguments of ``run``."""
     parser.add_argument(
         "--report",
         help="Where the report is written. Default: report.json in the Trainer's log folder.",
     )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
-    )
-    parser.add_argument(
-        "command",
-        nargs="...",
-        help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
+    takes_command(
+        parser,
+        "A Python file and its arguments; or a program, such as torchrun, and its arguments.",
     )
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     default_collate,
     default_convert,
@@ -39,6 +38,7 @@ from lightning_fastdata.order.samplers import (
 from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
+from lightning_fastdata.prove.loaders import is_shuffled
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import held_by, is_a
@@ -159,17 +159,6 @@ def _told_of(dataset: object, name: str, stage: Stage, pipeline: object) -> str:
     )
 
 
-class Constant:
-    """A dataset method that returns a given dataset; unlike a lambda, it can be pickled."""
-
-    def __init__(self, dataset: object) -> None:
-        self.dataset = dataset
-
-    def __call__(self) -> object:
-        """Return the dataset."""
-        return self.dataset
-
-
 # -- loaders that a user has -----------------------------------------------------------------------
 
 
@@ -267,13 +256,7 @@ def _order(loader: DataLoader[Any]) -> dict[str, object]:
     data: object = loader.dataset
     if type(sampler) is SequentialSampler and sampler.data_source is data:
         return {"shuffle": False}
-    if (
-        type(sampler) is RandomSampler
-        and sampler.data_source is data
-        and sampler.generator is None
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
+    if is_shuffled(loader) and getattr(sampler, "generator", None) is None:
         return {"shuffle": True}
     return {"sampler": sampler}
 

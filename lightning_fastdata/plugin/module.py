@@ -44,7 +44,6 @@ from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_fo
 from lightning_fastdata.plugin.caching import kept
 from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
-    Constant,
     GivenLoader,
     bad_samples_of,
     datasets_of,
@@ -73,6 +72,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import (
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing, device_type
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
+from lightning_fastdata.plugin.seams.internals import itself
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
@@ -386,7 +386,7 @@ class DataModule:
         module = cls(**given, **arguments)  # type: ignore[arg-type]
         for stage, dataset in zip(STAGES, datasets, strict=True):
             if dataset is not None:
-                setattr(module, DATASET_METHOD[stage], Constant(dataset))
+                setattr(module, DATASET_METHOD[stage], partial(itself, dataset))
         return module
 
     @classmethod
@@ -451,7 +451,7 @@ class DataModule:
             )
         for stage, form in given.items():
             based = [replace(one, base=base) for _, one in named(form, stage)]
-            setattr(module, DATASET_METHOD[stage], Constant(in_form_of(form, based)))
+            setattr(module, DATASET_METHOD[stage], partial(itself, in_form_of(form, based)))
         return module
 
     def register_transform(

@@ -27,7 +27,7 @@ from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.placing.transfer import Prefetching
 from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.seams.loaders import flattened
-from lightning_fastdata.plugin.seams.trainer import trainer_of_class
+from lightning_fastdata.plugin.seams.trainer import trainer_like
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.types import Batch
@@ -132,7 +132,7 @@ def _apart(module: DataModule, seed: int | None, batch_size: int | None) -> Data
 
 def _training_loader(twin: DataModule) -> FastDataLoader:
     """Return the training loader of a data module, made as for a training on the CPU."""
-    twin._trainer = trainer_of_class(type(twin))
+    twin._trainer = trainer_like(twin)
     try:
         loaders = list(flattened(twin.train_dataloader()))
     finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import or_
 from typing import Any, Final, Literal, TypeAlias
 
 Changes: TypeAlias = Literal["nothing", "steps", "epochs", "unknown"]
@@ -47,14 +49,8 @@ class Change:
 
     def __or__(self, other: Change) -> Change:
         """Return both; the other's number of workers wins."""
-        number = self.num_workers if other.num_workers is None else other.num_workers
-        return Change(
-            num_workers=number,
-            persistent_workers=self.persistent_workers or other.persistent_workers,
-            fast=self.fast or other.fast,
-            cache=self.cache or other.cache,
-            share=self.share or other.share,
-        )
+        names = (field.name for field in fields(self))
+        return Change(**{name: getattr(other, name) or getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +237,9 @@ def together(
 
 
 def _joined(parts: list[Remedy]) -> Remedy:
-    change = Change()
-    for part in parts:
-        change = change | part.change
     return Remedy(
         name=" + ".join(part.name for part in parts),
-        change=change,
+        change=reduce(or_, (part.change for part in parts)),
         effort=sum(part.effort for part in parts),
         says=tuple(dict.fromkeys(said for part in parts for said in part.says)),
     )

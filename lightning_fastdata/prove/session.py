@@ -352,11 +352,7 @@ class Session:
 
     def _look(self, place: Place) -> Fingerprint | None:
         began_s = clock.monotonic()
-        seen = fingerprint(
-            *made.what_is_read(place.own),
-            within_s=_LOOK_S,
-            roughly=True,
-        )
+        seen = fingerprint(*made.what_is_read(place.own), within_s=_LOOK_S, roughly=True)
         place.aside_s += clock.monotonic() - began_s
         return seen
 
@@ -552,12 +548,7 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
         TrialEndedError: It has ended.
     """
     trial = Trial(script=settings.script)
-    session = Session(
-        trial,
-        Path(settings.file),
-        budget_s=settings.budget_s,
-        device=device,
-    )
+    session = Session(trial, Path(settings.file), budget_s=settings.budget_s, device=device)
     trial.notes.append(
         "The loop was timed from batch to batch, within one epoch of its own; validation and what "
         "it does between epochs are in no figure."

@@ -119,6 +119,7 @@ def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False)
     return device != "cpu" and in_workers and not facts.augment_settled
 
 
+_OF_CAUSES: Final = ("overtaken_share", "slow_samples", "operations", "lines")
 _NO_STEPS: Final = StageSummary(stage="train", steps=0, samples=0, duration_s=0.0)
 _NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
 _NEARLY: Final = 0.9
@@ -281,7 +282,10 @@ def stage_evidence(
     long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
     causes = summary.causes
     seen = causes is not None and any(each.augments for each in causes.operations)
-    evidence = Evidence(
+    of_waits = {} if causes is None else {name: getattr(causes, name) for name in _OF_CAUSES}
+    return Evidence(
+        parts=None if causes is None else causes.wait,
+        **of_waits,
         loader=facts or LoaderFacts(),
         device=summary.device,
         machine=machine,
@@ -300,16 +304,6 @@ def stage_evidence(
         device_could_augment=None
         if facts is None
         else device_could_augment(summary.device, facts, seen=seen),
-    )
-    if causes is None:
-        return evidence
-    return replace(
-        evidence,
-        parts=causes.wait,
-        overtaken_share=causes.overtaken_share,
-        slow_samples=causes.slow_samples,
-        operations=causes.operations,
-        lines=causes.lines,
     )
 
 

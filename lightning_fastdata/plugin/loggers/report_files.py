@@ -45,17 +45,6 @@ class Misfortunes:
         except Exception as error:
             self.tell(what, error)
 
-    def survived_by(self, what: str, call: Callable[_Given, object]) -> Callable[_Given, None]:
-        """Return a function that does the same and warns of errors."""
-
-        def guarded(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
-            try:
-                call(*args, **kwargs)
-            except Exception as error:
-                self.tell(what, error)
-
-        return guarded
-
 
 _OfRun: TypeAlias = Callable[Concatenate[Any, Any, _Given], None]
 _Hook: TypeAlias = Callable[Concatenate[Any, _Given], None]

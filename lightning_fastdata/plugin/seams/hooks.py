@@ -31,6 +31,17 @@ _STEPS: Final = "fastdata_steps"
 """Attribute of the function that takes its place: what runs before the hook."""
 
 
+def package_of(one: object) -> str:
+    """Return which of Lightning's packages the class of an object is of; empty: neither."""
+    modules = (base.__module__ for base in type(one).__mro__)
+    return next((p[:-1] for name in modules for p in PACKAGES if name.startswith(p)), "")
+
+
+def home_of(package: str) -> str:
+    """Return the module that has the data module which a Trainer of a package takes."""
+    return "lightning_fastdata" + ".pytorch_lightning" * (package == "pytorch_lightning")
+
+
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
     """Return the bound hook that a user wrote on this object or in its class, or None."""
     # Asked anew each time: in a notebook a class gets hooks between two fits.

@@ -150,7 +150,10 @@ def combined_mode(loaders: object) -> str | None:
 
 
 def itself(value: _Value) -> _Value:
-    """Return what was given: how a copy of a trainer gets what was there before a replacement."""
+    """Return what was given: so a copy of a trainer gets what was there before a replacement.
+
+    And so a data module gets a dataset that was given to it; unlike a lambda, it can be pickled.
+    """
     return value
 
 

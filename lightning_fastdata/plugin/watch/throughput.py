@@ -45,7 +45,7 @@ from lightning_fastdata.randomness.seeds import global_seed
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, Stage
 
 
 _MOST_FIGURES: Final = 20
@@ -134,7 +134,11 @@ class ThroughputHooks:
         self._run = MeasuredRun(trainer, recording, undo, self)
         if stage == "fit" and self.augment is not None:
             undo += self._register(trainer, pl_module, recording)
-        watch = self.misfortunes.survived_by("A loader is not measured", recording.watch)
+
+        def watch(stage: Stage, loaders: object) -> None:
+            with self.misfortunes.survived("A loader is not measured"):
+                recording.watch(stage, loaders)
+
         undo.append(watch_sources(trainer, recording.stages, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
 
