@@ -54,12 +54,9 @@ def check_found_by_lightning() -> None:
 
 
 def program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str]:
-    """Return the program and its arguments that a command stands for.
+    """Return the program and its arguments that the command of a user stands for.
 
-    Args:
-        command: What the user wrote behind the options.
-        asked: The command of ours that was asked for.
-        module: It is a module, as of ``python -m``.
+    ``asked``: the command of ours; ``module``: it is a module, as of ``python -m``.
 
     Raises:
         OptionsError: There is no such file or program.

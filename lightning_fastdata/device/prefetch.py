@@ -97,7 +97,6 @@ def prefetch(
 
 
 def _saves(loader: Any) -> Any:
-    """Return a loader that can save and restore its position."""
     if not hasattr(loader, "state_behind"):
         raise OptionsError(
             f"prefetch() takes the batches of a {type(loader).__name__} one ahead of their use, "
@@ -157,7 +156,6 @@ class Prefetched(Generic[Batch_co]):
         tell_samplers(epoch, self.loader, *samplers)
 
     def __iter__(self) -> Iterator[Batch_co]:
-        """Begin an epoch."""
         epoch = self._epochs if self._next_epoch is None else self._next_epoch
         self._next_epoch, self._epochs = None, epoch + 1
         if self._lane is None:
@@ -226,7 +224,6 @@ class _Work:
         return partial(self._carried_out, count)
 
     def __call__(self, batch: Batch) -> Batch:
-        """Do it to the next batch."""
         return self.begun()(batch)
 
     def _carried_out(self, count: _Count, batch: Batch) -> Batch:
@@ -336,7 +333,8 @@ class SideLane:
         if self._full or not all(map(shows_its_memory, given)):
             # Memory that is not seen could be used again too early: the consumer's stream does it.
             return crossing
-        self._make_room()
+        if self._landed is not None:
+            self._landed.synchronize()
         while self._sources and self._sources[0][0].query():
             self._sources.popleft()
         streams = self.streams
@@ -372,10 +370,6 @@ class SideLane:
             return False
         self._stop()
         return True
-
-    def _make_room(self) -> None:
-        if self._landed is not None:
-            self._landed.synchronize()
 
     def _stop(self) -> None:
         if not self._full:

@@ -41,11 +41,7 @@ _THROTTLED: Final = 0.2
 
 
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
-    """Raise :class:`VersionError` if a package is installed in a version that will not do.
-
-    Args:
-        installed: Returns the version of a distribution, or raises ``PackageNotFoundError``.
-    """
+    """Raise :class:`VersionError` if a package is installed in a version that will not do."""
     for name, least in LEAST.items():
         try:
             version = installed(name)
@@ -203,12 +199,8 @@ def read_gpus(
     """Return name and memory of each GPU that torch may use; None: the driver does not tell.
 
     The driver lists them: no CUDA context is opened, which takes hundreds of MiB on a GPU that may
-    be at work.
-
-    Args:
-        count: returns how many there are; None: as torch does, which asks the driver.
-        run: returns what a command prints, or raises OSError; None: as a process of its own.
-        environ: the environment, in which ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
+    be at work. ``run`` returns what a command prints, or raises OSError; in ``environ``,
+    ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
     """
     gpus = (count or _count)()
     visible = environ.get("CUDA_VISIBLE_DEVICES")

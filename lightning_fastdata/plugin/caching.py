@@ -67,7 +67,6 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None
 
 
 def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[bool, str]:
-    """Return whether keeping samples pays, and why."""
     if len(cache) < 2:
         return False, "there are too few"
     with tempfile.TemporaryDirectory() as folder:

@@ -816,10 +816,6 @@ class DataModule:
         pipeline = self.placing.may_use_device(stage, self._trainer)
         return self._transforms.run_on_device(stage, pipeline=pipeline)
 
-    def augmentation_settled(self, stage: Stage) -> bool:
-        """Return whether it was found out in this run where pixels of a stage are best computed."""
-        return self.placing.choice(stage) is not None
-
     # -- the transfer of a batch; each hook calls that of the LightningModule ----------------------
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:

@@ -34,11 +34,7 @@ _LEFT_OUT: Final = (
 
 
 class ProvingHooks:
-    """Runs a trial in the place of a training, and ends the script behind it.
-
-    Args:
-        settings: What was asked for.
-    """
+    """Runs a trial in the place of a training, and ends the script behind it."""
 
     def __init__(self, settings: ProveSettings) -> None:
         super().__init__()

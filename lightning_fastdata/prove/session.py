@@ -390,7 +390,6 @@ class Session:
                     place.close(arm)
 
     def _parts_of(self, turn: Turn) -> int:
-        """Return how many parts of an epoch a turn takes."""
         if not turn.warm:
             return self._repeats
         remedy = self.trial.remedies.get(turn.arm)
@@ -409,7 +408,6 @@ class Session:
         raise TrialEndedError(0)
 
     def _cut(self, seconds: float) -> None:
-        """Read parts of about so many seconds."""
         for place in self._places["train"]:
             step_s = middle_step_s(place.asked_s) or 1e-3
             place.cut(max(_FIRST_STEPS, int(seconds / step_s)))

@@ -196,7 +196,6 @@ def _loses(trial: Trial, name: str) -> bool:
 
 
 def _worthwhile(trial: Trial) -> dict[str, float]:
-    """Return the remedies that seem to gain something, with their factors."""
     found = {}
     for name in trial.remedies:
         logs = log_gains(trial.blocks, name, "try")

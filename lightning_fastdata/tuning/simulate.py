@@ -394,7 +394,6 @@ class EventModel:
         return jobs
 
     def _start(self) -> None:
-        """Have idle workers take what there is for them."""
         shared = len(self._lanes) == 1
         for worker in self._idle.copy():
             lane = self._lanes[0 if shared else worker]

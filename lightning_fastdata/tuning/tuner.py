@@ -199,7 +199,9 @@ class Tuner:
         self._watch.clear(costs=False)
         pressure = self._pressed()
         if pressure.memory and loader.num_workers > 1:
-            self._relieve(loader, window)
+            half = loader.num_workers // 2
+            self.most_workers = min(self.most_workers, half)
+            self._move(loader, window, Proposal(half, None, "memory is short"))
             return
         differs = self._decided is not None and _differs(window, self._decided)
         if differs and (self._differed or window.wait_share >= _MUCH):
@@ -221,11 +223,6 @@ class Tuner:
             return Pressure()
         self._looked_ns = now_ns
         return self._pressure()
-
-    def _relieve(self, loader: Tunable, window: Window) -> None:
-        half = loader.num_workers // 2
-        self.most_workers = min(self.most_workers, half)
-        self._move(loader, window, Proposal(half, None, "memory is short"))
 
     def _decide(self, loader: Tunable, window: Window) -> None:
         if not window.steady and not self._again:

@@ -81,8 +81,8 @@ def test_words_say_line_and_call():
 )
 def test_a_lock_that_processes_share_is_told_from_one_within_a_process(calls, shared):
     line = share(calls=calls)
-    assert lock_between_processes([share(2, 0.2), line]) == (line if shared else None)
-    assert lock_between_processes([replace(line, share=0.2)]) is None
+    assert lock_between_processes([share(2, 0.2), line]) == shared
+    assert not lock_between_processes([replace(line, share=0.2)])
 
 
 def test_a_cause_gets_the_line_that_stands_out():

@@ -25,7 +25,12 @@ import torch
 
 from lightning_fastdata.device.backend import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.model.finding import duration_text, steps_text
+from lightning_fastdata.insight.model.finding import (
+    STALL_LOW,
+    costs_much,
+    duration_text,
+    steps_text,
+)
 from lightning_fastdata.insight.waits.causes import WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -178,6 +183,14 @@ class StageSummary:
     def stall_share(self) -> float | None:
         """Part of the step in which the device stood idle because of data, 0 to 1."""
         return None if self.stall is None else self.stall.share
+
+    @property
+    def stalls(self) -> bool:
+        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        stall = self.stall
+        if stall is None or stall.share < STALL_LOW:
+            return False
+        return costs_much(stall.mean_ms, stall.share)
 
     @property
     def speedup_possible(self) -> float | None:

@@ -300,7 +300,6 @@ class _Watched:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was recorded so far; the loader goes on recording it."""
         self.records.clear()
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
         self.rates: ReadRates | None = None
@@ -339,9 +338,6 @@ class StageStamps:
 
     Several loaders count as one in the summary, and what is asked of "the" loader is about the one
     that is waited for most. Where one of them takes no stamps, nothing is known of any.
-
-    Args:
-        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -128,7 +128,6 @@ def _areas(phases: dict[str, Values], top: float) -> dict[str, str]:
 
 
 def _figures(steps: Columns, phases: dict[str, Values]) -> Iterator[str]:
-    """Yield the figures of each step, one in a line."""
     for i, (step, cold, total) in enumerate(
         zip(steps["step"], steps["cold"], steps["step_ms"], strict=True)
     ):

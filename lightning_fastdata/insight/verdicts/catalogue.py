@@ -168,13 +168,7 @@ class Verdict:
 def judge(
     summary: StageSummary, facts: LoaderFacts | None = None, evidence: Evidence | None = None
 ) -> Verdict:
-    """Return what limits the stage.
-
-    Args:
-        summary: The measured stage.
-        facts: What is known about the loader; None: what ``evidence`` says.
-        evidence: What the stamps of its batches say; None: there are no stamps.
-    """
+    """Return what limits the stage; without ``facts``, ``evidence`` says what its loader is."""
     evidence = evidence or Evidence()
     facts = facts or evidence.loader
     evidence = replace(evidence, summary=summary, loader=facts)

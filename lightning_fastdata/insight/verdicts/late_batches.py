@@ -102,11 +102,8 @@ def _more_workers(
 ) -> Finding:
     """Return the finding with the number of workers that the model recommends, if one helps.
 
-    Args:
-        e: Of the stage.
-        otherwise: The finding where more workers do not help.
-        together: Workers may wait for something that they share, of which the model knows nothing.
-        computing: Workers compute, so that no more of them are of use than there are CPUs.
+    ``together``: they may wait for something that they share, of which the model knows nothing.
+    ``computing``: they compute, so that no more of them are of use than there are CPUs.
     """
     wanted, now = remedies.best_workers(e, computing=computing), e.setup
     if wanted is None or now is None:
@@ -157,7 +154,7 @@ def _shares(e: Evidence) -> bool:
     more = _read_more_by(e)
     if more is not None:
         return more < _SHARED
-    return lock_between_processes(e.lines) is not None and e.setup is not None
+    return lock_between_processes(e.lines) and e.setup is not None
 
 
 def _at_limit(e: Evidence) -> bool:
@@ -359,7 +356,6 @@ _unpacking: Final = partial(
 
 
 def _costs_enough(e: Evidence, share: float) -> bool:
-    """Return whether a part of the wait costs enough for a finding."""
     spent_ms = share * (e.stall_ms or 0.0)
     return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
 

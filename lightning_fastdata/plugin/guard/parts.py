@@ -147,7 +147,8 @@ class RunsInParts:
             BatchSizeError: Memory runs out where the batch cannot be taken in parts.
         """
         batch = next(iter(kwargs.values()), None)
-        rows, numbers = rows_of(batch), _numbers_of(batch)
+        rows = rows_of(batch)
+        numbers = sum(leaf.numel() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
         if rows is None:
             return self.run(optimizer, batch_idx, kwargs)
         size = rows
@@ -366,10 +367,6 @@ def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
     return {**joined, "loss": total}
 
 
-def _numbers_of(batch: Batch) -> int:
-    return sum(leaf.numel() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
-
-
 def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
     return None if grad is None else grad.detach().to("cpu", copy=True)
 
@@ -451,7 +448,6 @@ class ArrivesInParts:
 
 
 def _as_loaded(batch: Batch) -> Batch:
-    """Return a batch as its loader gave it."""
     if isinstance(batch, StagedBatch) and batch.crossing is not None:
         return batch.crossing.source
     return batch

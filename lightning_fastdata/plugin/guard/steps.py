@@ -96,14 +96,8 @@ def run_guard(
 
     The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely, or
     the copy of the model would take more than half of the free host memory of a rank.
-    Nothing is applied yet. What a training step raises goes through, out of memory excepted.
-
-    Args:
-        trainer: It has set up its strategy for a fit.
-        pl_module: The module it trains.
-        datamodule: Its data, and what is asked for.
-        reader: Of the device that the module is on.
-        clock: Seconds from any start.
+    Nothing is applied yet. What a training step raises goes through, out of memory excepted. The
+    trainer has set up its strategy for a fit; ``clock`` gives seconds.
     """
     asked, accumulate_now = datamodule.batch_size, trainer.accumulate_grad_batches
     rows = _rows_to_train_on(datamodule)
@@ -239,7 +233,6 @@ class _Repeated:
         self._few: Batch | None = None
 
     def __call__(self, rows: int) -> Batch:
-        """Return a batch with that many rows."""
         if self._few is None:
             self._few = self._batch_of(self._rows)
         if rows_of(self._few) != self._rows:
@@ -385,7 +378,6 @@ class _TriedSteps:
 
 
 def _arguments(step: Callable[..., Any], batch: Batch) -> tuple[Any, ...]:
-    """Return what a step of a module is called with."""
     wanted = inspect.signature(step).parameters.values()
     with_index = len(wanted) > 1 or any(own.kind is own.VAR_POSITIONAL for own in wanted)
     return (batch, 0) if with_index else (batch,)

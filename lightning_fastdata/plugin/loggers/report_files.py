@@ -74,11 +74,7 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
 def report_file(path: str | Path | bool, log_dir: str, method: str) -> Path | None:
     """Return the file of the JSON that was asked for; None: none was.
 
-    Args:
-        path: Of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none. A page is
-            written beside it.
-        log_dir: The trainer's.
-        method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
+    What is no fit has files of its own: ``report-test.json``.
     """
     if path is False:
         return None

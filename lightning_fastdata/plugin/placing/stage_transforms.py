@@ -68,7 +68,6 @@ class StageTransforms:
                 self.register(transform, stage)
 
     def __getitem__(self, stage: Stage) -> list[StageTransform]:
-        """Return the transforms of a stage in their order."""
         return self._of[stage]
 
     def worker_part(self, stage: Stage) -> StageTransform | None:

@@ -82,7 +82,7 @@ class RunJudge:
         """Return what the loader says about itself: the one waited for most, else the first."""
         stage, ours = self._recording.main.stage, own_datamodule(self._trainer)
         label, loader = _slowest_loader(self._recording.loaders(), self._recording.main)
-        settled = ours is not None and ours.augmentation_settled(stage)
+        settled = ours is not None and ours.placing.choice(stage) is not None
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
         if self._changes and not known.persistent_workers:
@@ -353,7 +353,6 @@ class MeasuredRun:
         return self.trainer.world_size * waited_s / 60
 
     def _fault_logs(self) -> list[FaultLog]:
-        """Return those of all loaders of this run."""
         several = self.recording.loaders(), self.recording.val_loaders()
         found = (loader for loaders in several for loader in flattened(loaders))
         return [loader.faults for loader in found if isinstance(loader, FastDataLoader)]

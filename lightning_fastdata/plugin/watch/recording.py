@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
-from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -23,7 +22,6 @@ from lightning_fastdata.plugin.seams.trainer import STAGES_OF
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.padding import PaddingMeter
     from lightning_fastdata.types import Batch, Stage
 
@@ -195,7 +193,6 @@ class _LooksAtBatches:
         self.move = trainer.strategy.batch_to_device
 
     def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
-        """Return the batch on the device."""
         if self.trainer.training:
             with suppress(Exception):  # a batch may be anything
                 self.meter.look(batch)
@@ -283,7 +280,8 @@ class Recording:
 
     def notes(self) -> tuple[str, ...]:
         """Return why it is not known why batches were late, of stages in which they were."""
-        meters = [meter for meter in self.meters if _waits(meter.summary())]
+        summaries = [(meter, meter.summary()) for meter in self.meters]
+        meters = [meter for meter, summary in summaries if summary is not None and summary.stalls]
         missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
         if not missing:
             return ()
@@ -350,8 +348,3 @@ class Recording:
     def _augment_ended(self) -> None:
         if self._moving is not None and self.augments(self._moving.stage):
             self._moving.timeline.augment_ended()
-
-
-def _waits(summary: StageSummary | None) -> bool:
-    stall = None if summary is None else summary.stall
-    return stall is not None and stall.share >= STALL_LOW and costs_much(stall.mean_ms, stall.share)
