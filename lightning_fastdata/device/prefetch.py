@@ -8,14 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Generic,
-    NamedTuple,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from lightning_fastdata.augment import StageTransform, as_batch_transform
 from lightning_fastdata.batches.staged import (

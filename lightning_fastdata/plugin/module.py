@@ -60,7 +60,7 @@ from lightning_fastdata.plugin.datasets import (
     told_of_pipelines,
 )
 from lightning_fastdata.plugin.guard.callback import attach_guard
-from lightning_fastdata.plugin.guard.sizes import GuardPolicy
+from lightning_fastdata.plugin.guard.steps import GuardPolicy
 from lightning_fastdata.plugin.placing.stage_transforms import (
     StagePlan,
     StageTransforms,

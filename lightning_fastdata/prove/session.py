@@ -356,10 +356,6 @@ class Session:
         place.aside_s += clock.monotonic() - began_s
         return seen
 
-    def _changed(self) -> Changes:
-        order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
-        return next((each for each in order if each in self._changes), "nothing")
-
     # -- the parts of an epoch ---------------------------------------------------------------------
 
     def _next_part(self) -> None:
@@ -504,7 +500,7 @@ class Session:
     def _facts(self) -> LoaderFacts:
         train = self._places["train"]
         own = train[0].own
-        limit = read_cpu_limit()
+        order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
         reader = made.reader_of(own) if len(train) == 1 else "other"
         is_loader = reader != "other"
         blocks = self.trial.blocks
@@ -518,14 +514,14 @@ class Session:
         return LoaderFacts(
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
-            cpus=limit.usable_cpus,
+            cpus=read_cpu_limit().usable_cpus,
             used_cpus=sum(self._used) / max(1, len(self._used)),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
             stream=made.is_stream(own),
-            changes=self._changed(),
+            changes=next((each for each in order if each in self._changes), "nothing"),
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),

@@ -262,26 +262,7 @@ def _spread(trial: Trial) -> Spread | None:
     return _pooled([*rows, log_gains(trial.blocks, FREE, "bound")])
 
 
-def untried_of(trial: Trial) -> list[str]:
-    """Return the remedies of which no block is known, as the time was over."""
-    known = {block.arm for block in trial.blocks}
-    return [name for name in trial.remedies if name not in known and name not in trial.failed]
-
-
-def recommended(trial: Trial) -> tuple[str, Gain] | None:
-    """Return the remedy that was confirmed, if its gain holds."""
-    found = _confirmed(trial)
-    return found if found is not None and found[1].holds else None
-
-
-def unsure_of(trial: Trial) -> tuple[str, Gain] | None:
-    """Return the remedy whose gain would be worth it, but may be chance."""
-    found = _confirmed(trial)
-    worth = found is not None and found[1].factor > LEAST_GAIN
-    return found if worth and recommended(trial) is None else None
-
-
-def _confirmed(trial: Trial) -> tuple[str, Gain] | None:
+def confirmed(trial: Trial) -> tuple[str, Gain] | None:
     """Return the remedy that was run once more, and what that has shown."""
     for name in trial.remedies:
         if len(log_gains(trial.blocks, name, "confirm")) >= _LEAST_PAIRS:

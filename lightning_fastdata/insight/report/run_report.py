@@ -18,10 +18,7 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.measure.metrics import MOST_RECENT, Columns, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
-from lightning_fastdata.insight.model.finding import (
-    gain_text,
-    steps_text,
-)
+from lightning_fastdata.insight.model.finding import gain_text, steps_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line

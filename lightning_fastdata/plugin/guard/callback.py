@@ -13,8 +13,7 @@ from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory, me
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.guard.parts import ArrivesInParts, RunsInParts, why_not_in_parts
-from lightning_fastdata.plugin.guard.sizes import GuardDecision, skipped
-from lightning_fastdata.plugin.guard.steps import run_guard
+from lightning_fastdata.plugin.guard.steps import GuardDecision, run_guard, skipped
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     forget_training_loader,

@@ -17,12 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import require
-from lightning_fastdata.insight.measure.metrics import (
-    Columns,
-    StepTiming,
-    Values,
-    columns_of,
-)
+from lightning_fastdata.insight.measure.metrics import Columns, StepTiming, Values, columns_of
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime
 from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
 

@@ -1,6 +1,19 @@
 """Where a data module has the pixels of its pipelines computed: asked for, or measured and kept.
 
 ``augment_on="auto"`` decides for each stage when its first loader is made, before the training.
+The first rule that fits decides:
+
+==  =====================================================================  ========================
+ 1  there is no accelerator                                                workers
+ 2  the pipeline leaves nothing to a device                                workers
+ 3  the device failed at its part when that was tried                      workers
+ 4  nothing could be measured beforehand                                   device
+ 5  the workers save more time per batch than the device needs for it      device
+ 6  otherwise                                                              workers
+==  =====================================================================  ========================
+
+A batch takes the workers ``batch * max(sample / workers, computing part of sample / CPUs)``, where
+``sample`` is measured before the training, in one process; without workers, ``batch * sample``.
 """
 
 from __future__ import annotations
@@ -18,11 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import torch
 
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.staged import (
-    FirstOfPairs,
-    StagingCollate,
-    move,
-)
+from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, move
 from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -30,12 +39,6 @@ from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.plugin.placing.decision import (
-    PlaceChoice,
-    PlaceCosts,
-    SampleCosts,
-    choose_place,
-)
 from lightning_fastdata.types import PixelPlace, SampleKey, Stage
 
 if TYPE_CHECKING:
@@ -58,6 +61,101 @@ _MOST_SAMPLES: Final = 16
 _WARM_UP, _ROUNDS = 2, 5
 # What torch raises where a device has no memory, no such operation, or no such dtype.
 _TOO_MUCH: Final = (RuntimeError, TypeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCosts:
+    """What a worker spends on one sample: medians, without waiting for a CPU."""
+
+    whole_ms: float
+    """Milliseconds with the whole pipeline: reading, pixels, and its share of the collation."""
+    deferred_ms: float
+    """Milliseconds if the device does what it can: reading, drawing, the pixels that stay, and its
+    share of the collation."""
+    read_ms: float
+    """Of both, the milliseconds of reading."""
+    waits_ms: float = 0.0
+    """Of those, the milliseconds without computing: for a disk or a network."""
+    samples: int = 1
+    """How many were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceCosts:
+    """What is known before the first step."""
+
+    accelerator: bool
+    """Whether the training runs on something else than a CPU."""
+    defers: bool = True
+    """Whether anything of the pipeline can run on a device."""
+    batch_size: int
+    """Samples in a batch of this rank."""
+    workers: int
+    """Side processes that make batches; 0: the training process makes them."""
+    cpus: float
+    """CPUs that this rank may use."""
+    sample: SampleCosts | None = None
+    """None: no sample could be measured."""
+    device_ms: float | None = None
+    """Milliseconds of the device for its part of one batch; None: not measured."""
+    refusal: str | None = None
+    """Why the device cannot do its part; None if it can."""
+    library: str = "Albumentations"
+    """Who makes the pixels in the workers."""
+
+    def loader_ms(self, place: PixelPlace) -> float:
+        """Return the milliseconds in which the workers make one batch; 0 if unknown."""
+        sample = self.sample
+        if sample is None:
+            return 0.0
+        each = sample.whole_ms if place == "workers" else sample.deferred_ms
+        if not self.workers:
+            return self.batch_size * each
+        computes = max(0.0, each - sample.waits_ms)
+        return self.batch_size * max(each / self.workers, computes / max(self.cpus, 1e-3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceChoice:
+    """Where the pixels are computed, and why."""
+
+    place: PixelPlace
+    reason: str
+    """With its numbers."""
+    saved_ms: float | None = None
+    """Milliseconds per batch by which the device's part makes the workers faster; None: unknown."""
+    device_ms: float | None = None
+    """Milliseconds per batch that this part takes the device; None: not known."""
+
+
+def choose_place(costs: PlaceCosts) -> PlaceChoice:
+    """Decide where the pixels of a pipeline are computed; the rules are those of this module."""
+    sample, device_ms = costs.sample, costs.device_ms
+    if not costs.accelerator:
+        return PlaceChoice(
+            place="workers",
+            reason="there is no accelerator, and on a CPU torch takes many times as long for these "
+            f"pixels in batches as {costs.library} for samples in the workers",
+        )
+    if not costs.defers:
+        return PlaceChoice(place="workers", reason="the pipeline leaves nothing to a device")
+    if costs.refusal is not None:
+        return PlaceChoice(place="workers", reason=costs.refusal)
+    if sample is None or device_ms is None:
+        why = "no sample could be measured; the device takes off the workers what it can"
+        return PlaceChoice(place="device", reason=why)
+    whole_ms, deferred_ms = costs.loader_ms("workers"), costs.loader_ms("device")
+    saved_ms = whole_ms - deferred_ms
+    workers = f"{costs.workers} worker{'s' if costs.workers > 1 else ''}"
+    makers = workers if costs.workers else "the training process"
+    why = (
+        f"a batch of {costs.batch_size} takes {makers} {whole_ms:.4g} ms with the whole "
+        f"pipeline and {deferred_ms:.4g} ms without what the device can do, for which that needs "
+        f"{device_ms:.4g} ms (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms, "
+        f"{sample.read_ms:.3g} of them reading; {sample.samples} measured)"
+    )
+    place: PixelPlace = "device" if device_ms < saved_ms else "workers"
+    return PlaceChoice(place=place, reason=why, saved_ms=saved_ms, device_ms=device_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

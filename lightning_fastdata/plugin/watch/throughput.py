@@ -35,10 +35,7 @@ from lightning_fastdata.plugin.seams.trainer import (
     print_line,
     steps_logged_by,
 )
-from lightning_fastdata.plugin.watch.measured_run import (
-    FIRST_WORD_STEPS,
-    MeasuredRun,
-)
+from lightning_fastdata.plugin.watch.measured_run import FIRST_WORD_STEPS, MeasuredRun
 from lightning_fastdata.plugin.watch.recording import Recording
 from lightning_fastdata.randomness.seeds import global_seed
 
