@@ -243,7 +243,13 @@ class DataModule:
             fine = isinstance(place, str | int | None)
             check(name, place, fine, "None, a key of the samples and a position in them")
         self.guard: GuardPolicy = guard
-        self._take_batch_size(batch_size)
+        self.chooses_batch_size = batch_size == "auto"
+        if self.chooses_batch_size and guard == "off":
+            raise OptionsError(
+                'batch_size="auto" and guard="off" contradict each other, as the guard '
+                'chooses the size by trying training steps. Set guard="warn", or a batch size.'
+            )
+        self.batch_size = 32 if self.chooses_batch_size else checked_batch_size(batch_size)
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
@@ -270,20 +276,6 @@ class DataModule:
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
         return {**vars(self), "_tuners": {}, "_caches": {}}
-
-    def _take_batch_size(self, batch_size: object) -> None:
-        """Load batches of this size; ``"auto"``: of 32, until one is chosen.
-
-        Raises:
-            OptionsError: It is something else, or nothing will choose one.
-        """
-        self.chooses_batch_size = batch_size == "auto"
-        if self.chooses_batch_size and self.guard == "off":
-            raise OptionsError(
-                'batch_size="auto" and guard="off" contradict each other, as the guard '
-                'chooses the size by trying training steps. Set guard="warn", or a batch size.'
-            )
-        self.batch_size = 32 if self.chooses_batch_size else checked_batch_size(batch_size)
 
     _guard_callback: type | None = None
 

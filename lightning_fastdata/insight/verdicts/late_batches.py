@@ -108,7 +108,7 @@ def _more_workers(
     wanted, now = remedies.best_workers(e, computing=computing), e.setup
     if wanted is None or now is None:
         return otherwise
-    gain = remedies.gain_of_setup(e, wanted)
+    gain = remedies.gain_of(e, setup=wanted)
     helps = wanted.workers > now.workers and gain is not None and gain.worthwhile
     if helps and gain is not None and "num_workers" not in e.closed:
         if together:
@@ -256,7 +256,7 @@ def _spent(
 
 def _gain_of(e: Evidence, share: float, costs: list[BatchCost]) -> Gain | None:
     """Return what batches of other costs gain; where none were recorded, what it is at most."""
-    return remedies.gain_of_costs(e, costs) or remedies.without(e, share * (e.stall_ms or 0.0))
+    return remedies.gain_of(e, costs=costs) or remedies.without(e, share * (e.stall_ms or 0.0))
 
 
 def _few_workers(e: Evidence) -> Finding | None:
@@ -285,11 +285,11 @@ def _few_cpus(e: Evidence) -> Finding | None:
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
-            alone = remedies.gain_of_setup(e, replace(now, worker_threads=1.0))
+            alone = remedies.gain_of(e, setup=replace(now, worker_threads=1.0))
             one = Advice(text=f"{threads}in worker_init_fn)", gain=alone)
             remedy = (one, *remedy)
         if wanted is not None and wanted.workers < now.workers:
-            gain = remedies.gain_of_setup(e, wanted)
+            gain = remedies.gain_of(e, setup=wanted)
             remedy = (remedies.advised(now, wanted, gain), *remedy)
     cause = "; ".join(facts) + where_text(e.lines)
     leave = "more workers: they would share the same CPUs"
@@ -300,7 +300,7 @@ def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
         return None
-    gain = remedies.gain_of_costs(e, scaled(e.costs, collate=0.0))
+    gain = remedies.gain_of(e, costs=scaled(e.costs, collate=0.0))
     less = Advice(text=_COLLATE_LESS, part=share)
     return _spent(e, "FD307", share, "collating samples", less, "reading and transforms", gain)
 

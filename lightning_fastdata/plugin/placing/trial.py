@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from operator import getitem
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -221,46 +221,28 @@ def read_place_costs(
         return replace(costs, refusal=why)
 
 
-class _Ways(NamedTuple):
-    """How a sample that was read is made whole, and with its pixels deferred to the device."""
-
-    make: Mapping[str, Callable[[int, Any], Any]]
-    collate: Mapping[str, Callable[[list[Any]], Any]]
-
-
-def _ways_of(task: PlaceTask) -> _Ways | None:
-    spec, transform, seed = task.of.spec, task.transform, task.of.seed
-    whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
-    if whole is None or deferred is None:
-        return None
-    collate = spec.collate_fn or collate_samples
-    return _Ways(
-        {
-            "whole": lambda index, sample: whole(sample, SampleKey(seed, 0, index)),
-            "deferred": lambda index, sample: deferred(sample, SampleKey(seed, 0, index)),
-        },
-        {
-            "whole": FirstOfPairs(collate, whole, single=False),
-            "deferred": StagingCollate(collate, deferred, spec.stage),
-        },
-    )
-
-
 def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> None:
     """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
-    ways, dataset = _ways_of(task), task.of.spec.dataset
-    indices = spread_indices(dataset_length(dataset) or 0, _MOST_SAMPLES)
-    if ways is None or not indices:
+    spec, transform, seed = task.of.spec, task.transform, task.of.seed
+    whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
+    indices = spread_indices(dataset_length(spec.dataset) or 0, _MOST_SAMPLES)
+    if whole is None or deferred is None or not indices:
         return
-    made: dict[str, list[object]] = {name: [] for name in ways.make}
-    took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways.make}}
+    ways = {"whole": whole, "deferred": deferred}
+    collate = spec.collate_fn or collate_samples
+    collates = {
+        "whole": FirstOfPairs(collate, whole, single=False),
+        "deferred": StagingCollate(collate, deferred, spec.stage),
+    }
+    made: dict[str, list[object]] = {name: [] for name in ways}
+    took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways}}
     began_s = clocks.clock_s()
     for index in indices:
-        sample, ms, cpu_ms = clocks.of(partial(getitem, dataset, index))
+        sample, ms, cpu_ms = clocks.of(partial(getitem, spec.dataset, index))
         took_ms["read"].append(ms)
         took_ms["waits"].append(max(0.0, ms - cpu_ms))
-        for name, make in ways.make.items():
-            row, ms, _ = clocks.of(partial(make, index, sample))
+        for name, make in ways.items():
+            row, ms, _ = clocks.of(partial(make, sample, SampleKey(seed, 0, index)))
             made[name].append(row)
             took_ms[name].append(ms)
         if len(took_ms["read"]) > 1 and clocks.clock_s() - began_s >= budget_s:
@@ -269,9 +251,9 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
     skip = 1 if len(took_ms["read"]) > 1 else 0
     middle = {name: median(values[skip:]) for name, values in took_ms.items()}
     each = {}
-    for name, collate in ways.collate.items():
-        collate(list(made[name]))  # the first one imports
-        _, ms, _ = clocks.of(partial(collate, list(made[name])))
+    for name, collated in collates.items():
+        collated(list(made[name]))  # the first one imports
+        _, ms, _ = clocks.of(partial(collated, list(made[name])))
         each[f"{name}_ms"] = middle["read"] + middle[name] + ms / len(made[name])
     costs = SampleCosts(
         **each,
@@ -280,7 +262,7 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         samples=len(took_ms["read"]) - skip,
     )
     tell("costs", costs)
-    tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
+    tell("batch", collates["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
 
 
 def time_on_device(
