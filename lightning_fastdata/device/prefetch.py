@@ -326,8 +326,7 @@ class SideLane:
         if self._full or not all(map(shows_its_memory, given)):
             # Memory that is not seen could be used again too early: the consumer's stream does it.
             return crossing
-        if self._landed is not None:
-            self._landed.synchronize()
+        self._make_room()
         while self._sources and self._sources[0][0].query():
             self._sources.popleft()
         streams = self.streams
@@ -363,6 +362,10 @@ class SideLane:
             return False
         self._stop()
         return True
+
+    def _make_room(self) -> None:
+        if self._landed is not None:
+            self._landed.synchronize()
 
     def _stop(self) -> None:
         if not self._full:
