@@ -163,7 +163,8 @@ class RankRecords:
         until = clock.monotonic() + patience_s
         while self._rank == 0 and self._broken is None:
             self._tried(self._read_from)
-            behind = [r for r in self._ranks if self._known_epochs(r) < self._epochs]
+            epochs = {rank: timing.epochs for rank, timing in self._known.items()}
+            behind = [rank for rank in self._ranks if epochs.get(rank, 0) < self._epochs]
             if not behind or clock.monotonic() >= until:
                 return
             clock.sleep(_POLL_S)
@@ -171,9 +172,6 @@ class RankRecords:
     def ended(self) -> None:
         """Read what ranks have reported last."""
         self._read(_PATIENCE_AT_END_S)
-
-    def _known_epochs(self, rank: int) -> int:
-        return self._known[rank].epochs if rank in self._known else 0
 
     def _read_from(self, store: Store) -> None:
         for rank in self._ranks:

@@ -195,7 +195,8 @@ class RunsInParts:
         module = self.pl_module
         random = snapshot_random_states()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        grads = [] if first else [(p, _on_host(p.grad)) for p in module.parameters()]
+        kept = () if first else [(p, p.grad) for p in module.parameters()]
+        grads = [(p, None if g is None else g.detach().to("cpu", copy=True)) for p, g in kept]
         metrics = Snapshot(*(m for m in module.modules() if hasattr(type(m), "metric_state")))
 
         def undo() -> None:
@@ -365,10 +366,6 @@ def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
         )
         joined[name] = torch.cat([piece.detach() for piece in pieces]) if of_samples else value
     return {**joined, "loss": total}
-
-
-def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else grad.detach().to("cpu", copy=True)
 
 
 class ArrivesInParts:
