@@ -386,12 +386,7 @@ class OneAhead(Generic[_Sent]):
     The next batch is asked for only if it is known to be there, and else when it is its turn: no
     step waits for the batch behind its own. One that is made in the calling process, when it is
     asked for, so finds what the step before has written, and draws as it would without this.
-
-    Args:
-        batches: The iterator of a loader.
-        send: Sends a batch on its way.
-        receive: Makes of a batch that was sent what is handed out.
-        has_room: Returns whether another one may be sent before it is its turn.
+    ``receive`` makes of a batch that was sent what is handed out.
     """
 
     def __init__(

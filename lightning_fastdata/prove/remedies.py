@@ -217,10 +217,8 @@ def together(
 ) -> list[Remedy]:
     """Return the best remedies together, at most one of each kind of loader.
 
-    Args:
-        remedies: Those that were tried one at a time.
-        gains: How many times as fast an epoch is with those that help.
-        may_persist: Workers that were not there before may stay between epochs.
+    ``gains``: how many times as fast an epoch is with those that help. ``may_persist``: workers
+    that were not there before may stay between epochs.
     """
     plain = [name for name in gains if remedies[name].change.num_workers is not None]
     untried = plain and may_persist and PERSIST.name not in remedies
@@ -250,11 +248,8 @@ def code_of(
 ) -> list[str]:
     """Return what to write; ``...`` stands for the arguments that a loader of the script has.
 
-    Args:
-        change: What is to be other.
-        given_to_fit: ``trainer.fit(model, loader, ...)`` was given the loaders.
-        validates: There is a loader of validation, too.
-        home: The module that has the data module which the Trainer takes.
+    ``given_to_fit``: ``trainer.fit(model, loader, ...)`` was given the loaders, and one of
+    validation if it ``validates``. ``home``: where the data module is that the Trainer takes.
     """
     if change.fast and given_to_fit and not change.cache:
         given = "train_loader, val_loader" if validates else "train_loader"

@@ -156,15 +156,10 @@ class Place:
 
 
 class Session:
-    """The trial of one training.
+    """The trial of one training, which is written to ``file`` after each part of an epoch.
 
-    Args:
-        trial: What is found goes there.
-        file: Is written after each part of an epoch.
-        budget_s: How long all of it may take, from now on.
-        device: What trains.
-        make_fast: Makes the loader that ``from_loaders`` would make of one, by its stage; None:
-            FastDataLoader takes its place.
+    ``make_fast`` makes the loader that ``from_loaders`` would make of one, by its stage; None:
+    FastDataLoader takes its place.
     """
 
     def __init__(

@@ -112,11 +112,7 @@ def turns(
     First what free data would bring; where that is nothing, no remedy is tried. Then the remedies
     one at a time, the best of them together, and the best of all once more, against blocks that had
     no part in choosing it. The training as it is runs in between.
-
-    Args:
-        trial: Is read only.
-        left_s: Says what is left of the budget, in seconds.
-        name_remedies: Is called once the bound is known, and fills ``trial.remedies``.
+    ``name_remedies`` is called once the bound is known, and fills ``trial.remedies``.
     """
     yield Turn(arm=FREE, phase="bound", warm=True)
     for pairs in _BOUND_PAIRS:
@@ -358,18 +354,8 @@ def epoch_s(
     """Return what an epoch takes by a part of it.
 
     The start and the end of an epoch are in that part whole, and so are those of validation; what
-    is missing are steps from the middle.
-
-    Args:
-        cycle_s: What the part took, with validation.
-        validation_s: What validation took in it.
-        steps: Training steps in it.
-        batches: Training steps of an epoch.
-        step_s: A step in the middle.
-        validation_batches: Steps of a validation.
-        validation_steps: Those in it.
-        validation_step_s: One of them, in the middle.
-        validations: How often an epoch validates.
+    is missing are steps from the middle. The part took ``cycle_s``, with so many training steps of
+    an epoch's ``batches``, and of that ``validation_s`` for some steps of one of its validations.
     """
     train_s = cycle_s - validation_s + (batches - steps) * step_s
     once_s = validation_s + (validation_batches - validation_steps) * validation_step_s

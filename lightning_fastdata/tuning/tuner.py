@@ -92,12 +92,8 @@ _WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
 class Tuner:
     """Tunes a loader, and those that take its place: what it has learned, it keeps.
 
-    Args:
-        most_workers: As memory and open files allow.
-        cpus: CPUs that this process and its workers may use.
-        tell: Takes each move in words. Default: the log ``lightning_fastdata.tuning``.
-        clock_ns: Nanoseconds from any start.
-        pressure: Reads what the machine has no more of.
+    It may use ``most_workers`` as memory and open files allow, and ``cpus`` with them; ``tell``
+    takes each move in words.
     """
 
     def __init__(

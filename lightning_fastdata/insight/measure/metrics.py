@@ -472,11 +472,8 @@ class StepTimeline:
     `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
     ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
     step is recorded when the device has passed its last mark, in order, with no synchronisation.
-
-    Args:
-        host: The clock for waits.
-        device: The clock for all that the device does; None: the host is the device.
-        window: How many of the newest steps keep their single values.
+    Without a clock of the ``device`` the host is it; so many of the newest steps as ``window`` says
+    keep their single values.
     """
 
     def __init__(

@@ -373,12 +373,8 @@ class ArrivesInParts:
 
     First what was sent ahead is dropped. Then what workers drew is carried out in host memory, with
     the same draws. Then the batch is moved and transformed in parts, half as large each time, and
-    joined: a transform that looks at the whole batch sees a part, and draws for each anew.
-
-    Args:
-        trainer: Trains on one device, or on one of several.
-        move: Lightning's own ``batch_to_device``.
-        datamodule: Has the transforms.
+    joined: a transform that looks at the whole batch sees a part, and draws for each anew. ``move``
+    is Lightning's own ``batch_to_device``.
     """
 
     def __init__(

@@ -366,11 +366,7 @@ class ThroughputHooks:
 
 
 class AddedHooks(ThroughputHooks):
-    """What ``fastdata run`` adds to a Trainer; it leaves the measuring to a callback of the script.
-
-    Args:
-        report: Where the report is written. Default: as of ``DataThroughputCallback``.
-    """
+    """What ``fastdata run`` adds to a Trainer; a callback of the script measures in its place."""
 
     def __init__(self, *, report: str | None = None) -> None:
         super().__init__(report=report or True)
