@@ -41,7 +41,6 @@ from lightning_fastdata.planning.options import (
     given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
-from lightning_fastdata.plugin.caching import kept
 from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
     GivenLoader,
@@ -51,6 +50,7 @@ from lightning_fastdata.plugin.datasets import (
     has_order,
     in_form_of,
     is_missing,
+    kept,
     named,
     ordered,
     refuse_loaders,

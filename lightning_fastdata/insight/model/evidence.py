@@ -330,10 +330,8 @@ def stage_times(
         if task.process < 0
     ]
     return TrainingTimes(
-        cpu_s=used.cpu_s,
-        wall_s=used.wall_s,
+        **used._asdict(),
         waited_s=waited_ms / 1e3,
-        runqueue_s=used.runqueue_s,
         loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
     )
 
