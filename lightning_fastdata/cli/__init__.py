@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import (
@@ -19,9 +20,6 @@ from lightning_fastdata.cli.commands import (
 from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.cli.replays import replay, takes_replay
 from lightning_fastdata.errors import FastDataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = {
     run: takes_run,

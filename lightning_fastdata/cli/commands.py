@@ -6,16 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
-    from collections.abc import Mapping, Sequence
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 
@@ -56,12 +54,9 @@ def check_found_by_lightning() -> None:
 
 
 def program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str]:
-    """Return the program and its arguments that a command stands for.
+    """Return the program and its arguments that the command of a user stands for.
 
-    Args:
-        command: What the user wrote behind the options.
-        asked: The command of ours that was asked for.
-        module: It is a module, as of ``python -m``.
+    ``asked``: the command of ours; ``module``: it is a module, as of ``python -m``.
 
     Raises:
         OptionsError: There is no such file or program.
@@ -138,19 +133,23 @@ def compare(a: str, b: str) -> None:
     sys.stdout.write(f"{side_by_side(report_file(Path(a)), report_file(Path(b)))}\n")
 
 
+def takes_command(parser: ArgumentParser, what: str) -> None:
+    """Add the script to run; what follows it is its own."""
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
+    )
+    parser.add_argument("command", nargs="...", help=what)
+
+
 def takes_run(parser: ArgumentParser) -> None:
-    """Add the arguments of ``run``; what follows the script is the script's own."""
+    """Add the arguments of ``run``."""
     parser.add_argument(
         "--report",
         help="Where the report is written. Default: report.json in the Trainer's log folder.",
     )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
-    )
-    parser.add_argument(
-        "command",
-        nargs="...",
-        help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
+    takes_command(
+        parser,
+        "A Python file and its arguments; or a program, such as torchrun, and its arguments.",
     )
 
 

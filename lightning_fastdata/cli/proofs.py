@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.cli.commands import check_found_by_lightning, program_of
+from lightning_fastdata.cli.commands import check_found_by_lightning, program_of, takes_command
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
@@ -59,18 +59,15 @@ def prove(
             raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
     script = " ".join(command)
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
-        settings = ProveSettings(
-            script=script,
-            file=str(Path(folder, "trial.json")),
-            budget_s=budget_s,
-        )
+        file = Path(folder, "trial.json")
+        settings = ProveSettings(script=script, file=str(file), budget_s=budget_s)
         sys.stderr.write(
             f"fastdata: {script} is run as a trial, which ends at most {budget} after its training "
             "has begun. It logs nowhere and saves nothing; what it prints is kept from the "
             "terminal.\n"
         )
         code, interrupted = _run(program, _environment(settings, folder), folder, settings)
-        trial = _read(Path(settings.file), script)
+        trial = _read(file, script)
         _sweep(trial.facts.get("logs", []))
         if not trial.blocks and not trial.stopped and not interrupted:
             trial.stopped = (
@@ -212,7 +209,7 @@ def _sweep(folders: Sequence[str]) -> None:
 
 
 def takes_prove(parser: ArgumentParser) -> None:
-    """Add the arguments of ``prove``; what follows the script is the script's own."""
+    """Add the arguments of ``prove``."""
     parser.add_argument(
         "--budget",
         default="10m",
@@ -221,7 +218,4 @@ def takes_prove(parser: ArgumentParser) -> None:
         "known or the arguments cannot be used, 130 if it was interrupted.",
     )
     parser.add_argument("--json", help="File for the trial: its blocks, remedies and facts.")
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
-    )
-    parser.add_argument("command", nargs="...", help="A Python file and its arguments.")
+    takes_command(parser, "A Python file and its arguments.")

@@ -8,16 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Generic,
-    NamedTuple,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
-from lightning_fastdata.augment import as_batch_transform
+from lightning_fastdata.augment import StageTransform, as_batch_transform
 from lightning_fastdata.batches.staged import (
     StagedBatch,
     batch_samples,
@@ -26,6 +19,7 @@ from lightning_fastdata.batches.staged import (
     shows_its_memory,
 )
 from lightning_fastdata.device.backend import (
+    DeviceStreams,
     device_draws,
     device_of,
     device_streams,
@@ -41,8 +35,6 @@ from lightning_fastdata.types import B, Batch, Batch_co, SampleKey
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.device.backend import DeviceStreams
 
 BATCHES_AHEAD: Final = 1
 """Batches that a lane holds on the device beside the one that is trained on, at most."""
@@ -98,7 +90,6 @@ def prefetch(
 
 
 def _saves(loader: Any) -> Any:
-    """Return a loader that can save and restore its position."""
     if not hasattr(loader, "state_behind"):
         raise OptionsError(
             f"prefetch() takes the batches of a {type(loader).__name__} one ahead of their use, "
@@ -158,7 +149,6 @@ class Prefetched(Generic[Batch_co]):
         tell_samplers(epoch, self.loader, *samplers)
 
     def __iter__(self) -> Iterator[Batch_co]:
-        """Begin an epoch."""
         epoch = self._epochs if self._next_epoch is None else self._next_epoch
         self._next_epoch, self._epochs = None, epoch + 1
         if self._lane is None:
@@ -227,7 +217,6 @@ class _Work:
         return partial(self._carried_out, count)
 
     def __call__(self, batch: Batch) -> Batch:
-        """Do it to the next batch."""
         return self.begun()(batch)
 
     def _carried_out(self, count: _Count, batch: Batch) -> Batch:
@@ -397,12 +386,7 @@ class OneAhead(Generic[_Sent]):
     The next batch is asked for only if it is known to be there, and else when it is its turn: no
     step waits for the batch behind its own. One that is made in the calling process, when it is
     asked for, so finds what the step before has written, and draws as it would without this.
-
-    Args:
-        batches: The iterator of a loader.
-        send: Sends a batch on its way.
-        receive: Makes of a batch that was sent what is handed out.
-        has_room: Returns whether another one may be sent before it is its turn.
+    ``receive`` makes of a batch that was sent what is handed out.
     """
 
     def __init__(

@@ -27,21 +27,10 @@ class Clock:
     Linux and macOS the two are one clock. Asked dozens of times a step, it is not wrapped.
     """
 
-    def thread_time_ns(self) -> int:
-        """Return the CPU time of the calling thread in nanoseconds."""
-        return time.thread_time_ns()
-
-    def process_time_ns(self) -> int:
-        """Return the CPU time of all threads of this process in nanoseconds."""
-        return time.process_time_ns()
-
-    def unix_s(self) -> float:
-        """Return the seconds since 1970, to compare with the times of files."""
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        """Let the calling thread wait."""
-        time.sleep(seconds)
+    thread_time_ns = staticmethod(time.thread_time_ns)
+    process_time_ns = staticmethod(time.process_time_ns)
+    unix_s = staticmethod(time.time)
+    sleep = staticmethod(time.sleep)
 
     def open_schedstat(self) -> int | None:
         """Return a descriptor of the calling thread's ``schedstat``; None: the kernel has none.

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.errors import VersionError
 from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
-from lightning_fastdata.host.memory import DeviceMemory, read_host_memory
+from lightning_fastdata.host.memory import DeviceMemory, HostMemory, read_host_memory
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.host.memory import HostMemory
 
 LEAST: Final = {"torch": (2, 6), "lightning": (2, 5, 3), "pytorch-lightning": (2, 5, 3)}
 """The first versions that will do, as in ``pyproject.toml``. An Albumentations that will not do is
@@ -42,11 +41,7 @@ _THROTTLED: Final = 0.2
 
 
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
-    """Raise :class:`VersionError` if a package is installed in a version that will not do.
-
-    Args:
-        installed: Returns the version of a distribution, or raises ``PackageNotFoundError``.
-    """
+    """Raise :class:`VersionError` if a package is installed in a version that will not do."""
     for name, least in LEAST.items():
         try:
             version = installed(name)
@@ -204,12 +199,8 @@ def read_gpus(
     """Return name and memory of each GPU that torch may use; None: the driver does not tell.
 
     The driver lists them: no CUDA context is opened, which takes hundreds of MiB on a GPU that may
-    be at work.
-
-    Args:
-        count: returns how many there are; None: as torch does, which asks the driver.
-        run: returns what a command prints, or raises OSError; None: as a process of its own.
-        environ: the environment, in which ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
+    be at work. ``run`` returns what a command prints, or raises OSError; in ``environ``,
+    ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
     """
     gpus = (count or _count)()
     visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -175,9 +175,7 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
 def private_folder(path: Path, *, make: bool = True) -> Path | None:
     """Return a folder of which this user alone reads and writes the files.
 
-    Args:
-        path: Of the folder.
-        make: Make it if it is not there; else None is returned.
+    With ``make`` it is made if it is not there; else None is returned.
 
     Raises:
         OptionsError: It belongs to another user, is a link, or cannot be made.
@@ -233,9 +231,6 @@ class SharedFlags:
     """Flags by number, all down at first: a byte each in memory that forked processes share.
 
     A copy that was sent to another process or made by ``copy`` begins anew.
-
-    Args:
-        count: Number of flags.
     """
 
     def __init__(self, count: int) -> None:

@@ -54,14 +54,11 @@ class CpuUse(NamedTuple):
     """CPUs of the machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostUsage:
+class HostUsage(NamedTuple):
     """Counters of the host and of this process with its workers; None: not known."""
 
     at_s: float
     """When it was read, in seconds of a monotonic clock."""
-    workers: int
-    """Side processes of this process that are alive."""
     throttling: CpuThrottling | None = None
     """Of the most throttled cgroup around this process."""
     cpu: CpuUse | None = None
@@ -255,7 +252,6 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
     """Read the counters, in about a millisecond; workers are given by process number."""
     return HostUsage(
         at_s=at_s,
-        workers=len(workers),
         throttling=read_cpu_throttling(root=root),
         cpu=read_cpu_use([os.getpid(), *workers], root=root),
     )

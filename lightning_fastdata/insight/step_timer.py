@@ -12,12 +12,10 @@ from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.prove.settings import read_settings
-from lightning_fastdata.types import STAGES, Batch_co
+from lightning_fastdata.types import STAGES, B, Batch_co, Stage
 
 if TYPE_CHECKING:
     import torch
-
-    from lightning_fastdata.types import B, Stage
 
 
 class StepTimer:

@@ -1,8 +1,11 @@
-"""What a data module is made of: datasets, loaders that are taken apart, and orders of samples."""
+"""What a data module is made of: datasets, loaders taken apart, orders of samples, and caches."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
+import tempfile
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,14 +19,17 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     default_collate,
     default_convert,
 )
 
-from lightning_fastdata.batches.bad_samples import BadSamples
+from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
+from lightning_fastdata.caches.cached import CachedDataset, cache_of, with_cache
+from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
+from lightning_fastdata.caches.gain import CacheGain, measure_gain
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import order_of
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
@@ -36,26 +42,27 @@ from lightning_fastdata.order.samplers import (
     is_drawn_at_start,
     rows_in,
 )
+from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
+from lightning_fastdata.prove.loaders import is_shuffled
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import held_by, is_a
-from lightning_fastdata.types import STAGES, has_own_order
+from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.batches.bad_samples import BadSamplePolicy
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.planning.plan_for import LoaderSpec
     from lightning_fastdata.plugin.module import DataModule
-    from lightning_fastdata.types import Shuffle, Stage
 
 DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
 """What a subclass writes for each stage."""
 _LOOKED_AT: Final = 64
+_MEASURED_WITHIN_S: Final = 30.0
 _WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 _BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
 
@@ -161,17 +168,6 @@ def _told_of(dataset: object, name: str, stage: Stage, pipeline: object) -> str:
     )
 
 
-class Constant:
-    """A dataset method that returns a given dataset; unlike a lambda, it can be pickled."""
-
-    def __init__(self, dataset: object) -> None:
-        self.dataset = dataset
-
-    def __call__(self) -> object:
-        """Return the dataset."""
-        return self.dataset
-
-
 # -- loaders that a user has -----------------------------------------------------------------------
 
 
@@ -269,13 +265,7 @@ def _order(loader: DataLoader[Any]) -> dict[str, object]:
     data: object = loader.dataset
     if type(sampler) is SequentialSampler and sampler.data_source is data:
         return {"shuffle": False}
-    if (
-        type(sampler) is RandomSampler
-        and sampler.data_source is data
-        and sampler.generator is None
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
+    if is_shuffled(loader) and getattr(sampler, "generator", None) is None:
         return {"shuffle": True}
     return {"sampler": sampler}
 
@@ -489,3 +479,82 @@ def settle_sharing(
         print_line(trainer, f"fastdata: {name}: {left}")
     if stage != "train":
         average_exactly(trainer)
+
+
+# -- samples that are kept -------------------------------------------------------------------------
+
+
+def kept(
+    dataset: Dataset[Any], folder: CacheFolder, trainer: Trainer | None
+) -> tuple[Dataset[Any], str | None]:
+    """Return the dataset with a cache, and what was decided, if there was anything to decide.
+
+    ``"auto"`` is ``"disk"`` where an earlier run has begun the cache, or where some samples, read
+    in a process that is thrown away, show that it pays in the epochs of the training: see
+    :meth:`CacheGain.why_not`. Ranks decide for themselves; their samples are the same in any case.
+    What keeps a cache from being used is said, and ends no training.
+    """
+    if folder != "auto":
+        dataset = with_cache(dataset, folder)
+        cache = cache_of(dataset)
+        if cache is not None and trainer is not None:
+            cache.ranks = trainer.num_devices  # of which Lightning's launcher sets no variable
+        return dataset, None
+    try:
+        cached, reason = _decision(dataset, _epochs_left(trainer))
+    except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there
+        cached, reason = None, str(error)
+        warnings.warn(f"No samples are kept (cache='auto'): {error}", FastDataWarning, stacklevel=2)
+    said = f"samples are {'not ' if cached is None else ''}kept (cache='auto'): {reason}"
+    return dataset if cached is None else cached, said
+
+
+def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None, str]:
+    """Return the dataset with a cache, or None if samples are not to be kept; and why."""
+    try:
+        cached = with_cache(dataset, "disk")
+    except DatasetError as error:
+        return None, str(error)
+    cache = cache_of(cached)
+    assert cache is not None  # which with_cache() has made
+    cache.optional = cached is not dataset
+    reason = f"an earlier run has kept {cache.stored} of {len(cache)}"
+    if not cache.stored:
+        pays, reason = _gain(dataset, cache, epochs)
+        if not pays:
+            return None, reason
+    with made_by_one(cache.folder):  # which fails where nothing can be written
+        return cached, reason
+
+
+def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[bool, str]:
+    if len(cache) < 2:
+        return False, "there are too few"
+    with tempfile.TemporaryDirectory() as folder:
+        method = multiprocessing.get_start_method()
+        found = try_apart(
+            _measure, dataset, folder, start_method=method, deadline_s=_MEASURED_WITHIN_S
+        )
+    gain: CacheGain | None = found.values.get("gain")
+    if gain is None:
+        failure = found.failure
+        if failure is not None and isinstance(failure.error, DatasetError):
+            return False, str(failure.error)
+        return False, f"a process that tried it {'failed' if failure is None else failure.what}"
+    reason = gain.why_not(
+        disk_bytes=room_bytes(cache.folder, cache.ranks),
+        memory_bytes=read_host_memory().available_bytes / 2,
+        epochs=epochs,
+    )
+    return reason is None, reason or str(gain)
+
+
+def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:
+    tell("gain", measure_gain(dataset, folder))
+
+
+def _epochs_left(trainer: Trainer | None) -> float:
+    most = None if trainer is None else trainer.max_epochs
+    if trainer is None or most is None or most < 0:
+        return math.inf
+    return most - trainer.current_epoch

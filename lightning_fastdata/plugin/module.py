@@ -24,7 +24,12 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
-from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset, refuse_empty
+from lightning_fastdata.planning.facts.inspection import (
+    DatasetFacts,
+    Questions,
+    inspect_dataset,
+    refuse_empty,
+)
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
@@ -36,10 +41,8 @@ from lightning_fastdata.planning.options import (
     given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
-from lightning_fastdata.plugin.caching import kept
 from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
-    Constant,
     GivenLoader,
     bad_samples_of,
     datasets_of,
@@ -47,6 +50,7 @@ from lightning_fastdata.plugin.datasets import (
     has_order,
     in_form_of,
     is_missing,
+    kept,
     named,
     ordered,
     refuse_loaders,
@@ -56,7 +60,7 @@ from lightning_fastdata.plugin.datasets import (
     told_of_pipelines,
 )
 from lightning_fastdata.plugin.guard.callback import attach_guard
-from lightning_fastdata.plugin.guard.sizes import GuardPolicy
+from lightning_fastdata.plugin.guard.steps import GuardPolicy
 from lightning_fastdata.plugin.placing.stage_transforms import (
     StagePlan,
     StageTransforms,
@@ -68,7 +72,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import (
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing, device_type
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
-from lightning_fastdata.plugin.seams.internals import replace_for_one_run
+from lightning_fastdata.plugin.seams.internals import itself, replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
@@ -83,7 +87,7 @@ from lightning_fastdata.plugin.seams.trainer import (
 )
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import global_seed
-from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
+from lightning_fastdata.types import STAGES, Batch, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:
     import torch
@@ -91,10 +95,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.facts.inspection import DatasetFacts
     from lightning_fastdata.plugin.replay import ReplayedBatch
     from lightning_fastdata.tuning.tuner import Tuner
-    from lightning_fastdata.types import Batch
 
 KEY: Final = "lightning_fastdata"
 """Under which the state stands in that of the data module."""
@@ -241,7 +243,13 @@ class DataModule:
             fine = isinstance(place, str | int | None)
             check(name, place, fine, "None, a key of the samples and a position in them")
         self.guard: GuardPolicy = guard
-        self._take_batch_size(batch_size)
+        self.chooses_batch_size = batch_size == "auto"
+        if self.chooses_batch_size and guard == "off":
+            raise OptionsError(
+                'batch_size="auto" and guard="off" contradict each other, as the guard '
+                'chooses the size by trying training steps. Set guard="warn", or a batch size.'
+            )
+        self.batch_size = 32 if self.chooses_batch_size else checked_batch_size(batch_size)
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
@@ -268,20 +276,6 @@ class DataModule:
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
         return {**vars(self), "_tuners": {}, "_caches": {}}
-
-    def _take_batch_size(self, batch_size: object) -> None:
-        """Load batches of this size; ``"auto"``: of 32, until one is chosen.
-
-        Raises:
-            OptionsError: It is something else, or nothing will choose one.
-        """
-        self.chooses_batch_size = batch_size == "auto"
-        if self.chooses_batch_size and self.guard == "off":
-            raise OptionsError(
-                'batch_size="auto" and guard="off" contradict each other, as the guard '
-                'chooses the size by trying training steps. Set guard="warn", or a batch size.'
-            )
-        self.batch_size = 32 if self.chooses_batch_size else checked_batch_size(batch_size)
 
     _guard_callback: type | None = None
     _no_loaders: type = list
@@ -394,7 +388,7 @@ class DataModule:
         module = cls(**given, **arguments)  # type: ignore[arg-type]
         for stage, dataset in zip(STAGES, datasets, strict=True):
             if dataset is not None:
-                setattr(module, DATASET_METHOD[stage], Constant(dataset))
+                setattr(module, DATASET_METHOD[stage], partial(itself, dataset))
         return module
 
     @classmethod
@@ -459,7 +453,7 @@ class DataModule:
             )
         for stage, form in given.items():
             based = [replace(one, base=base) for _, one in named(form, stage)]
-            setattr(module, DATASET_METHOD[stage], Constant(in_form_of(form, based)))
+            setattr(module, DATASET_METHOD[stage], partial(itself, in_form_of(form, based)))
         return module
 
     def register_transform(
@@ -824,10 +818,6 @@ class DataModule:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
         pipeline = self.placing.may_use_device(stage, self._trainer)
         return self._transforms.run_on_device(stage, pipeline=pipeline)
-
-    def augmentation_settled(self, stage: Stage) -> bool:
-        """Return whether it was found out in this run where pixels of a stage are best computed."""
-        return self.placing.choice(stage) is not None
 
     # -- the transfer of a batch; each hook calls that of the LightningModule ----------------------
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
+from lightning_fastdata.plugin.seams.hooks import home_of, package_of
 from lightning_fastdata.plugin.seams.internals import attributes_of, loaders_owner
 from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
-from lightning_fastdata.plugin.seams.trainer import hide_loggers
+from lightning_fastdata.plugin.seams.trainer import hide_loggers, nothing
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 from lightning_fastdata.prove.loaders import batches_in
 from lightning_fastdata.prove.session import Session, TrialEndedError
@@ -33,11 +34,7 @@ _LEFT_OUT: Final = (
 
 
 class ProvingHooks:
-    """Runs a trial in the place of a training, and ends the script behind it.
-
-    Args:
-        settings: What was asked for.
-    """
+    """Runs a trial in the place of a training, and ends the script behind it."""
 
     def __init__(self, settings: ProveSettings) -> None:
         super().__init__()
@@ -78,7 +75,7 @@ class ProvingHooks:
             self.session.ended_by(error)
             raise error
         trial.facts["given_to_fit"] = self.session.make_fast is not None
-        trial.facts["home"] = _home_of(trainer)
+        trial.facts["home"] = home_of(package_of(trainer))
         trial.facts["logs"] = [str(folder) for folder in made]
         self._leave_out(trainer, trial)
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -117,7 +114,7 @@ class ProvingHooks:
                 callback.summary, callback.report_path = False, False
         attributes_of(trainer).callbacks = kept
         # On the instance: a script may ask for checkpoints of its own.
-        vars(trainer)["save_checkpoint"] = _save_nothing
+        vars(trainer)["save_checkpoint"] = nothing
         said = ", ".join(dict.fromkeys(left_out))
         trial.notes.append(
             "Loggers are silent, learning rate schedules stand still, and nothing is saved by the "
@@ -129,7 +126,7 @@ class ProvingHooks:
         owner = loaders_owner(trainer.fit_loop)
         if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
             return None
-        home = importlib.import_module(_home_of(trainer))
+        home = importlib.import_module(home_of(package_of(trainer)))
 
         def make(stage: str, loader: Any) -> Any:
             data = home.FastDataModule.from_loaders(**{stage: loader}, num_workers="auto")
@@ -190,17 +187,6 @@ class ProvingHooks:
         """Keep what is known where the script fails."""
         if self.session is not None:
             self.session.ended_by(exception)
-
-
-def _home_of(trainer: Trainer) -> str:
-    """Return the module that has the data module which a Trainer takes."""
-    tree = type(trainer).__mro__[-2].__module__.partition(".")[0]
-    own = ".pytorch_lightning" if tree == "pytorch_lightning" else ""
-    return f"lightning_fastdata{own}"
-
-
-def _save_nothing(*_: object, **__: object) -> None:
-    """Take the place of ``trainer.save_checkpoint``."""
 
 
 def _limit(loader: object, limit: float | int | None) -> int | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,18 +23,14 @@ from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.ranks import deciding, tell_samplers
 from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.placing.transfer import Prefetching
 from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.seams.loaders import flattened
-from lightning_fastdata.plugin.seams.trainer import trainer_of_class
+from lightning_fastdata.plugin.seams.trainer import trainer_like
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.files import files_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_fastdata.plugin.module import DataModule
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +142,7 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
 
 def _training_loader(twin: DataModule) -> FastDataLoader:
     """Return the training loader of a data module, made as for a training on the CPU."""
-    twin._trainer = trainer_of_class(type(twin))
+    twin._trainer = trainer_like(twin)
     try:
         loaders = list(flattened(twin.train_dataloader()))
     finally:

@@ -115,13 +115,7 @@ class Cut(Sampler[Any]):
 
 
 def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> DataLoader[Any]:
-    """Return a loader of the same batches with some arguments changed.
-
-    Args:
-        loader: Of torch.
-        change: What is to be other.
-        cut: The part of an epoch to read; None: all of it.
-    """
+    """Return a loader of the same batches, or those of a part of an epoch, with a change."""
     workers = loader.num_workers if change.num_workers is None else change.num_workers
     given: dict[str, Any] = {
         "worker_init_fn": loader.worker_init_fn,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import or_
 from typing import Any, Final, Literal, TypeAlias
 
 Changes: TypeAlias = Literal["nothing", "steps", "epochs", "unknown"]
@@ -47,14 +49,8 @@ class Change:
 
     def __or__(self, other: Change) -> Change:
         """Return both; the other's number of workers wins."""
-        number = self.num_workers if other.num_workers is None else other.num_workers
-        return Change(
-            num_workers=number,
-            persistent_workers=self.persistent_workers or other.persistent_workers,
-            fast=self.fast or other.fast,
-            cache=self.cache or other.cache,
-            share=self.share or other.share,
-        )
+        names = (field.name for field in fields(self))
+        return Change(**{name: getattr(other, name) or getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +217,8 @@ def together(
 ) -> list[Remedy]:
     """Return the best remedies together, at most one of each kind of loader.
 
-    Args:
-        remedies: Those that were tried one at a time.
-        gains: How many times as fast an epoch is with those that help.
-        may_persist: Workers that were not there before may stay between epochs.
+    ``gains``: how many times as fast an epoch is with those that help. ``may_persist``: workers
+    that were not there before may stay between epochs.
     """
     plain = [name for name in gains if remedies[name].change.num_workers is not None]
     untried = plain and may_persist and PERSIST.name not in remedies
@@ -241,12 +235,9 @@ def together(
 
 
 def _joined(parts: list[Remedy]) -> Remedy:
-    change = Change()
-    for part in parts:
-        change = change | part.change
     return Remedy(
         name=" + ".join(part.name for part in parts),
-        change=change,
+        change=reduce(or_, (part.change for part in parts)),
         effort=sum(part.effort for part in parts),
         says=tuple(dict.fromkeys(said for part in parts for said in part.says)),
     )
@@ -257,11 +248,8 @@ def code_of(
 ) -> list[str]:
     """Return what to write; ``...`` stands for the arguments that a loader of the script has.
 
-    Args:
-        change: What is to be other.
-        given_to_fit: ``trainer.fit(model, loader, ...)`` was given the loaders.
-        validates: There is a loader of validation, too.
-        home: The module that has the data module which the Trainer takes.
+    ``given_to_fit``: ``trainer.fit(model, loader, ...)`` was given the loaders, and one of
+    validation if it ``validates``. ``home``: where the data module is that the Trainer takes.
     """
     if change.fast and given_to_fit and not change.cache:
         given = "train_loader, val_loader" if validates else "train_loader"

@@ -156,15 +156,10 @@ class Place:
 
 
 class Session:
-    """The trial of one training.
+    """The trial of one training, which is written to ``file`` after each part of an epoch.
 
-    Args:
-        trial: What is found goes there.
-        file: Is written after each part of an epoch.
-        budget_s: How long all of it may take, from now on.
-        device: What trains.
-        make_fast: Makes the loader that ``from_loaders`` would make of one, by its stage; None:
-            FastDataLoader takes its place.
+    ``make_fast`` makes the loader that ``from_loaders`` would make of one, by its stage; None:
+    FastDataLoader takes its place.
     """
 
     def __init__(
@@ -352,17 +347,9 @@ class Session:
 
     def _look(self, place: Place) -> Fingerprint | None:
         began_s = clock.monotonic()
-        seen = fingerprint(
-            *made.what_is_read(place.own),
-            within_s=_LOOK_S,
-            roughly=True,
-        )
+        seen = fingerprint(*made.what_is_read(place.own), within_s=_LOOK_S, roughly=True)
         place.aside_s += clock.monotonic() - began_s
         return seen
-
-    def _changed(self) -> Changes:
-        order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
-        return next((each for each in order if each in self._changes), "nothing")
 
     # -- the parts of an epoch ---------------------------------------------------------------------
 
@@ -394,7 +381,6 @@ class Session:
                     place.close(arm)
 
     def _parts_of(self, turn: Turn) -> int:
-        """Return how many parts of an epoch a turn takes."""
         if not turn.warm:
             return self._repeats
         remedy = self.trial.remedies.get(turn.arm)
@@ -413,7 +399,6 @@ class Session:
         raise TrialEndedError(0)
 
     def _cut(self, seconds: float) -> None:
-        """Read parts of about so many seconds."""
         for place in self._places["train"]:
             step_s = middle_step_s(place.asked_s) or 1e-3
             place.cut(max(_FIRST_STEPS, int(seconds / step_s)))
@@ -510,7 +495,7 @@ class Session:
     def _facts(self) -> LoaderFacts:
         train = self._places["train"]
         own = train[0].own
-        limit = read_cpu_limit()
+        order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
         reader = made.reader_of(own) if len(train) == 1 else "other"
         is_loader = reader != "other"
         blocks = self.trial.blocks
@@ -524,14 +509,14 @@ class Session:
         return LoaderFacts(
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
-            cpus=limit.usable_cpus,
+            cpus=read_cpu_limit().usable_cpus,
             used_cpus=sum(self._used) / max(1, len(self._used)),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
             stream=made.is_stream(own),
-            changes=self._changed(),
+            changes=next((each for each in order if each in self._changes), "nothing"),
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
@@ -552,12 +537,7 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
         TrialEndedError: It has ended.
     """
     trial = Trial(script=settings.script)
-    session = Session(
-        trial,
-        Path(settings.file),
-        budget_s=settings.budget_s,
-        device=device,
-    )
+    session = Session(trial, Path(settings.file), budget_s=settings.budget_s, device=device)
     trial.notes.append(
         "The loop was timed from batch to batch, within one epoch of its own; validation and what "
         "it does between epochs are in no figure."

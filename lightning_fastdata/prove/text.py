@@ -16,11 +16,9 @@ from lightning_fastdata.prove.trials import (
     Gain,
     Trial,
     bound_of,
+    confirmed,
     gain_of,
     log_gains,
-    recommended,
-    unsure_of,
-    untried_of,
 )
 
 Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not known"]
@@ -107,8 +105,8 @@ class Conclusion:
 
 def conclude(trial: Trial) -> Conclusion:
     """Return what the blocks of a trial say, whether it came to its end or not."""
-    found = recommended(trial)
-    if found is not None:
+    found = confirmed(trial)
+    if found is not None and found[1].holds:
         name, gain = found
         facts = trial.facts
         code = code_of(
@@ -124,12 +122,15 @@ def conclude(trial: Trial) -> Conclusion:
         return Conclusion(
             trial=trial, outcome="change", verdict=verdict, remedy=name, gain=gain, code=tuple(code)
         )
-    outcome, verdict = _without_a_change(trial)
+    outcome, verdict = _without_a_change(trial, found)
     return Conclusion(trial=trial, outcome=outcome, verdict=verdict)
 
 
-def _without_a_change(trial: Trial) -> tuple[Outcome, str]:
-    """Return what a trial comes to that recommends nothing, and the sentence that says it."""
+def _without_a_change(trial: Trial, unsure: tuple[str, Gain] | None) -> tuple[Outcome, str]:
+    """Return what a trial comes to that recommends nothing, and the sentence that says it.
+
+    ``unsure``: the remedy that was confirmed, whose gain may be chance.
+    """
     if not log_gains(trial.blocks, FREE, "bound"):
         return "not known", f"Nothing is known: {trial.stopped or _UNMEASURED}."
     bound = bound_of(trial)
@@ -145,8 +146,7 @@ def _without_a_change(trial: Trial) -> tuple[Outcome, str]:
             f"data would bring {max(bound.factor, 1.0):.2f}x at most."
         )
     free = f"free data would bring {bound.factor:.2f}x"
-    unsure, untried = unsure_of(trial), untried_of(trial)
-    if unsure is not None:
+    if unsure is not None and unsure[1].factor > LEAST_GAIN:
         name, gain = unsure
         return "not known", (
             f"Not decided: {name} seems to bring {gain.factor:.2f}x ({_interval(gain)}), which may "
@@ -154,7 +154,8 @@ def _without_a_change(trial: Trial) -> tuple[Outcome, str]:
         )
     if not trial.ended:
         return "not known", f"Not decided: {free}, and no change has been confirmed yet."
-    if untried:
+    known = {block.arm for block in trial.blocks} | trial.failed.keys()
+    if untried := [name for name in trial.remedies if name not in known]:
         names = ", ".join(untried)
         return "not known", f"Not decided: {free}, and the time did not do for {names}."
     if not trial.remedies:

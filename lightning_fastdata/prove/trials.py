@@ -112,11 +112,7 @@ def turns(
     First what free data would bring; where that is nothing, no remedy is tried. Then the remedies
     one at a time, the best of them together, and the best of all once more, against blocks that had
     no part in choosing it. The training as it is runs in between.
-
-    Args:
-        trial: Is read only.
-        left_s: Says what is left of the budget, in seconds.
-        name_remedies: Is called once the bound is known, and fills ``trial.remedies``.
+    ``name_remedies`` is called once the bound is known, and fills ``trial.remedies``.
     """
     yield Turn(arm=FREE, phase="bound", warm=True)
     for pairs in _BOUND_PAIRS:
@@ -196,7 +192,6 @@ def _loses(trial: Trial, name: str) -> bool:
 
 
 def _worthwhile(trial: Trial) -> dict[str, float]:
-    """Return the remedies that seem to gain something, with their factors."""
     found = {}
     for name in trial.remedies:
         logs = log_gains(trial.blocks, name, "try")
@@ -263,26 +258,7 @@ def _spread(trial: Trial) -> Spread | None:
     return _pooled([*rows, log_gains(trial.blocks, FREE, "bound")])
 
 
-def untried_of(trial: Trial) -> list[str]:
-    """Return the remedies of which no block is known, as the time was over."""
-    known = {block.arm for block in trial.blocks}
-    return [name for name in trial.remedies if name not in known and name not in trial.failed]
-
-
-def recommended(trial: Trial) -> tuple[str, Gain] | None:
-    """Return the remedy that was confirmed, if its gain holds."""
-    found = _confirmed(trial)
-    return found if found is not None and found[1].holds else None
-
-
-def unsure_of(trial: Trial) -> tuple[str, Gain] | None:
-    """Return the remedy whose gain would be worth it, but may be chance."""
-    found = _confirmed(trial)
-    worth = found is not None and found[1].factor > LEAST_GAIN
-    return found if worth and recommended(trial) is None else None
-
-
-def _confirmed(trial: Trial) -> tuple[str, Gain] | None:
+def confirmed(trial: Trial) -> tuple[str, Gain] | None:
     """Return the remedy that was run once more, and what that has shown."""
     for name in trial.remedies:
         if len(log_gains(trial.blocks, name, "confirm")) >= _LEAST_PAIRS:
@@ -378,18 +354,8 @@ def epoch_s(
     """Return what an epoch takes by a part of it.
 
     The start and the end of an epoch are in that part whole, and so are those of validation; what
-    is missing are steps from the middle.
-
-    Args:
-        cycle_s: What the part took, with validation.
-        validation_s: What validation took in it.
-        steps: Training steps in it.
-        batches: Training steps of an epoch.
-        step_s: A step in the middle.
-        validation_batches: Steps of a validation.
-        validation_steps: Those in it.
-        validation_step_s: One of them, in the middle.
-        validations: How often an epoch validates.
+    is missing are steps from the middle. The part took ``cycle_s``, with so many training steps of
+    an epoch's ``batches``, and of that ``validation_s`` for some steps of one of its validations.
     """
     train_s = cycle_s - validation_s + (batches - steps) * step_s
     once_s = validation_s + (validation_batches - validation_steps) * validation_step_s

@@ -6,16 +6,13 @@ import functools
 import math
 import statistics
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, scaled, simulate
-
-if TYPE_CHECKING:
-    from collections import deque
-
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 GOOD_ENOUGH: Final = 1.03
 """The smallest change within 3 % of the best one is taken."""
@@ -111,7 +108,6 @@ class Move:
     outcome: Outcome = "tried"
 
     def __str__(self) -> str:
-        """Return the move in words."""
         change = f"num_workers {self.before} -> {self.after} at batch {self.batch}"
         if self.step_seen_ms is not None:
             times = f"{self.step_before_ms:.3g} -> {self.step_seen_ms:.3g} ms a step"
@@ -167,12 +163,7 @@ def choose(
 
 
 def numbers_to_try(now: int, *, most: int) -> list[int]:
-    """Return the numbers of workers that a loader may have next, the smallest first.
-
-    Args:
-        now: Workers.
-        most: As memory and open files allow.
-    """
+    """Return the numbers of workers that a loader may have next, the smallest first."""
     bound = min(most, _MOST_TIMES * now)
     return [number for number in WORKERS if number <= bound and number != now]
 
@@ -188,14 +179,8 @@ def propose(
 
     More workers have to make a step shorter. Fewer have to do so, too, as where the training gets
     more of the CPUs; or leave it as it is, also if samples came to take a quarter longer. Each
-    number takes the model milliseconds, so that no more are looked at than it takes.
-
-    Args:
-        window: The steps that were measured.
-        costs: Of their batches.
-        setup_with: Returns the loader with so many workers, as the model knows it.
-        now: Its workers now.
-        numbers: Others that may be proposed, the smallest first.
+    number takes the model milliseconds, so that no more are looked at than it takes; of
+    ``numbers`` the smallest comes first. ``setup_with``: as of :class:`Tunable`.
     """
     here = setup_with(now)
     if not costs or here is None:

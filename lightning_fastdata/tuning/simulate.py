@@ -307,9 +307,7 @@ def simulate(
 class EventModel:
     """One run of a training whose batches cost what is given, over and over.
 
-    Args:
-        costs: Of the batches, at least one.
-        setup: The loader, with at least one worker.
+    There is at least one of them, and the loader has at least one worker.
     """
 
     def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
@@ -368,12 +366,12 @@ class EventModel:
         while len(self._open) + len(self._complete) < self._setup.look_ahead:
             number, self._given = self._given, self._given + 1
             lane = number % len(self._lanes)
-            jobs = self._jobs(number, lane)
+            jobs = self._jobs(number)
             self._open[number] = len(jobs)
             self._lanes[lane].extend(jobs)
         self._start()
 
-    def _jobs(self, number: int, lane: int) -> list[_Job]:
+    def _jobs(self, number: int) -> list[_Job]:
         cost, setup = self._cost(number), self._setup
         tasks = 1
         if setup.scheduling == "sample":
@@ -391,14 +389,11 @@ class EventModel:
         usual = max(0.0, whole - cost.slowest_ns) / max(1, cost.samples - 1)
         excess = max(0.0, cost.slowest_ns - usual) if parts > 1 else 0.0
         samples = cost.samples / parts
-        jobs = [
-            _Job(number, lane, samples, (whole - excess) / parts, cpu / whole) for _ in range(parts)
-        ]
+        jobs = [_Job(number, samples, (whole - excess) / parts, cpu / whole) for _ in range(parts)]
         jobs[number % parts].left_ns += excess
         return jobs
 
     def _start(self) -> None:
-        """Have idle workers take what there is for them."""
         shared = len(self._lanes) == 1
         for worker in self._idle.copy():
             lane = self._lanes[0 if shared else worker]
@@ -460,7 +455,6 @@ class _Job:
     """A task: a batch, or a part of one."""
 
     batch: int
-    lane: int
     samples: float
     left_ns: float
     """At full speed."""

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.machine import Pressure, PressureReader
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,
@@ -37,10 +38,7 @@ from lightning_fastdata.tuning.moves import (
     without_pauses,
 )
 from lightning_fastdata.tuning.simulate import BatchCost, TrainingTimes, batch_costs, by_epoch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")
 
@@ -94,12 +92,8 @@ _WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
 class Tuner:
     """Tunes a loader, and those that take its place: what it has learned, it keeps.
 
-    Args:
-        most_workers: As memory and open files allow.
-        cpus: CPUs that this process and its workers may use.
-        tell: Takes each move in words. Default: the log ``lightning_fastdata.tuning``.
-        clock_ns: Nanoseconds from any start.
-        pressure: Reads what the machine has no more of.
+    It may use ``most_workers`` as memory and open files allow, and ``cpus`` with them; ``tell``
+    takes each move in words.
     """
 
     def __init__(
@@ -201,7 +195,9 @@ class Tuner:
         self._watch.clear(costs=False)
         pressure = self._pressed()
         if pressure.memory and loader.num_workers > 1:
-            self._relieve(loader, window)
+            half = loader.num_workers // 2
+            self.most_workers = min(self.most_workers, half)
+            self._move(loader, window, Proposal(half, None, "memory is short"))
             return
         differs = self._decided is not None and _differs(window, self._decided)
         if differs and (self._differed or window.wait_share >= _MUCH):
@@ -223,11 +219,6 @@ class Tuner:
             return Pressure()
         self._looked_ns = now_ns
         return self._pressure()
-
-    def _relieve(self, loader: Tunable, window: Window) -> None:
-        half = loader.num_workers // 2
-        self.most_workers = min(self.most_workers, half)
-        self._move(loader, window, Proposal(half, None, "memory is short"))
 
     def _decide(self, loader: Tunable, window: Window) -> None:
         if not window.steady and not self._again:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.plugin.placing.decision import (
+from lightning_fastdata.plugin.placing.trial import (
     PlaceCosts,
     SampleCosts,
     choose_place,

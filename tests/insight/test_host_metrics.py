@@ -27,7 +27,7 @@ def usage(at_s, *, periods=None, throttled=0, held_us=0):
         throttling = CpuThrottling(
             periods=periods, throttled_periods=throttled, throttled_us=held_us
         )
-    return HostUsage(at_s=at_s, workers=2, throttling=throttling)
+    return HostUsage(at_s=at_s, throttling=throttling)
 
 
 def test_a_quota_that_was_used_up_is_told():

@@ -75,8 +75,8 @@ def test_memory_is_bounded_whatever_is_read():
 )
 def test_a_lock_that_processes_share_is_told_from_one_within_a_process(calls, shared):
     line = share(calls=calls)
-    assert lock_between_processes([share(2, 0.2), line]) == (line if shared else None)
-    assert lock_between_processes([replace(line, share=0.2)]) is None
+    assert lock_between_processes([share(2, 0.2), line]) == shared
+    assert not lock_between_processes([replace(line, share=0.2)])
 
 
 def test_a_cause_gets_the_line_that_stands_out():

@@ -25,11 +25,13 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.planning.plan_for import LoaderSpec
-from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts, choose_place
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.placing.trial import (
+    PlaceCosts,
     PlaceTask,
     Placing,
+    SampleCosts,
+    choose_place,
     read_place_costs,
     time_on_device,
 )

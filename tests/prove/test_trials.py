@@ -17,13 +17,13 @@ from lightning_fastdata.prove.trials import (
     Block,
     Trial,
     bound_of,
+    confirmed,
     epoch_s,
     gain_of,
     interval,
     log_gains,
     middle_step_s,
     of_dict,
-    recommended,
     student_quantile,
     turns,
 )
@@ -235,7 +235,9 @@ def test_what_was_chosen_by_luck_is_promised_by_blocks_that_had_no_part_in_it():
         add("confirm", AS_IS, 10.0 + 0.01 * number)
         add("confirm", "fast", 9.0)
     assert gain_of(trial, "fast").factor == pytest.approx(10.02 / 9.0)
-    assert recommended(trial)[0] == "fast"
+    name, gain = confirmed(trial)
+    assert name == "fast"
+    assert gain.holds
 
 
 @pytest.mark.parametrize("steps", [40, 64, 100])

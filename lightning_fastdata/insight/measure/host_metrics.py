@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import read_host_usage, read_queued, worker_processes
+from lightning_fastdata.host.usage import HostUsage, read_host_usage, read_queued, worker_processes
 from lightning_fastdata.insight.memory import MemoryMeter
-
-if TYPE_CHECKING:
-    from lightning_fastdata.batches.bad_samples import FaultLog
-    from lightning_fastdata.host.usage import HostUsage
-
 
 _FAULTS: Final = {
     "samples": "bad samples were replaced or left out {} times",

@@ -12,12 +12,12 @@ Any of them may be missing; what was not marked is None, never 0.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,13 @@ import torch
 
 from lightning_fastdata.device.backend import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.model.finding import duration_text, steps_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from lightning_fastdata.insight.waits.causes import WaitCauses
+from lightning_fastdata.insight.model.finding import (
+    STALL_LOW,
+    costs_much,
+    duration_text,
+    steps_text,
+)
+from lightning_fastdata.insight.waits.causes import WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]
@@ -182,6 +183,14 @@ class StageSummary:
     def stall_share(self) -> float | None:
         """Part of the step in which the device stood idle because of data, 0 to 1."""
         return None if self.stall is None else self.stall.share
+
+    @property
+    def stalls(self) -> bool:
+        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        stall = self.stall
+        if stall is None or stall.share < STALL_LOW:
+            return False
+        return costs_much(stall.mean_ms, stall.share)
 
     @property
     def speedup_possible(self) -> float | None:
@@ -463,11 +472,8 @@ class StepTimeline:
     `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
     ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
     step is recorded when the device has passed its last mark, in order, with no synchronisation.
-
-    Args:
-        host: The clock for waits.
-        device: The clock for all that the device does; None: the host is the device.
-        window: How many of the newest steps keep their single values.
+    Without a clock of the ``device`` the host is it; so many of the newest steps as ``window`` says
+    keep their single values.
     """
 
     def __init__(

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.tree import replace_leaves
+from lightning_fastdata.tree import Path, replace_leaves
+from lightning_fastdata.types import Batch
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightning_fastdata.tree import Path
-    from lightning_fastdata.types import Batch
-
-Numbers: TypeAlias = "dict[Path, NDArray[Any]]"
-Tensors: TypeAlias = "dict[Path, torch.Tensor]"
+Numbers: TypeAlias = dict[Path, NDArray[Any]]
+Tensors: TypeAlias = dict[Path, torch.Tensor]
 _LOOKED_AT: Final = 24
 """Batches; they show the padding of all to a few percent of it."""
 _FEWEST: Final = 4

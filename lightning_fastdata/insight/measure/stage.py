@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
-from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE
+from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.measure.metrics import (
+    Columns,
     EventClock,
+    StageSummary,
     StepTimeline,
     measured,
     p50_and_p95,
@@ -33,26 +35,20 @@ from lightning_fastdata.insight.measure.metrics import (
 )
 from lightning_fastdata.insight.measure.padding import PaddingMeter
 from lightning_fastdata.insight.model.evidence import (
+    Evidence,
     LoaderFacts,
     closed_options,
     read_loader,
     stage_evidence,
     stage_times,
 )
-from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
+from lightning_fastdata.insight.waits.causes import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tree import held
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.measure.host_metrics import MachineSeen
-    from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
-    from lightning_fastdata.insight.model.evidence import Evidence
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-    from lightning_fastdata.types import Batch, Stage
+from lightning_fastdata.types import Batch, Stage
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -304,7 +300,6 @@ class _Watched:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was recorded so far; the loader goes on recording it."""
         self.records.clear()
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
         self.rates: ReadRates | None = None
@@ -343,9 +338,6 @@ class StageStamps:
 
     Several loaders count as one in the summary, and what is asked of "the" loader is about the one
     that is waited for most. Where one of them takes no stamps, nothing is known of any.
-
-    Args:
-        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.types import STAGE_WORDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from lightning_fastdata.insight.measure.metrics import StageSummary
 
 STEP_PARTS: Final = ("wait", "compute")
 PART_NAMES: Final = {

@@ -85,12 +85,7 @@ def read_loader(loader: object) -> LoaderFacts:
 
 
 def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
-    """Return the options of a loader that are closed, each with the reason.
-
-    Args:
-        loader: Of any kind; it is not iterated.
-        prefix: Of the names of options, as ``"val."``.
-    """
+    """Return the options of a loader of any kind that are closed, each with the reason."""
     ours = loader if isinstance(loader, FastDataLoader) else None
     plan = None if ours is None else ours.plan
     found = {}
@@ -110,15 +105,7 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     return {f"{prefix}{option}": why for option, why in found.items()}
 
 
-def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:
-    """Return whether to advise that a device takes over what workers do to samples.
-
-    ``seen``: workers were seen to transform samples, which a loader does not know of its dataset.
-    """
-    in_workers = facts.augment_on == "cpu" or (facts.augment_on is None and seen)
-    return device != "cpu" and in_workers and not facts.augment_settled
-
-
+_OF_CAUSES: Final = ("overtaken_share", "slow_samples", "operations", "lines")
 _NO_STEPS: Final = StageSummary(stage="train", steps=0, samples=0, duration_s=0.0)
 _NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
 _NEARLY: Final = 0.9
@@ -264,12 +251,12 @@ def stage_evidence(
     """Return what is known of a stage that was measured, by its steps and by stamps.
 
     Args:
-        summary: The measured stage.
+        summary: Where its steps went.
         stamps: The newest of the loader that it waited for most, in the order in which batches were
             delivered; none of a foreign loader.
         setup: That loader as it was; None: no predictions are made.
         facts: What it says about itself; None: nothing.
-        machine: What the training had of its machine.
+        machine: As of :class:`Evidence`.
         step_queued: Part of the steps in which the training was ready but had no CPU.
         val: Its validation, in a loop whose wall time is not measured.
     """
@@ -280,8 +267,16 @@ def stage_evidence(
     halves = ((each.stall_ms or 0.0, each.step_ms or 0.0) for each in summary.long_steps)
     long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
     causes = summary.causes
-    seen = causes is not None and any(each.augments for each in causes.operations)
-    evidence = Evidence(
+    could_augment = None
+    if facts is not None:
+        # That workers transform samples a loader does not know of its dataset; stamps may show it.
+        seen = causes is not None and any(each.augments for each in causes.operations)
+        in_workers = facts.augment_on == "cpu" or (facts.augment_on is None and seen)
+        could_augment = summary.device != "cpu" and in_workers and not facts.augment_settled
+    of_waits = {} if causes is None else {name: getattr(causes, name) for name in _OF_CAUSES}
+    return Evidence(
+        parts=None if causes is None else causes.wait,
+        **of_waits,
         loader=facts or LoaderFacts(),
         device=summary.device,
         machine=machine,
@@ -297,19 +292,7 @@ def stage_evidence(
         busy_share=None if setup is None else busy_share(stamps, setup.workers),
         runqueue_share=runqueue_share(stamps),
         free_cpus=free_cpus(stamps),
-        device_could_augment=None
-        if facts is None
-        else device_could_augment(summary.device, facts, seen=seen),
-    )
-    if causes is None:
-        return evidence
-    return replace(
-        evidence,
-        parts=causes.wait,
-        overtaken_share=causes.overtaken_share,
-        slow_samples=causes.slow_samples,
-        operations=causes.operations,
-        lines=causes.lines,
+        device_could_augment=could_augment,
     )
 
 
@@ -347,10 +330,8 @@ def stage_times(
         if task.process < 0
     ]
     return TrainingTimes(
-        cpu_s=used.cpu_s,
-        wall_s=used.wall_s,
+        **used._asdict(),
         waited_s=waited_ms / 1e3,
-        runqueue_s=used.runqueue_s,
         loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
     )
 

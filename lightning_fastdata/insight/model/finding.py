@@ -150,11 +150,6 @@ def costs_much(stall_ms: float, share: float) -> bool:
     return stall_ms > HANDING_OVER_MS or share > _MOSTLY_WAITING
 
 
-def severity_of(share: float | None) -> Severity:
-    """Return how bad it is that something costs this share of a step."""
-    return "high" if share is not None and share > STALL_HIGH else "moderate"
-
-
 def gain_text(gain: Gain) -> str:
     """Return a gain in words, e.g. ``1.52x (78.0 -> 51.3 ms a step, simulated)``."""
     most = "at most " if gain.basis in ("floor", "independent") else ""
@@ -224,7 +219,7 @@ def found(
     remedy = Advice(text=remedy) if isinstance(remedy, str) else remedy
     return Finding(
         code=code,
-        severity=severity_of(share),
+        severity="high" if share is not None and share > STALL_HIGH else "moderate",
         cause=cause,
         remedy="",
         gain=gain,
@@ -242,11 +237,7 @@ def of_wait(e: Evidence, share: float, what: str) -> str:
 def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
     """Return a finding whose remedy is the first advice that may be given; with none, it is fine.
 
-    What ``joins`` is told beside it, unless it has a gain of its own.
-
-    Args:
-        finding: As its rule has made it.
-        closed: Option -> why it is not to be changed, see ``Evidence.closed``.
+    What ``joins`` is told beside it, unless it has a gain of its own. ``closed``: of ``Evidence``.
     """
     given: list[Advice] = []
     for advice in finding.advice:

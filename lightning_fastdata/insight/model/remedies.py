@@ -36,31 +36,25 @@ def without(evidence: Evidence, ms: float | None) -> Gain | None:
     return Gain(before_ms=evidence.step_ms, after_ms=after, basis="floor")
 
 
-def gain_of_setup(evidence: Evidence, setup: LoaderSetup) -> Gain | None:
-    """Return what another setup would gain; None without recorded batches.
-
-    The model's ratio of the two setups is applied to the measured step, so that what the model
-    misses of both counts for neither.
-    """
-    return _gain(evidence, evidence.costs, setup, "simulated")
-
-
-def gain_of_costs(evidence: Evidence, costs: Sequence[BatchCost]) -> Gain | None:
-    """Return what would be gained by batches that cost this."""
-    return _gain(evidence, costs, evidence.setup, "floor")
-
-
-def _gain(
+def gain_of(
     evidence: Evidence,
-    costs: Sequence[BatchCost],
-    setup: LoaderSetup | None,
-    basis: Literal["simulated", "floor"],
+    *,
+    setup: LoaderSetup | None = None,
+    costs: Sequence[BatchCost] | None = None,
 ) -> Gain | None:
-    if evidence.step_ms is None or not evidence.setup or not setup or not evidence.costs:
+    """Return what another setup gains, or batches of other costs; None without recorded batches.
+
+    The model's ratio of the two is applied to the measured step, so that what the model misses of
+    both counts for neither. No less is possible than what batches of other costs take.
+    """
+    now, recorded = evidence.setup, evidence.costs
+    if evidence.step_ms is None or now is None or not recorded:
         return None
-    now = simulate(evidence.costs, evidence.setup).step_ms
-    ratio = simulate(costs, setup).step_ms / now if now > 0 else 1.0
-    return Gain(before_ms=evidence.step_ms, after_ms=ratio * evidence.step_ms, basis=basis)
+    now_ms = simulate(recorded, now).step_ms
+    then_ms = simulate(recorded if costs is None else costs, setup or now).step_ms
+    after_ms = evidence.step_ms * (then_ms / now_ms if now_ms > 0 else 1.0)
+    basis: Literal["simulated", "floor"] = "simulated" if costs is None else "floor"
+    return Gain(before_ms=evidence.step_ms, after_ms=after_ms, basis=basis)
 
 
 def with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:

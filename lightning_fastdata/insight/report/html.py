@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -21,11 +21,9 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import MOST_RECENT, PHASES, Columns, Values
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
+from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.waits.attribution import PART_WORDS, WaitParts
 from lightning_fastdata.types import STAGE_WORDS
-
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.report.run_report import RunReport
 
 _HEIGHT: Final = 1000
 _TICKS: Final = 4
@@ -130,7 +128,6 @@ def _areas(phases: dict[str, Values], top: float) -> dict[str, str]:
 
 
 def _figures(steps: Columns, phases: dict[str, Values]) -> Iterator[str]:
-    """Yield the figures of each step, one in a line."""
     for i, (step, cold, total) in enumerate(
         zip(steps["step"], steps["cold"], steps["step_ms"], strict=True)
     ):

@@ -18,12 +18,7 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.measure.metrics import MOST_RECENT, Columns, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
-from lightning_fastdata.insight.model.finding import (
-    STALL_LOW,
-    costs_much,
-    gain_text,
-    steps_text,
-)
+from lightning_fastdata.insight.model.finding import gain_text, steps_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
@@ -217,13 +212,11 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[str]:
     if verdict is None:
         return
     badge = f" {verdict.kind.upper()}   "
-    parts = textwrap.wrap(printable(verdict.sentence), width - len(badge))
-    for i, part in enumerate(parts):
-        yield f"{' ' * len(badge) if i else badge}{part}"
+    sentence, below = printable(verdict.sentence), " " * len(badge)
+    yield from textwrap.wrap(sentence, width, initial_indent=badge, subsequent_indent=below)
 
 
 def _phase_rows(stage: StageSummary, width: int) -> Iterable[str]:
-    """Return a row for each measured phase."""
     length = min(40, width - _BAR_SPACE)
     for name, phase in stage.phases.items():
         yield (
@@ -282,10 +275,7 @@ def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
 def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
     """Return why the batches of the first stage were late, if that cost it anything."""
     first = stages[0] if stages else None
-    stall = None if first is None else first.stall
-    if first is None or first.causes is None or stall is None or stall.share < STALL_LOW:
-        return []
-    if not costs_much(stall.mean_ms, stall.share):
+    if first is None or first.causes is None or not first.stalls:
         return []
     return cause_lines(first.causes, brief=True)
 

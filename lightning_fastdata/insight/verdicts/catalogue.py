@@ -29,21 +29,11 @@ from lightning_fastdata.insight.model.finding import (
     passed,
     steps_text,
 )
-from lightning_fastdata.insight.verdicts import (
-    late_batches,
-    pauses,
-    step_costs,
-    without_stamps,
-)
+from lightning_fastdata.insight.verdicts import late_batches, step_costs, without_stamps
 
 RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(
-        (
-            *late_batches.RULES,
-            *memory.RULES,
-            *pauses.RULES,
-            *step_costs.RULES,
-        ),
+        (*late_batches.RULES, *memory.RULES, *step_costs.RULES),
         key=lambda rule: (rule.after or rule.code, rule.code),
     )
 )
@@ -111,9 +101,21 @@ def _found(evidence: Evidence) -> Iterator[Found]:
         own = rule.about in ("loader", "machine")
         finding = rule.find(of_loader if own else evidence)
         if finding is not None and own:
-            finding = step_costs.of_loader(evidence, finding, remedy_too=rule.about == "loader")
+            finding = _naming_loader(evidence, finding, rule)
         if finding is not None:
             yield Found(rule, finding)
+
+
+def _naming_loader(e: Evidence, finding: Finding, rule: Rule) -> Finding:
+    """Return a finding that names its loader, and so does its remedy where that is an option."""
+    label = e.loader.loader
+    if label is None:
+        return finding
+    finding = replace(finding, cause=f"{label}: {finding.cause}")
+    if rule.about != "loader" or not finding.advice:
+        return finding
+    first, *others = finding.advice
+    return replace(finding, advice=(replace(first, text=f"{label}: {first.text}"), *others))
 
 
 def _worst_pause(found: Iterable[Found], wall: WallTime) -> Found | None:
@@ -166,13 +168,7 @@ class Verdict:
 def judge(
     summary: StageSummary, facts: LoaderFacts | None = None, evidence: Evidence | None = None
 ) -> Verdict:
-    """Return what limits the stage.
-
-    Args:
-        summary: The measured stage.
-        facts: What is known about the loader; None: what ``evidence`` says.
-        evidence: What the stamps of its batches say; None: there are no stamps.
-    """
+    """Return what limits the stage; without ``facts``, ``evidence`` says what its loader is."""
     evidence = evidence or Evidence()
     facts = facts or evidence.loader
     evidence = replace(evidence, summary=summary, loader=facts)

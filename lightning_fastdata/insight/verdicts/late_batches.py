@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -101,16 +102,13 @@ def _more_workers(
 ) -> Finding:
     """Return the finding with the number of workers that the model recommends, if one helps.
 
-    Args:
-        e: Of the stage.
-        otherwise: The finding where more workers do not help.
-        together: Workers may wait for something that they share, of which the model knows nothing.
-        computing: Workers compute, so that no more of them are of use than there are CPUs.
+    ``together``: they may wait for something that they share, of which the model knows nothing.
+    ``computing``: they compute, so that no more of them are of use than there are CPUs.
     """
     wanted, now = remedies.best_workers(e, computing=computing), e.setup
     if wanted is None or now is None:
         return otherwise
-    gain = remedies.gain_of_setup(e, wanted)
+    gain = remedies.gain_of(e, setup=wanted)
     helps = wanted.workers > now.workers and gain is not None and gain.worthwhile
     if helps and gain is not None and "num_workers" not in e.closed:
         if together:
@@ -156,7 +154,7 @@ def _shares(e: Evidence) -> bool:
     more = _read_more_by(e)
     if more is not None:
         return more < _SHARED
-    return lock_between_processes(e.lines) is not None and e.setup is not None
+    return lock_between_processes(e.lines) and e.setup is not None
 
 
 def _at_limit(e: Evidence) -> bool:
@@ -258,7 +256,7 @@ def _spent(
 
 def _gain_of(e: Evidence, share: float, costs: list[BatchCost]) -> Gain | None:
     """Return what batches of other costs gain; where none were recorded, what it is at most."""
-    return remedies.gain_of_costs(e, costs) or remedies.without(e, share * (e.stall_ms or 0.0))
+    return remedies.gain_of(e, costs=costs) or remedies.without(e, share * (e.stall_ms or 0.0))
 
 
 def _few_workers(e: Evidence) -> Finding | None:
@@ -287,11 +285,11 @@ def _few_cpus(e: Evidence) -> Finding | None:
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
-            alone = remedies.gain_of_setup(e, replace(now, worker_threads=1.0))
+            alone = remedies.gain_of(e, setup=replace(now, worker_threads=1.0))
             one = Advice(text=f"{threads}in worker_init_fn)", gain=alone)
             remedy = (one, *remedy)
         if wanted is not None and wanted.workers < now.workers:
-            gain = remedies.gain_of_setup(e, wanted)
+            gain = remedies.gain_of(e, setup=wanted)
             remedy = (remedies.advised(now, wanted, gain), *remedy)
     cause = "; ".join(facts) + where_text(e.lines)
     leave = "more workers: they would share the same CPUs"
@@ -302,7 +300,7 @@ def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
         return None
-    gain = remedies.gain_of_costs(e, scaled(e.costs, collate=0.0))
+    gain = remedies.gain_of(e, costs=scaled(e.costs, collate=0.0))
     less = Advice(text=_COLLATE_LESS, part=share)
     return _spent(e, "FD307", share, "collating samples", less, "reading and transforms", gain)
 
@@ -331,37 +329,33 @@ def _neighbours(e: Evidence) -> Finding | None:
     )
 
 
-def _sampler(e: Evidence) -> Finding | None:
-    return _own(
-        e,
-        "sampler",
-        "FD323",
-        "asking the sampler which samples come next, in the training process,",
-        "a sampler that computes the order of an epoch once, in __iter__, and then gives numbers "
-        "of an array",
-        "the number of workers: the sampler runs in the training process",
-    )
-
-
-def _unpacking(e: Evidence) -> Finding | None:
-    return _own(
-        e,
-        "unpack",
-        "FD324",
-        "unpickling batches in the training process",
-        "batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
-        "made anew one by one; have collate_fn put them together in the workers",
-        "the number of workers: batches are unpickled in the training process",
-    )
-
-
 def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
+    """Return the finding that the training process itself takes long for a part of the wait."""
     share = remedies.part_shares(e).get(part, 0.0)
     return _spent(e, code, share, what, remedy, leave) if _costs_enough(e, share) else None
 
 
+_sampler: Final = partial(
+    _own,
+    part="sampler",
+    code="FD323",
+    what="asking the sampler which samples come next, in the training process,",
+    remedy="a sampler that computes the order of an epoch once, in __iter__, and then gives "
+    "numbers of an array",
+    leave="the number of workers: the sampler runs in the training process",
+)
+_unpacking: Final = partial(
+    _own,
+    part="unpack",
+    code="FD324",
+    what="unpickling batches in the training process",
+    remedy="batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
+    "made anew one by one; have collate_fn put them together in the workers",
+    leave="the number of workers: batches are unpickled in the training process",
+)
+
+
 def _costs_enough(e: Evidence, share: float) -> bool:
-    """Return whether a part of the wait costs enough for a finding."""
     spent_ms = share * (e.stall_ms or 0.0)
     return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
 

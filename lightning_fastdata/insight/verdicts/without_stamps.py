@@ -7,7 +7,9 @@ shares of the step as the device saw it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from lightning_fastdata.insight.measure.metrics import StageSummary
@@ -82,33 +84,6 @@ def _few_workers(e: Evidence) -> Finding | None:
     return _late(e, "FD102", _more_workers(e), least_ms=least_ms)
 
 
-def _late_batches(e: Evidence) -> Finding | None:
-    return _late(e, "FD104", _LEARN)
-
-
-def _moderate_stall(e: Evidence) -> Finding | None:
-    stall = e.summary.stall
-    if stall is None or stall.share < STALL_LOW:
-        return None
-    return _fine(e, "FD002")
-
-
-def _free(e: Evidence) -> Finding | None:
-    return _fine(e, "FD001")
-
-
-_FINDERS: Final = (
-    ("FD000", "too few steps were timed", _too_few_steps),
-    ("FD101", "batches are late, and the training process loads them", _no_workers),
-    ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    ("FD104", "batches are late, and why is not known", _late_batches),
-    ("FD002", "the device waits a little", _moderate_stall),
-    ("FD001", "data is free", _free),
-)
-RULES: Final = tuple(Rule(*each, replaces=frozenset()) for each in _FINDERS)
-"""In the order in which they are tried: each rests on those before it not holding."""
-
-
 def _late(e: Evidence, code: str, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
@@ -136,6 +111,27 @@ def _fine(e: Evidence, code: str) -> Finding:
     leave = _leave_alone(e.summary, "")
     finding = found(code, None, waiting_text(e.summary), (), leave_alone=leave)
     return replace(finding, severity="fine")
+
+
+def _moderate_stall(e: Evidence) -> Finding | None:
+    stall = e.summary.stall
+    return None if stall is None or stall.share < STALL_LOW else _fine(e, "FD002")
+
+
+_FINDERS: Final[tuple[tuple[str, str, Callable[[Evidence], Finding | None]], ...]] = (
+    ("FD000", "too few steps were timed", _too_few_steps),
+    ("FD101", "batches are late, and the training process loads them", _no_workers),
+    ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
+    (
+        "FD104",
+        "batches are late, and why is not known",
+        partial(_late, code="FD104", remedy=_LEARN),
+    ),
+    ("FD002", "the device waits a little", _moderate_stall),
+    ("FD001", "data is free", partial(_fine, code="FD001")),
+)
+RULES: Final = tuple(Rule(*each, replaces=frozenset()) for each in _FINDERS)
+"""In the order in which they are tried: each rests on those before it not holding."""
 
 
 def _more_workers(e: Evidence) -> Advice:

@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, SupportsInt
+from typing import Final, SupportsInt
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.waits.attribution import (
@@ -17,10 +17,8 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitCutter,
     WaitParts,
 )
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-    from lightning_fastdata.stamps.lines import LineTime
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.lines import LineTime
 
 _NS_PER_MS: Final = 1e6
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
@@ -360,14 +358,11 @@ def where_text(lines: Sequence[LineShare], *, beside: float = 0.0) -> str:
     return f"; {line_text(line)}" if line is not None and stands_out else ""
 
 
-def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
-    """Return the line that waits for a lock which one process at a time has, if that is much.
+def lock_between_processes(lines: Iterable[LineShare]) -> bool:
+    """Return whether a line waits for a lock which one process at a time has, and that is much.
 
     Two workers that read under a lock wait for it half of the time, more of them for longer. A lock
     within a process may be that of a pool of threads whose work is waited for.
     """
-    for line in lines:
-        known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
-        if known and line.share > _MUCH_OF_IT:
-            return line
-    return None
+    much = (line.calls for line in lines if line.share > _MUCH_OF_IT)
+    return any(name in calls for calls in much for name in _LOCKS_OF_PROCESSES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -23,8 +24,6 @@ from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
@@ -164,7 +163,8 @@ class RankRecords:
         until = clock.monotonic() + patience_s
         while self._rank == 0 and self._broken is None:
             self._tried(self._read_from)
-            behind = [r for r in self._ranks if self._known_epochs(r) < self._epochs]
+            epochs = {rank: timing.epochs for rank, timing in self._known.items()}
+            behind = [rank for rank in self._ranks if epochs.get(rank, 0) < self._epochs]
             if not behind or clock.monotonic() >= until:
                 return
             clock.sleep(_POLL_S)
@@ -172,9 +172,6 @@ class RankRecords:
     def ended(self) -> None:
         """Read what ranks have reported last."""
         self._read(_PATIENCE_AT_END_S)
-
-    def _known_epochs(self, rank: int) -> int:
-        return self._known[rank].epochs if rank in self._known else 0
 
     def _read_from(self, store: Store) -> None:
         for rank in self._ranks:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
+from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory, memory_reader
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.guard.parts import ArrivesInParts, RunsInParts, why_not_in_parts
-from lightning_fastdata.plugin.guard.sizes import GuardDecision, skipped
-from lightning_fastdata.plugin.guard.steps import run_guard
+from lightning_fastdata.plugin.guard.steps import GuardDecision, run_guard, skipped
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     forget_training_loader,
@@ -22,11 +22,8 @@ from lightning_fastdata.plugin.seams.internals import (
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.module import DataModule
 
 _LOG = logging.getLogger(__name__)

@@ -147,7 +147,8 @@ class RunsInParts:
             BatchSizeError: Memory runs out where the batch cannot be taken in parts.
         """
         batch = next(iter(kwargs.values()), None)
-        rows, numbers = rows_of(batch), _numbers_of(batch)
+        rows = rows_of(batch)
+        numbers = sum(leaf.numel() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
         if rows is None:
             return self.run(optimizer, batch_idx, kwargs)
         size = rows
@@ -194,7 +195,8 @@ class RunsInParts:
         module = self.pl_module
         random = snapshot_random_states()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        grads = [] if first else [(p, _on_host(p.grad)) for p in module.parameters()]
+        kept = () if first else [(p, p.grad) for p in module.parameters()]
+        grads = [(p, None if g is None else g.detach().to("cpu", copy=True)) for p, g in kept]
         metrics = Snapshot(*(m for m in module.modules() if hasattr(type(m), "metric_state")))
 
         def undo() -> None:
@@ -366,25 +368,13 @@ def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
     return {**joined, "loss": total}
 
 
-def _numbers_of(batch: Batch) -> int:
-    return sum(leaf.numel() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
-
-
-def _on_host(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else grad.detach().to("cpu", copy=True)
-
-
 class ArrivesInParts:
     """What brings training batches to the device, and those that do not fit with less memory.
 
     First what was sent ahead is dropped. Then what workers drew is carried out in host memory, with
     the same draws. Then the batch is moved and transformed in parts, half as large each time, and
-    joined: a transform that looks at the whole batch sees a part, and draws for each anew.
-
-    Args:
-        trainer: Trains on one device, or on one of several.
-        move: Lightning's own ``batch_to_device``.
-        datamodule: Has the transforms.
+    joined: a transform that looks at the whole batch sees a part, and draws for each anew. ``move``
+    is Lightning's own ``batch_to_device``.
     """
 
     def __init__(
@@ -451,7 +441,6 @@ class ArrivesInParts:
 
 
 def _as_loaded(batch: Batch) -> Batch:
-    """Return a batch as its loader gave it."""
     if isinstance(batch, StagedBatch) and batch.crossing is not None:
         return batch.crossing.source
     return batch

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_fastdata.device.backend import generators_in_use
+from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import held_by
 
 Undo: TypeAlias = Callable[[], object]
@@ -121,13 +120,11 @@ def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
 
 def snapshot_random_states() -> Undo:
     """Return what puts back the random states of Python, numpy, torch and its devices."""
-    python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    host = DrawWatch()
     on_device = [(each, each.get_state()) for each in generators_in_use()]
 
     def undo() -> None:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(host)
+        host.restore()
         for generator, state in on_device:
             generator.set_state(state)
 

@@ -17,12 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import require
-from lightning_fastdata.insight.measure.metrics import (
-    Columns,
-    StepTiming,
-    Values,
-    columns_of,
-)
+from lightning_fastdata.insight.measure.metrics import Columns, StepTiming, Values, columns_of
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime
 from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
 
@@ -58,18 +53,6 @@ MAIN: Final = frozenset(
 """What loggers get: 20 at most, several of them only where there is something to measure. They are
 in the tables of `docs/measuring.md`."""
 
-_CHARTS: Final = {
-    "ms a step: wait and compute": (
-        "Multiline",
-        "data/time_wait_ms$",
-        "data/time_compute_ms$",
-    ),
-    "samples/s, and if data were free": (
-        "Multiline",
-        "data/throughput_samples_per_s$",
-        "data/throughput_if_data_were_free_samples_per_s$",
-    ),
-}
 _STACK: Final = (
     ("compute", "compute_ms", "#4c9f70"),
     ("augment", "augment_ms", "#b07aa1"),
@@ -113,7 +96,14 @@ def custom_scalar_layout() -> dict[str, dict[str, list[Sequence[str]]]]:
     TensorBoard gives all lines of a run one color, so no chart has more than two. The tags are
     regular expressions, hence the ``$``. A writer takes one layout only.
     """
-    return {"Data": {name: [kind, list(tags)] for name, (kind, *tags) in _CHARTS.items()}}
+    kind, rates = "Multiline", "data/throughput_samples_per_s$"
+    free = "data/throughput_if_data_were_free_samples_per_s$"
+    return {
+        "Data": {
+            "ms a step: wait and compute": [kind, ["data/time_wait_ms$", "data/time_compute_ms$"]],
+            "samples/s, and if data were free": [kind, [rates, free]],
+        }
+    }
 
 
 def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:

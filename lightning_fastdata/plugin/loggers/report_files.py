@@ -45,17 +45,6 @@ class Misfortunes:
         except Exception as error:
             self.tell(what, error)
 
-    def survived_by(self, what: str, call: Callable[_Given, object]) -> Callable[_Given, None]:
-        """Return a function that does the same and warns of errors."""
-
-        def guarded(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
-            try:
-                call(*args, **kwargs)
-            except Exception as error:
-                self.tell(what, error)
-
-        return guarded
-
 
 _OfRun: TypeAlias = Callable[Concatenate[Any, Any, _Given], None]
 _Hook: TypeAlias = Callable[Concatenate[Any, _Given], None]
@@ -85,11 +74,7 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
 def report_file(path: str | Path | bool, log_dir: str, method: str) -> Path | None:
     """Return the file of the JSON that was asked for; None: none was.
 
-    Args:
-        path: Of a fit; ``True``: ``report.json`` in ``log_dir``; ``False``: none. A page is
-            written beside it.
-        log_dir: The trainer's.
-        method: Of the trainer. What is no fit has files of its own: ``report-test.json``.
+    What is no fit has files of its own: ``report-test.json``.
     """
     if path is False:
         return None

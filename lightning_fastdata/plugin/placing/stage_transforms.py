@@ -8,20 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment import as_batch_transform, left_undone
+from lightning_fastdata.augment import StageTransform, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, TransformError
 from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
-from lightning_fastdata.types import STAGES, Stage
+from lightning_fastdata.types import STAGES, Batch, PixelPlace, Stage
 
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.planning.plan_for import LoaderSpec
-    from lightning_fastdata.types import Batch, PixelPlace
 
 
 _ALSO_NORMALISED: Final[Mapping[str, str]] = {
@@ -70,7 +68,6 @@ class StageTransforms:
                 self.register(transform, stage)
 
     def __getitem__(self, stage: Stage) -> list[StageTransform]:
-        """Return the transforms of a stage in their order."""
         return self._of[stage]
 
     def worker_part(self, stage: Stage) -> StageTransform | None:

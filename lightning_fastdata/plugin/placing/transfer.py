@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.planning.options import check_among
-from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws
+from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms, carry_out_draws
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
 
     from lightning_fastdata.plugin.module import DataModule
-    from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 
 PrefetchName: TypeAlias = Literal["auto", "off"]

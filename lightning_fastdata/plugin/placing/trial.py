@@ -1,28 +1,37 @@
 """Where a data module has the pixels of its pipelines computed: asked for, or measured and kept.
 
 ``augment_on="auto"`` decides for each stage when its first loader is made, before the training.
+The first rule that fits decides:
+
+==  =====================================================================  ========================
+ 1  there is no accelerator                                                workers
+ 2  the pipeline leaves nothing to a device                                workers
+ 3  the device failed at its part when that was tried                      workers
+ 4  nothing could be measured beforehand                                   device
+ 5  the workers save more time per batch than the device needs for it      device
+ 6  otherwise                                                              workers
+==  =====================================================================  ========================
+
+A batch takes the workers ``batch * max(sample / workers, computing part of sample / CPUs)``, where
+``sample`` is measured before the training, in one process; without workers, ``batch * sample``.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from operator import getitem
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.staged import (
-    FirstOfPairs,
-    StagingCollate,
-    move,
-)
+from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, move
 from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -30,13 +39,7 @@ from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.plugin.placing.decision import (
-    PlaceChoice,
-    PlaceCosts,
-    SampleCosts,
-    choose_place,
-)
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import PixelPlace, SampleKey, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
-    from lightning_fastdata.types import PixelPlace, Stage
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
 """What a user sets."""
@@ -59,6 +61,101 @@ _MOST_SAMPLES: Final = 16
 _WARM_UP, _ROUNDS = 2, 5
 # What torch raises where a device has no memory, no such operation, or no such dtype.
 _TOO_MUCH: Final = (RuntimeError, TypeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCosts:
+    """What a worker spends on one sample: medians, without waiting for a CPU."""
+
+    whole_ms: float
+    """Milliseconds with the whole pipeline: reading, pixels, and its share of the collation."""
+    deferred_ms: float
+    """Milliseconds if the device does what it can: reading, drawing, the pixels that stay, and its
+    share of the collation."""
+    read_ms: float
+    """Of both, the milliseconds of reading."""
+    waits_ms: float = 0.0
+    """Of those, the milliseconds without computing: for a disk or a network."""
+    samples: int = 1
+    """How many were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceCosts:
+    """What is known before the first step."""
+
+    accelerator: bool
+    """Whether the training runs on something else than a CPU."""
+    defers: bool = True
+    """Whether anything of the pipeline can run on a device."""
+    batch_size: int
+    """Samples in a batch of this rank."""
+    workers: int
+    """Side processes that make batches; 0: the training process makes them."""
+    cpus: float
+    """CPUs that this rank may use."""
+    sample: SampleCosts | None = None
+    """None: no sample could be measured."""
+    device_ms: float | None = None
+    """Milliseconds of the device for its part of one batch; None: not measured."""
+    refusal: str | None = None
+    """Why the device cannot do its part; None if it can."""
+    library: str = "Albumentations"
+    """Who makes the pixels in the workers."""
+
+    def loader_ms(self, place: PixelPlace) -> float:
+        """Return the milliseconds in which the workers make one batch; 0 if unknown."""
+        sample = self.sample
+        if sample is None:
+            return 0.0
+        each = sample.whole_ms if place == "workers" else sample.deferred_ms
+        if not self.workers:
+            return self.batch_size * each
+        computes = max(0.0, each - sample.waits_ms)
+        return self.batch_size * max(each / self.workers, computes / max(self.cpus, 1e-3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceChoice:
+    """Where the pixels are computed, and why."""
+
+    place: PixelPlace
+    reason: str
+    """With its numbers."""
+    saved_ms: float | None = None
+    """Milliseconds per batch by which the device's part makes the workers faster; None: unknown."""
+    device_ms: float | None = None
+    """Milliseconds per batch that this part takes the device; None: not known."""
+
+
+def choose_place(costs: PlaceCosts) -> PlaceChoice:
+    """Decide where the pixels of a pipeline are computed; the rules are those of this module."""
+    sample, device_ms = costs.sample, costs.device_ms
+    if not costs.accelerator:
+        return PlaceChoice(
+            place="workers",
+            reason="there is no accelerator, and on a CPU torch takes many times as long for these "
+            f"pixels in batches as {costs.library} for samples in the workers",
+        )
+    if not costs.defers:
+        return PlaceChoice(place="workers", reason="the pipeline leaves nothing to a device")
+    if costs.refusal is not None:
+        return PlaceChoice(place="workers", reason=costs.refusal)
+    if sample is None or device_ms is None:
+        why = "no sample could be measured; the device takes off the workers what it can"
+        return PlaceChoice(place="device", reason=why)
+    whole_ms, deferred_ms = costs.loader_ms("workers"), costs.loader_ms("device")
+    saved_ms = whole_ms - deferred_ms
+    workers = f"{costs.workers} worker{'s' if costs.workers > 1 else ''}"
+    makers = workers if costs.workers else "the training process"
+    why = (
+        f"a batch of {costs.batch_size} takes {makers} {whole_ms:.4g} ms with the whole "
+        f"pipeline and {deferred_ms:.4g} ms without what the device can do, for which that needs "
+        f"{device_ms:.4g} ms (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms, "
+        f"{sample.read_ms:.3g} of them reading; {sample.samples} measured)"
+    )
+    place: PixelPlace = "device" if device_ms < saved_ms else "workers"
+    return PlaceChoice(place=place, reason=why, saved_ms=saved_ms, device_ms=device_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,46 +221,28 @@ def read_place_costs(
         return replace(costs, refusal=why)
 
 
-class _Ways(NamedTuple):
-    """How a sample that was read is made whole, and with its pixels deferred to the device."""
-
-    make: Mapping[str, Callable[[int, Any], Any]]
-    collate: Mapping[str, Callable[[list[Any]], Any]]
-
-
-def _ways_of(task: PlaceTask) -> _Ways | None:
-    spec, transform, seed = task.of.spec, task.transform, task.of.seed
-    whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
-    if whole is None or deferred is None:
-        return None
-    collate = spec.collate_fn or collate_samples
-    return _Ways(
-        {
-            "whole": lambda index, sample: whole(sample, SampleKey(seed, 0, index)),
-            "deferred": lambda index, sample: deferred(sample, SampleKey(seed, 0, index)),
-        },
-        {
-            "whole": FirstOfPairs(collate, whole, single=False),
-            "deferred": StagingCollate(collate, deferred, spec.stage),
-        },
-    )
-
-
 def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> None:
     """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
-    ways, dataset = _ways_of(task), task.of.spec.dataset
-    indices = spread_indices(dataset_length(dataset) or 0, _MOST_SAMPLES)
-    if ways is None or not indices:
+    spec, transform, seed = task.of.spec, task.transform, task.of.seed
+    whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
+    indices = spread_indices(dataset_length(spec.dataset) or 0, _MOST_SAMPLES)
+    if whole is None or deferred is None or not indices:
         return
-    made: dict[str, list[object]] = {name: [] for name in ways.make}
-    took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways.make}}
+    ways = {"whole": whole, "deferred": deferred}
+    collate = spec.collate_fn or collate_samples
+    collates = {
+        "whole": FirstOfPairs(collate, whole, single=False),
+        "deferred": StagingCollate(collate, deferred, spec.stage),
+    }
+    made: dict[str, list[object]] = {name: [] for name in ways}
+    took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways}}
     began_s = clocks.clock_s()
     for index in indices:
-        sample, ms, cpu_ms = clocks.of(partial(getitem, dataset, index))
+        sample, ms, cpu_ms = clocks.of(partial(getitem, spec.dataset, index))
         took_ms["read"].append(ms)
         took_ms["waits"].append(max(0.0, ms - cpu_ms))
-        for name, make in ways.make.items():
-            row, ms, _ = clocks.of(partial(make, index, sample))
+        for name, make in ways.items():
+            row, ms, _ = clocks.of(partial(make, sample, SampleKey(seed, 0, index)))
             made[name].append(row)
             took_ms[name].append(ms)
         if len(took_ms["read"]) > 1 and clocks.clock_s() - began_s >= budget_s:
@@ -172,9 +251,9 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
     skip = 1 if len(took_ms["read"]) > 1 else 0
     middle = {name: median(values[skip:]) for name, values in took_ms.items()}
     each = {}
-    for name, collate in ways.collate.items():
-        collate(list(made[name]))  # the first one imports
-        _, ms, _ = clocks.of(partial(collate, list(made[name])))
+    for name, collated in collates.items():
+        collated(list(made[name]))  # the first one imports
+        _, ms, _ = clocks.of(partial(collated, list(made[name])))
         each[f"{name}_ms"] = middle["read"] + middle[name] + ms / len(made[name])
     costs = SampleCosts(
         **each,
@@ -183,7 +262,7 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         samples=len(took_ms["read"]) - skip,
     )
     tell("costs", costs)
-    tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
+    tell("batch", collates["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
 
 
 def time_on_device(

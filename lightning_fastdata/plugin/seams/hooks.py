@@ -14,13 +14,12 @@ from lightning_fastdata.plugin.seams.internals import (
     replace_for_one_run,
 )
 from lightning_fastdata.tree import held
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import Batch, SampleKey
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.types import Batch
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
@@ -30,6 +29,17 @@ _BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHoo
 _HOOK: Final = HOOKS[2]
 _STEPS: Final = "fastdata_steps"
 """Attribute of the function that takes its place: what runs before the hook."""
+
+
+def package_of(one: object) -> str:
+    """Return which of Lightning's packages the class of an object is of; empty: neither."""
+    modules = (base.__module__ for base in type(one).__mro__)
+    return next((p[:-1] for name in modules for p in PACKAGES if name.startswith(p)), "")
+
+
+def home_of(package: str) -> str:
+    """Return the module that has the data module which a Trainer of a package takes."""
+    return "lightning_fastdata" + ".pytorch_lightning" * (package == "pytorch_lightning")
 
 
 def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:

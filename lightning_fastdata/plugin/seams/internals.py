@@ -142,7 +142,7 @@ def count_documents(trainer: Trainer, batch: object) -> None:
     documents = packed_documents(batch)
     # The trainer takes some microseconds to find them, which most batches need not pay.
     results = None if documents is None else _private(trainer, "_results")
-    if hasattr(results, "batch_size"):
+    if results is not None and hasattr(results, "batch_size"):
         results.batch_size = documents
 
 
@@ -153,7 +153,10 @@ def combined_mode(loaders: object) -> str | None:
 
 
 def itself(value: _Value) -> _Value:
-    """Return what was given: how a copy of a trainer gets what was there before a replacement."""
+    """Return what was given: so a copy of a trainer gets what was there before a replacement.
+
+    And so a data module gets a dataset that was given to it; unlike a lambda, it can be pickled.
+    """
     return value
 
 

@@ -153,12 +153,9 @@ def average_exactly(trainer: Trainer) -> None:
     on two ranks count as 2 * 5, and the logged mean is a tenth too large.
     """
     strategy = trainer.strategy
-    if not _calls(strategy.reduce, _reduce):
+    ours = isinstance(strategy.reduce, partial) and strategy.reduce.func is _reduce
+    if not ours:
         replace_for_one_run(trainer, strategy, "reduce", partial(_reduce, strategy.reduce))
-
-
-def _calls(replaced: object, function: object) -> bool:
-    return isinstance(replaced, partial) and replaced.func is function
 
 
 def _reduce(

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from lightning_fastdata.plugin.seams.internals import attributes_of, itself
+from lightning_fastdata.plugin.seams.internals import TrainerAttributes, attributes_of, itself
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.plugin.seams.internals import TrainerAttributes
 
 Listener: TypeAlias = tuple[tuple[Callable[[], None], ...], tuple[Callable[[], None], ...]]
 """What is called at the start of an action and at its end, in this order."""

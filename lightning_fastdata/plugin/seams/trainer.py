@@ -7,17 +7,17 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.position import Place
-from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
+from lightning_fastdata.plugin.seams.hooks import home_of, overridden_hook, package_of
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
     batches_that_stepped,
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.plugin.module import DataModule
 
-_STAGE_OF_FN: dict[str, Stage] = {
-    "fit": "train",
-    "validate": "val",
-    "test": "test",
-    "predict": "predict",
+STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
 }
+"""A trainer's method -> its stages, the one that it is for first."""
 
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
@@ -54,22 +55,12 @@ def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:
 
     Lightning itself would say "Expected a parent".
     """
-    own, its = (
-        {
-            package
-            for package in PACKAGES
-            for c in type(one).__mro__
-            if c.__module__.startswith(package)
-        }
-        for one in (datamodule, trainer)
-    )
-    if own and its and not own & its:
-        other, ours = its.pop(), own.pop()
-        place = "lightning_fastdata" + ".pytorch_lightning" * (other == PACKAGES[1])
+    ours, its = package_of(datamodule), package_of(trainer)
+    if ours and its and ours != its:
         raise OptionsError(
-            f"{type(datamodule).__name__} is a data module of {ours[:-1]}, and the Trainer one of "
-            f"{other[:-1]}, which takes its own only. Write `from {place} import FastDataModule, "
-            f"DataThroughputCallback`, or `from {ours[:-1]} import Trainer`."
+            f"{type(datamodule).__name__} is a data module of {ours}, and the Trainer one of "
+            f"{its}, which takes its own only. Write `from {home_of(its)} import FastDataModule, "
+            f"DataThroughputCallback`, or `from {ours} import Trainer`."
         )
 
 
@@ -86,7 +77,7 @@ def loss_scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
 def running_stage(trainer: Trainer | None) -> Stage | None:
     """Return the stage of the trainer method that runs now; ``"train"`` during all of a fit."""
     method = None if trainer is None else trainer.state.fn
-    return None if method is None else _STAGE_OF_FN[method.value]
+    return None if method is None else STAGES_OF[method.value][0]
 
 
 def of_ranks(trainer: Trainer, value: int) -> int:
@@ -180,11 +171,8 @@ def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
     Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
     epoch by the number of batches.
     """
-    if training_place(trainer)[:2] == (epoch, taken):
-        _count(trainer, taken, counted)
-
-
-def _count(trainer: Trainer, taken: int, counted: int) -> None:
+    if training_place(trainer)[:2] != (epoch, taken):
+        return
     loop: Any = trainer.fit_loop
     current = loop.epoch_loop.batch_progress.current
     for name in ("ready", "started", "processed", "completed"):
@@ -266,10 +254,9 @@ def close_progress_bar(trainer: Trainer) -> None:
             getattr(bar, f"{stage}_progress_bar").close()
 
 
-def trainer_of_class(cls: type[object]) -> Trainer:
+def trainer_like(datamodule: object) -> Trainer:
     """Return a trainer on the CPU, of the package that a data module belongs to."""
-    modules = (base.__module__ for base in cls.__mro__)
-    package = next(p for m in modules for p in PACKAGES if m.startswith(p)).rstrip(".")
+    package = package_of(datamodule)
     said = logging.getLogger(f"{package}.utilities.rank_zero")
     level = said.level
     said.setLevel(logging.ERROR)
@@ -297,14 +284,13 @@ def hide_loggers(trainer: Trainer) -> list[Path]:
     rank_zero_only.rank = trainer.global_rank
     named = [getattr(one, "log_dir", None) for one in trainer.loggers]
     folders = [Path(folder) for folder in named if folder is not None]
-    loggers = importlib.import_module(f"{_package(trainer)}.loggers.logger")
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    _silence(trainer)
     return folders
 
 
-def _package(trainer: Trainer) -> str:
-    modules = (kind.__module__ for kind in type(trainer).__mro__)
-    return next(name for name in modules if name.startswith(PACKAGES)).split(".trainer")[0]
+def _silence(trainer: Trainer) -> None:
+    loggers = importlib.import_module(f"{package_of(trainer)}.loggers.logger")
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
 
 
 @contextmanager
@@ -313,16 +299,14 @@ def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]
 
     All that is replaced for it is as it was behind the block.
     """
-    package = _package(trainer)
-    loggers = importlib.import_module(f"{package}.loggers.logger")
-    profilers = importlib.import_module(f"{package}.profilers")
+    profilers = importlib.import_module(f"{package_of(trainer)}.profilers")
     hidden, attributes = attributes_of(trainer), vars(pl_module)
     kept = hidden.callbacks, trainer.loggers, hidden.profiler
     shadowed = {name: attributes[name] for name in {"log", "log_dict"} & attributes.keys()}
     hidden.callbacks = []
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    _silence(trainer)
     hidden.profiler = profilers.PassThroughProfiler()
-    attributes.update(log=_log_nothing, log_dict=_log_nothing)
+    attributes.update(log=nothing, log_dict=nothing)
     try:
         yield
     finally:
@@ -331,5 +315,5 @@ def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]
         attributes.update(shadowed)
 
 
-def _log_nothing(*_: object, **__: object) -> None:
-    """Take the place of ``self.log`` and ``self.log_dict``."""
+def nothing(*_: object, **__: object) -> None:
+    """Take the place of ``self.log``, ``self.log_dict`` and ``trainer.save_checkpoint``."""

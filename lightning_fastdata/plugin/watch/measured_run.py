@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
@@ -14,11 +15,11 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, fault_notes, fault_scalars
-from lightning_fastdata.insight.memory import memory_notes
+from lightning_fastdata.insight.memory import MemorySeen, memory_notes
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.ranks import slowest
+from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
+from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
@@ -27,22 +28,15 @@ from lightning_fastdata.plugin.loggers.report_files import report_file, write_re
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, labelled, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
-from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
+from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS, Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.batches.bad_samples import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.stage import StageMeter
     from lightning_fastdata.insight.measure.wall import WallTime
-    from lightning_fastdata.insight.memory import MemorySeen
-    from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
-    from lightning_fastdata.plugin.watch.recording import Recording
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 _COMPARED_WITHIN_S: Final = 0.01
@@ -88,7 +82,7 @@ class RunJudge:
         """Return what the loader says about itself: the one waited for most, else the first."""
         stage, ours = self._recording.main.stage, own_datamodule(self._trainer)
         label, loader = _slowest_loader(self._recording.loaders(), self._recording.main)
-        settled = ours is not None and ours.augmentation_settled(stage)
+        settled = ours is not None and ours.placing.choice(stage) is not None
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
         if self._changes and not known.persistent_workers:
@@ -359,7 +353,6 @@ class MeasuredRun:
         return self.trainer.world_size * waited_s / 60
 
     def _fault_logs(self) -> list[FaultLog]:
-        """Return those of all loaders of this run."""
         several = self.recording.loaders(), self.recording.val_loaders()
         found = (loader for loaders in several for loader in flattened(loaders))
         return [loader.faults for loader in found if isinstance(loader, FastDataLoader)]

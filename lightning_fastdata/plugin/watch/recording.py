@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
-from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
+from lightning_fastdata.plugin.seams.trainer import STAGES_OF
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.padding import PaddingMeter
     from lightning_fastdata.types import Batch, Stage
 
@@ -39,13 +38,6 @@ _FULL_PAUSES: Final = 1
 """Collections of younger generations are too short to be counted, and too many."""
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> what the names of its hooks and steps have in them."""
-_STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
-    "fit": ("train", "val"),
-    "validate": ("val",),
-    "test": ("test",),
-    "predict": ("predict",),
-}
-"""A trainer's method -> its stages, the one that it is for first."""
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of ours that cost less in each step than it costs to time them."""
 _HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
@@ -61,9 +53,9 @@ class WallWatch:
         kind = _HOOKS_OF[method]
         self._hooks = frozenset(f"on_{kind}_{when}" for when in _HOOKS)
         self._batch_ends = f"on_{kind}_batch_end"
-        fetches = "train_dataloader" if self._fits else _STAGES_OF[method][0]
+        fetches = "train_dataloader" if self._fits else STAGES_OF[method][0]
         self._fetches = f"{fetches}_next"
-        self._step = "run_training_batch" if self._fits else f"{kind}_step"
+        self.step = "run_training_batch" if self._fits else f"{kind}_step"
         self._trainer = trainer
         self._ours = ours
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -116,7 +108,7 @@ class WallWatch:
             return (self._wait_began,), (self._wait_ended,)
         if last == "val_next":
             return self._entering(_WAIT_OF_VALIDATION)
-        if last == self._step:
+        if last == self.step:
             return (self._step_began,), (self._step_over,)
         if last == "batch_to_device":
             return (self._step_began,), ()
@@ -201,7 +193,6 @@ class _LooksAtBatches:
         self.move = trainer.strategy.batch_to_device
 
     def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
-        """Return the batch on the device."""
         if self.meter.looks and self.trainer.training:
             with suppress(Exception):  # a batch may be anything
                 self.meter.look(batch)
@@ -228,7 +219,7 @@ class Recording:
 
     def __init__(self, trainer: Trainer, ours: object = None, method: str = "fit") -> None:
         self._trainer = trainer
-        self.method, self.stages, self.fits = method, _STAGES_OF[method], method == "fit"
+        self.method, self.stages, self.fits = method, STAGES_OF[method], method == "fit"
         self.wall = WallWatch(trainer, ours, method)
         self.augments: Callable[[Stage], bool] = lambda _stage: False
         self.in_transfer = self.optimizer_stepped = False
@@ -275,15 +266,11 @@ class Recording:
         if self.fits:
             self.wall.restart()
             self.watch("val", self.val_loaders())
-            self._look_at_batches()
+            trainer = self._trainer
+            look = _LooksAtBatches(trainer, self.main.padding)
+            replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
         self.batches_stepped = 0
         self.host = HostMeter()
-
-    def _look_at_batches(self) -> None:
-        """Look at the first batches of a training before they go to the device."""
-        trainer = self._trainer
-        look = _LooksAtBatches(trainer, self.main.padding)
-        replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
 
     def stop(self) -> None:
         """Take no more stamps."""
@@ -293,7 +280,8 @@ class Recording:
 
     def notes(self) -> tuple[str, ...]:
         """Return why it is not known why batches were late, of stages in which they were."""
-        meters = [meter for meter in self.meters if _waits(meter.summary())]
+        summaries = [(meter, meter.summary()) for meter in self.meters]
+        meters = [meter for meter, summary in summaries if summary is not None and summary.stalls]
         missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
         if not missing:
             return ()
@@ -311,10 +299,9 @@ class Recording:
 
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
-        step = "run_training_batch" if self.fits else f"{_HOOKS_OF[self.method]}_step"
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
-            step: ((self._work_began,), (self._work_ended,)),
+            self.wall.step: ((self._work_began,), (self._work_ended,)),
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
             "batch_to_device": ((self._transfer_began,), (self._transfer_ended,)),
             "on_after_batch_transfer": ((self._augment_began,), (self._augment_ended,)),
@@ -361,8 +348,3 @@ class Recording:
     def _augment_ended(self) -> None:
         if self._moving is not None and self.augments(self._moving.stage):
             self._moving.timeline.augment_ended()
-
-
-def _waits(summary: StageSummary | None) -> bool:
-    stall = None if summary is None else summary.stall
-    return stall is not None and stall.share >= STALL_LOW and costs_much(stall.mean_ms, stall.share)

@@ -35,17 +35,14 @@ from lightning_fastdata.plugin.seams.trainer import (
     print_line,
     steps_logged_by,
 )
-from lightning_fastdata.plugin.watch.measured_run import (
-    FIRST_WORD_STEPS,
-    MeasuredRun,
-)
+from lightning_fastdata.plugin.watch.measured_run import FIRST_WORD_STEPS, MeasuredRun
 from lightning_fastdata.plugin.watch.recording import Recording
 from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, Stage
 
 
 _MOST_FIGURES: Final = 20
@@ -134,7 +131,11 @@ class ThroughputHooks:
         self._run = MeasuredRun(trainer, recording, undo, self)
         if stage == "fit" and self.augment is not None:
             undo += self._register(trainer, pl_module, recording)
-        watch = self.misfortunes.survived_by("A loader is not measured", recording.watch)
+
+        def watch(stage: Stage, loaders: object) -> None:
+            with self.misfortunes.survived("A loader is not measured"):
+                recording.watch(stage, loaders)
+
         undo.append(watch_sources(trainer, recording.stages, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
 
@@ -368,11 +369,7 @@ ThroughputHooks.__init__.__qualname__ = "DataThroughputCallback.__init__"
 
 
 class AddedHooks(ThroughputHooks):
-    """What ``fastdata run`` adds to a Trainer; it leaves the measuring to a callback of the script.
-
-    Args:
-        report: Where the report is written. Default: as of ``DataThroughputCallback``.
-    """
+    """What ``fastdata run`` adds to a Trainer; a callback of the script measures in its place."""
 
     def __init__(self, *, report: str | None = None) -> None:
         super().__init__(report=report or True)
