@@ -19,8 +19,12 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.order.checks import check_whole
-from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
+from lightning_fastdata.order.epoch_order import (
+    KeyedPermutation,
+    check_whole,
+    dataset_length,
+    is_whole,
+)
 from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -246,17 +250,13 @@ def _length_of(part: Any, name: str) -> int | None:
     return length
 
 
-def _is_step(step: Any) -> bool:
-    whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
-    return whole and bool(step >= 0)
-
-
 def _schedule(weights: Any) -> Mapping[int, Any]:
     """Return weights by the first step from which they hold."""
     each = list(weights.values()) if isinstance(weights, Mapping) else []
     if not any(isinstance(one, Mapping) for one in each):
         return {0: weights}
-    whole = all(isinstance(one, Mapping) for one in each) and all(map(_is_step, weights))
+    whole = all(isinstance(one, Mapping) for one in each)
+    whole = whole and all(is_whole(step, 0) for step in weights)
     if not whole or min(weights) != 0:
         raise OptionsError(
             f"weights of a Mixture change at {list(weights)!r:.200}; give the weights of each part "
