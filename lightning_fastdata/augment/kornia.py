@@ -18,7 +18,6 @@ import torch
 from torch import Size, Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -31,6 +30,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.replay.program import BatchDraws, key_of_batch
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.batch_draws import BatchDraws
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -27,7 +26,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.record.targets import size_of
-from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.replay.program import BatchDraws, Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
     StageTransform,
@@ -42,7 +41,7 @@ from lightning_fastdata.types import Batch, SampleKey
 if TYPE_CHECKING:
     from typing import Self
 
-    from lightning_fastdata.augment.taped import TapedWorker
+    from lightning_fastdata.augment.stage_transform import TapedWorker
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "mixed"]
 _NOT_MIXED: Final = ("boxes", "bboxes", "mask", "masks")

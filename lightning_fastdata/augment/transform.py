@@ -1,16 +1,24 @@
-"""Transforms of a batch on the device, whatever they were written with."""
+"""Transforms of a batch on the device, whatever they were written with.
+
+A front end records what a pipeline of its library draws for each sample in the worker, as a tape of
+operations (:data:`~lightning_fastdata.augment.ops.operation.Tape`). The tapes of a batch are packed
+into one program (:mod:`~lightning_fastdata.augment.replay.program`) that the device carries out.
+The module of a front end has one function ``stage_transform(transform, fields)``, which returns the
+transform of batches, or None of what is no pipeline of its library. That of Albumentations is here.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
 
-from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.front_ends import pipeline_transform
+from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu
 from lightning_fastdata.augment.ops import with_registered
 from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
 from lightning_fastdata.augment.pipeline.fields import (
@@ -33,7 +41,7 @@ from lightning_fastdata.augment.stage_transform import (
     plain_tensors,
     table,
 )
-from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.types import SampleKey
@@ -49,6 +57,14 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
+
+
+_FRONT_ENDS: Final = (
+    ("albumentations", "lightning_fastdata.augment.transform"),
+    ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
+    ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
+)
+"""What a pipeline of a library has been imported from, and the module of its front end."""
 
 
 def as_batch_transform(
@@ -82,13 +98,32 @@ def as_batch_transform(
     if isinstance(transform, StageTransform):
         return transform
     if callable(transform) and not isinstance(transform, type):
-        made = pipeline_transform(transform, fields)
+        made = _by_front_end(transform, fields)
         return CallableTransform(transform, fields) if made is None else made
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a torchvision "
         "v2.Compose (an instance), an nn.Module, or a callable that takes a batch and returns a "
         "batch."
     )
+
+
+def _by_front_end(transform: object, fields: Fields) -> StageTransform | None:
+    """Return the transform of batches that a front end makes of a pipeline; None: it is none.
+
+    Raises:
+        TransformError: it is a pipeline that its front end cannot take.
+    """
+    for library, home in _FRONT_ENDS:
+        if library not in sys.modules:
+            continue
+        try:
+            front_end = import_module(home)
+        except ImportError:  # the library is older than what its front end is for
+            continue
+        made: StageTransform | None = front_end.stage_transform(transform, fields)
+        if made is not None:
+            return made
+    return None
 
 
 def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
@@ -117,7 +152,10 @@ class BatchTransform(PipelineTransform):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
         self._registered: dict[str, DeviceOp] = {}
-        self._on_cpu = checked_on_cpu(on_cpu)
+        if on_cpu not in get_args(OnCpu):
+            choices = ", ".join(get_args(OnCpu))
+            raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {choices}.")
+        self._on_cpu = on_cpu
         self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Channels and dtype of the images that the plan is for."""

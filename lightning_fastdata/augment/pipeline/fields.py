@@ -220,14 +220,13 @@ def is_pil(value: object) -> TypeGuard[_PilImage]:
     return isinstance(value, _PilImage)
 
 
-def to_hwc(value: object, *, name: str = "image") -> tuple[np.ndarray, Layout]:
+def to_hwc(value: object) -> tuple[np.ndarray, Layout]:
     """Return the image of one sample as Albumentations wants it, and the form it had.
 
     Args:
         value: PIL image; array ``[H, W]`` or ``[H, W, C]``; tensor ``[H, W]``, ``[C, H, W]`` or
             ``[H, W, C]``. The smaller of a tensor's first and last dimension is its channels, the
             first in doubt.
-        name: how messages call it.
 
     Returns:
         An array ``[H, W]`` or ``[H, W, C]`` of the dtype it had, and the form it had.
@@ -240,17 +239,17 @@ def to_hwc(value: object, *, name: str = "image") -> tuple[np.ndarray, Layout]:
             mode = _PIL_MODES.get(value.mode, "RGB")
             return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode)), "pil"
         raise BatchError(
-            f"The {name} is {describe(value)}. Expected a PIL image, an array or a tensor."
+            f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
     if not may_be_image(value):
         raise BatchError(
-            f"The {name} is {describe(value)}. Expected numbers, such as uint8 or float32 in "
+            f"The image is {describe(value)}. Expected numbers, such as uint8 or float32 in "
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."
         )
     if isinstance(value, np.ndarray):
         if value.ndim == 3 and value.shape[0] in CHANNELS and min(value.shape[1:]) >= _WIDE:
             raise BatchError(
-                f"The {name} is {describe(value)}, with its channels first. Albumentations takes "
+                f"The image is {describe(value)}, with its channels first. Albumentations takes "
                 "arrays with the channels last: return it as image.transpose(1, 2, 0), or as a "
                 "torch tensor, which may have them first."
             )

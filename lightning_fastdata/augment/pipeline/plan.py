@@ -111,15 +111,10 @@ def analyse(
     channels: int | None = 3,
     dtype: DType = BYTES,
 ) -> Plan:
-    """Decide where each operation of a pipeline runs.
+    """Decide where each operation of a pipeline runs, of whose images size and dtype are known.
 
-    Args:
-        compose: an ``A.Compose``.
-        ops: device forms by class name.
-        size: ``(height, width)`` when all images are known to have it.
-        refusal: a reason to run everything in the worker.
-        channels: of the images; None for images ``[H, W]``.
-        dtype: of the images, uint8 or float32.
+    ``size``: ``(height, width)`` when all have it. ``channels``: None for images ``[H, W]``.
+    ``refusal``: a reason to run everything in the worker.
     """
     leaves = list_leaves(compose)
     before = follow_dtypes(leaves, dtype)
@@ -270,7 +265,6 @@ def _has_form(
     size: tuple[int, int],
     channels: int | None,
     given: DType,
-    draws: int = 4,
 ) -> bool:
     """Whether an operation has a device form for its settings, which is tried out.
 
@@ -286,7 +280,7 @@ def _has_form(
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(draws))
+        found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(4))
         return all(found) if changes else any(found)
     except Exception:
         # It refuses images of this size or kind, in whatever way (a division by the size of a tiny

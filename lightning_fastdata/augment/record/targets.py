@@ -169,11 +169,8 @@ def channels_as_given(
 ) -> dict[str, torch.Tensor]:
     """Return results in the layout in which they were given, unless the pipeline chose another.
 
-    Args:
-        results: ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that.
-        turned: names of those that were given as ``[n, C, H, W]``.
-        compose: the pipeline.
-        images_are_chw: whether images went through ``ToTensorV2``.
+    They are ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that; ``turned`` are the names of
+    those that were given as ``[n, C, H, W]``.
     """
     roles = target_roles(compose)
     masks_are_chw = images_are_chw and any(

@@ -28,18 +28,12 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.plan import Plan
 from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
-from lightning_fastdata.augment.pipeline.tree import (
-    list_leaves,
-)
+from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.record.tape import Recorder
-from lightning_fastdata.augment.record.targets import (
-    argument_names,
-    named_places,
-    target_roles,
-)
+from lightning_fastdata.augment.record.targets import argument_names, named_places, target_roles
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
-from lightning_fastdata.augment.taped import TapedWorker
+from lightning_fastdata.augment.stage_transform import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 

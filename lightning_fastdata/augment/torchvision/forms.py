@@ -63,11 +63,8 @@ def encode(
 ) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
-    Args:
-        transform: of torchvision's v2 itself.
-        given: what it was called with besides the tensor: parameters, or those of a policy.
-        form: of the image or mask.
-        exact: whether floats have to be torchvision's to the last bit.
+    ``given``: what it was called with besides the tensor: parameters, or those of a policy.
+    ``exact``: whether floats have to be torchvision's to the last bit.
     """
     name = type(transform).__name__
     if form.dtype not in DTYPES[form.role]:

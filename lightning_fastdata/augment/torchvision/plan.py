@@ -258,10 +258,7 @@ class Plan(Placements):
 def make_plan(pipeline: Any, *, one_size: bool = False, pil: bool = False) -> Plan:
     """Decide where each transform of a pipeline runs.
 
-    Args:
-        pipeline: of v2.
-        one_size: whether all images are known to have one size.
-        pil: whether they are PIL images.
+    ``one_size``: whether all images are known to have one size; ``pil``: whether they are PIL's.
     """
     leaves = leaves_of(pipeline)
     sized = -1 if one_size else _one_size_from(leaves)
