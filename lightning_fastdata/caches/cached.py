@@ -277,7 +277,9 @@ class CachedDataset(Dataset[Any]):
     def _open(self) -> SampleFile:
         file = self._existing()
         if file is None:
-            file = self._make()
+            with made_by_one(self.folder):
+                # Another process may have been there first.
+                file = self._existing() or self._create()
         if self._length not in self._known:
             self._compare(file)
             self._known.add(self._length)
@@ -313,11 +315,6 @@ class CachedDataset(Dataset[Any]):
         if flag not in self._known:
             self._known.add(flag)
             warnings.warn(text, FastDataWarning, stacklevel=4)
-
-    def _make(self) -> SampleFile:
-        with made_by_one(self.folder):
-            made = self._existing()  # another process may have been there first
-            return self._create() if made is None else made
 
     def _create(self) -> SampleFile:
         with kept_random_state():
