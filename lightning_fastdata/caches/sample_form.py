@@ -171,10 +171,8 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     if tv:
         form["class"] = kind.__name__
     # View as bytes: numpy has not all of torch's types.
-    return form, dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else _EMPTY
-
-
-_EMPTY: Final = np.empty(0, np.uint8)
+    raw = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
+    return form, raw
 
 
 def _raw(array: NDArray[Any]) -> Raw:

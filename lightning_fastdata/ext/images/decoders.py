@@ -142,9 +142,6 @@ class _SimpleJpegDecoder(Decoder):
             return None
 
 
-_DECODERS: dict[str, type[Decoder]] = {kind.name: kind for kind in (_SimpleJpegDecoder, Decoder)}
-
-
 @functools.cache
 def choose_decoder(name: DecoderName = "auto") -> Decoder:
     """Return the decoder of this name, one per process, or the first that can be loaded here.
@@ -162,16 +159,15 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
         raise OptionsError(
             f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
         )
-    for one in _DECODERS if name == "auto" else (name,):
-        try:
-            return _DECODERS[one]()
-        except (ImportError, OSError) as error:
-            if name != "auto":
-                raise OptionsError(
-                    f"The decoder {name!r} cannot be loaded here: {error}. "
-                    f'Install the library, or use decoder="auto" to take what is there.'
-                ) from error
-    raise OptionsError("No image decoder can be loaded.")  # pragma: no cover - Pillow's can
+    try:
+        return Decoder() if name == "pillow" else _SimpleJpegDecoder()
+    except (ImportError, OSError) as error:
+        if name == "auto":
+            return Decoder()
+        raise OptionsError(
+            f"The decoder {name!r} cannot be loaded here: {error}. "
+            f'Install the library, or use decoder="auto" to take what is there.'
+        ) from error
 
 
 def is_jpeg(data: bytes) -> bool:
