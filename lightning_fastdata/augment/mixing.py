@@ -49,14 +49,6 @@ _LABEL_KEYS: Final = ("label", "labels", "target", "targets")
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 
 
-def _check(alpha: float, p: float) -> None:
-    """Raise OptionsError unless one number is positive, and the other a probability."""
-    if not 0 < alpha < float("inf"):
-        raise OptionsError(f"alpha is {alpha}; give a positive number.")
-    if not 0 <= p <= 1:
-        raise OptionsError(f"p is {p}; give a probability from 0 to 1.")
-
-
 def partners(order: Tensor) -> Tensor:
     """Return for each sample the position of the sample it is mixed with, int64 ``[n]``.
 
@@ -77,7 +69,19 @@ def _blended(values: Tensor, kept: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MixUp:
+class _Mix:
+    alpha: float
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < float("inf"):
+            raise OptionsError(f"alpha is {self.alpha}; give a positive number.")
+        if not 0 <= self.p <= 1:
+            raise OptionsError(f"p is {self.p}; give a probability from 0 to 1.")
+
+
+@dataclass(frozen=True)
+class MixUp(_Mix):
     """Blend each sample with a partner: ``share * own + (1 - share) * partner``.
 
     After Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: beyond empirical risk minimization" (ICLR
@@ -94,10 +98,6 @@ class MixUp:
     count: ClassVar[int] = 2
     """Numbers that are drawn for each sample."""
     alpha: float = 0.2
-    p: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self.alpha, self.p)
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether (a uniform number) and the share."""
@@ -113,7 +113,7 @@ class MixUp:
 
 
 @dataclass(frozen=True)
-class CutMix:
+class CutMix(_Mix):
     """Replace a rectangle of each sample by that of a partner; labels by the shares of the area.
 
     After Yun et al., "CutMix: regularization strategy to train strong classifiers with localizable
@@ -131,10 +131,6 @@ class CutMix:
     count: ClassVar[int] = 4
     """Numbers that are drawn for each sample."""
     alpha: float = 1.0
-    p: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self.alpha, self.p)
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether, the share, and where the middle is in parts of the sides."""

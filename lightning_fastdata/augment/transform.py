@@ -1,8 +1,5 @@
 """Transforms of a batch on the device, whatever they were written with.
 
-A front end records what a pipeline of its library draws for each sample in the worker, as a tape of
-operations (:data:`~lightning_fastdata.augment.ops.operation.Tape`). The tapes of a batch are packed
-into one program (:mod:`~lightning_fastdata.augment.replay.program`) that the device carries out.
 The module of a front end has one function ``stage_transform(transform, fields)``, which returns the
 transform of batches, or None of what is no pipeline of its library. That of Albumentations is here.
 """
@@ -30,7 +27,6 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.known_version import refusal, what_it_means
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
@@ -44,6 +40,7 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.tree import is_a
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -128,7 +125,7 @@ def _by_front_end(transform: object, fields: Fields) -> StageTransform | None:
 
 def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
     """Return the transform of batches of an Albumentations pipeline; None: it is none."""
-    if not is_albumentations_pipeline(transform):
+    if not is_a(transform, "albumentations"):
         return None
     return BatchTransform(transform, fields)
 
@@ -192,7 +189,7 @@ class BatchTransform(PipelineTransform):
             TransformError: it is no pipeline.
             OptionsError: ``on_cpu`` is something else.
         """
-        if isinstance(compose, type) or not is_albumentations_pipeline(compose):
+        if isinstance(compose, type) or not is_a(compose, "albumentations"):
             raise TransformError(
                 f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
             )
