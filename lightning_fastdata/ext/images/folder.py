@@ -254,6 +254,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
                 cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])
 
+    def reading_from(self, store: ImageCache) -> FastImageFolder:
+        """Return this dataset with its pictures, as ``shorter_side`` makes them, from a store."""
+        twin = copy.copy(self)
+        twin.pictures, twin._whole = store, None
+        return twin
+
     def keeping_pictures(self, folder: CacheFolder) -> FastImageFolder | None:
         """Return this dataset with a cache of its pictures; None: it draws nothing."""
         return cache_images(self, folder) if self.rule.draws else None
@@ -318,9 +324,7 @@ def cache_images(
         >>> FastDataLoader(cache_images(photos), 64, shuffle=True)  # doctest: +SKIP
     """
     pictures = _Pictures(dataset.files, dataset.shorter_side)
-    twin = copy.copy(dataset)
-    twin.pictures, twin._whole = ImageCache(pictures, folder, max_bytes, key), None
-    return twin
+    return dataset.reading_from(ImageCache(pictures, folder, max_bytes, key))
 
 
 class ImageCache(CachedDataset):
