@@ -293,6 +293,11 @@ class _Segment:
     before: list[int]
     """Samples of each part that come before it."""
 
+    def counts(self, samples: int) -> list[int]:
+        """Return how many samples of each part come until so many of all."""
+        more = self.parts.counts(samples - self.first)
+        return [one + other for one, other in zip(self.before, more, strict=True)]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Order:
@@ -315,11 +320,7 @@ class _Order:
     ) -> _Order:
         segments: list[_Segment] = []
         for first, weights in sorted(schedule.items()):
-            before = [0] * len(lengths)
-            if segments:
-                last = segments[-1]
-                more = last.parts.counts(first - last.first)
-                before = [one + other for one, other in zip(last.before, more, strict=True)]
+            before = segments[-1].counts(first) if segments else [0] * len(lengths)
             parts = Interleaving(list(weights.values()))
             segments.append(_Segment(first, dict(weights), parts, before))
         seeds = (_seed_of(seed, name) if shuffle else None for name in lengths)
@@ -330,10 +331,7 @@ class _Order:
         return self.segments[max(0, number - 1)]
 
     def counts(self, samples: int) -> dict[str, int]:
-        segment = self.segment(samples)
-        more = segment.parts.counts(samples - segment.first)
-        both = zip(self.names, segment.before, more, strict=True)
-        return {name: before + own for name, before, own in both}
+        return dict(zip(self.names, self.segment(samples).counts(samples), strict=True))
 
     def at(self, places: Any) -> tuple[Any, Any, Any]:
         """Return the part at each place, the index there, and the number of the pass; int64."""
