@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_image
 
-from lightning_fastdata.ext.images import wholeness
+from lightning_fastdata.ext.images import decoders
 from lightning_fastdata.ext.images.decoders import choose_decoder
 from lightning_fastdata.ext.images.reading import MAX_PIXELS
 
@@ -143,8 +143,8 @@ def main() -> None:
         file = io.BytesIO()
         photograph.save(file, **options)
         data = file.getvalue()
-        checks = [wholeness.check_jpeg_scans, wholeness.check_jpeg_codes]
-        for check in [wholeness.check_png] if kind == "PNG" else checks:
+        checks = [decoders.check_jpeg_scans, decoders.check_jpeg_codes]
+        for check in [decoders.check_png] if kind == "PNG" else checks:
             took = microseconds(check, data)
             print(f"| {kind}, {len(data):,} bytes | {check.__name__} | {took:.0f} |")
         print(f"| | decode, Pillow | {microseconds(pillow, data):.0f} |")

@@ -13,7 +13,7 @@ from lightning_fastdata.registry import from_ext
 from lightning_fastdata.sources.packed import PackedStrings
 
 if TYPE_CHECKING:
-    from lightning_fastdata.ext.images.kept import cache_images
+    from lightning_fastdata.ext.images.folder import cache_images
     from lightning_fastdata.ext.images.reading import decode_crop
 
 __all__ = [

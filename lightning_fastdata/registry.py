@@ -22,11 +22,11 @@ _EXT: Final = f"{__name__.partition('.')[0]}.ext"
 _OWN: Final = {"ray": f"{_EXT}.ray:KIND"}
 _HOMES: Final = {
     "FastImageFolder": "images.folder",
-    "cache_images": "images.kept",
+    "cache_images": "images.folder",
     "decode_crop": "images.reading",
     "TarSource": "sources.archives",
-    "Hdf5Source": "sources.arrays",
-    "ZarrSource": "sources.arrays",
+    "Hdf5Source": "sources.tables",
+    "ZarrSource": "sources.tables",
     "FileSource": "sources.files",
     "ObjectSource": "sources.files",
     "LmdbSource": "sources.tables",

@@ -103,10 +103,17 @@ def at_path(value: Batch, path: Path) -> Any:
 
 
 @runtime_checkable
-class _PilImage(Protocol):
+class PilImage(Protocol):
+    """A PIL image, recognised without importing PIL."""
+
+    mode: str
     size: tuple[int, int]
 
-    def getbands(self) -> tuple[str, ...]: ...
+    def getbands(self) -> tuple[str, ...]:
+        """Return the names of its channels."""
+
+    def convert(self, mode: str) -> object:
+        """Return it in another mode."""
 
 
 def bytes_in(value: Batch) -> int:
@@ -119,7 +126,7 @@ def _leaf_bytes(leaf: object) -> int:
         return int(leaf.nbytes)
     if isinstance(leaf, bytes | str):
         return len(leaf)
-    if isinstance(leaf, _PilImage):
+    if isinstance(leaf, PilImage):
         return leaf.size[0] * leaf.size[1] * len(leaf.getbands())
     return 8
 

@@ -1,6 +1,6 @@
 """The user's own pipeline of Albumentations or torchvision: draws by sample, pixels on the device.
 
-- A front end (:mod:`front_ends`: :mod:`transform`, :mod:`torchvision`) knows the pipelines of one
+- A front end (:mod:`transform`, which lists them, :mod:`torchvision`) knows the pipelines of one
   library. In a worker it runs one for a sample without its pixel work, and writes down the
   operations, with what was drawn, as a tape.
 - The tapes of a batch are packed into draws, which travel beside it (:mod:`replay.program`).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from lightning_fastdata.augment.record.targets import (
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image, with_rows
-from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
@@ -143,13 +143,6 @@ class ForeignBatches:
         return self._recorders[form]
 
 
-def checked_on_cpu(on_cpu: OnCpu) -> OnCpu:
-    """Return the option, or raise OptionsError if it is none."""
-    if on_cpu not in get_args(OnCpu):
-        raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {', '.join(get_args(OnCpu))}.")
-    return on_cpu
-
-
 def run_each(
     tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
 ) -> tuple[dict[str, torch.Tensor], bool]:
@@ -207,15 +200,13 @@ def replay_all(
         rows = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
         if len({(row.shape, row.dtype) for row in rows}) > 1:
             return None
-    draws = compile_tapes(tapes, fuse=registry.fuse()).to(
-        tensors["image"].device, non_blocking=True
-    )
+    draws = compile_tapes(tapes, fuse=registry.fuse())
+    draws = draws.to(tensors["image"].device, non_blocking=True)
     results = {name: with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
         results[name] = replay_image(program, draws.blob, results[name], ops)
     image = draws.programs.get("image")
-    turned = image is not None and any(step.name == "ToTensorV2" for step in image.steps)
-    return results, is_chw or turned
+    return results, is_chw or (image is not None and image.makes_tensor)
 
 
 def _fetch(tensor: torch.Tensor, row: int) -> np.ndarray:

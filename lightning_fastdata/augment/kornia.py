@@ -18,7 +18,6 @@ import torch
 from torch import Size, Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -31,6 +30,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.replay.program import BatchDraws, key_of_batch
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
@@ -300,13 +300,6 @@ def _place_of(key: str, fields: Fields, item: Batch, before: Sequence[Location])
     return after if after is not None and has_field(item, after) else None
 
 
-class _Leaf(NamedTuple):
-    """A module that draws, and what it has drawn for a batch."""
-
-    module: Any
-    drawn: dict[str, Any]
-
-
 def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params:
     """Return the parameters of a module for a batch of images ``[n, C, H, W]``.
 
@@ -320,20 +313,20 @@ def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params
         drawn = module.forward_parameters(Size(shape))
     if len(keys) != shape[0]:
         return drawn
-    alone = [leaf for leaf in _leaves(module, drawn) if not is_of_batch(leaf.module)]
+    alone = [(own, of_batch) for own, of_batch in _drawing(module, drawn) if not is_of_batch(own)]
     rows: list[list[dict[str, Tensor]]] = [[] for _ in alone]
     for key in keys if alone else ():
         with keyed_draws(key, ("torch",)):
-            for leaf, drawn_alone in zip(alone, rows, strict=True):
-                drawn_alone.append(leaf.module.forward_parameters(_as_one(leaf)))
-    for leaf, drawn_alone in zip(alone, rows, strict=True):
+            for (own, of_batch), drawn_alone in zip(alone, rows, strict=True):
+                drawn_alone.append(own.forward_parameters(_as_one(own, of_batch)))
+    for (own, of_batch), drawn_alone in zip(alone, rows, strict=True):
         # Releases before 0.9 have rows for those samples alone that a module is applied to.
-        counts = len(keys), int((leaf.drawn["batch_prob"] > 0.5).sum())
-        for name, value in leaf.drawn.items():
+        counts = len(keys), int((of_batch["batch_prob"] > 0.5).sum())
+        for name, value in of_batch.items():
             if isinstance(value, Tensor):
-                what = f"{type(leaf.module).__name__}: {name}"
+                what = f"{type(own).__name__}: {name}"
                 ones = [one[name] for one in drawn_alone]
-                leaf.drawn[name] = _put_together(value, ones, counts, what)
+                of_batch[name] = _put_together(value, ones, counts, what)
     return drawn
 
 
@@ -344,20 +337,20 @@ def is_of_batch(module: Any) -> bool:
     return not _OF_BATCH.isdisjoint(one.__name__ for one in type(module).__mro__)
 
 
-def _leaves(module: Any, drawn: Params) -> Iterator[_Leaf]:
-    """Yield the modules that have drawn, in the order in which they run."""
+def _drawing(module: Any, drawn: Params) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the modules that have drawn, in the order in which they run, and what for the batch."""
     if isinstance(drawn, dict):
-        yield _Leaf(module, drawn)
+        yield module, drawn
     elif drawn is not None:
         for item in drawn:
-            yield from _leaves(module.get_submodule(item.name), item.data)
+            yield from _drawing(module.get_submodule(item.name), item.data)
 
 
-def _as_one(leaf: _Leaf) -> Size:
-    shape = leaf.drawn.get("forward_input_shape")
+def _as_one(module: Any, drawn: dict[str, Any]) -> Size:
+    shape = drawn.get("forward_input_shape")
     if shape is None:
         raise TransformError(
-            f"Kornia's {type(leaf.module).__name__} does not say for which shape it draws "
+            f"Kornia's {type(module).__name__} does not say for which shape it draws "
             "(forward_input_shape), so that it cannot be drawn for each sample by its key."
         )
     return Size((1, *shape.tolist()[1:]))

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.batch_draws import BatchDraws
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -27,7 +26,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.record.targets import size_of
-from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.replay.program import BatchDraws, Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
     StageTransform,
@@ -42,20 +41,12 @@ from lightning_fastdata.types import Batch, SampleKey
 if TYPE_CHECKING:
     from typing import Self
 
-    from lightning_fastdata.augment.taped import TapedWorker
+    from lightning_fastdata.augment.stage_transform import TapedWorker
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "mixed"]
 _NOT_MIXED: Final = ("boxes", "bboxes", "mask", "masks")
 _LABEL_KEYS: Final = ("label", "labels", "target", "targets")
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
-
-
-def _check(alpha: float, p: float) -> None:
-    """Raise OptionsError unless one number is positive, and the other a probability."""
-    if not 0 < alpha < float("inf"):
-        raise OptionsError(f"alpha is {alpha}; give a positive number.")
-    if not 0 <= p <= 1:
-        raise OptionsError(f"p is {p}; give a probability from 0 to 1.")
 
 
 def partners(order: Tensor) -> Tensor:
@@ -78,7 +69,19 @@ def _blended(values: Tensor, kept: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MixUp:
+class _Mix:
+    alpha: float
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < float("inf"):
+            raise OptionsError(f"alpha is {self.alpha}; give a positive number.")
+        if not 0 <= self.p <= 1:
+            raise OptionsError(f"p is {self.p}; give a probability from 0 to 1.")
+
+
+@dataclass(frozen=True)
+class MixUp(_Mix):
     """Blend each sample with a partner: ``share * own + (1 - share) * partner``.
 
     After Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: beyond empirical risk minimization" (ICLR
@@ -95,10 +98,6 @@ class MixUp:
     count: ClassVar[int] = 2
     """Numbers that are drawn for each sample."""
     alpha: float = 0.2
-    p: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self.alpha, self.p)
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether (a uniform number) and the share."""
@@ -114,7 +113,7 @@ class MixUp:
 
 
 @dataclass(frozen=True)
-class CutMix:
+class CutMix(_Mix):
     """Replace a rectangle of each sample by that of a partner; labels by the shares of the area.
 
     After Yun et al., "CutMix: regularization strategy to train strong classifiers with localizable
@@ -132,10 +131,6 @@ class CutMix:
     count: ClassVar[int] = 4
     """Numbers that are drawn for each sample."""
     alpha: float = 1.0
-    p: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self.alpha, self.p)
 
     def draw(self, generator: np.random.Generator) -> list[float]:
         """Return whether, the share, and where the middle is in parts of the sides."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, channels
-from lightning_fastdata.augment.ops.table import ramp_table, run_table
+from lightning_fastdata.augment.ops.colors import encode_table, ramp_table, run_table
+from lightning_fastdata.augment.ops.operation import DeviceOp
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import TransformError, require
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DType, Encode, Run, Shape, Values
+    from lightning_fastdata.augment.ops.operation import DType, Encode, Encoded, Run, Shape, Values
     from lightning_fastdata.augment.pipeline.tree import Node
 
 _REGISTERED: Final[dict[type, DeviceOp]] = {}
@@ -121,9 +121,7 @@ def registered_forms(compose: Node, known: Mapping[str, DeviceOp]) -> dict[str, 
 
 def encode_bytes(transform: Node, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
     """Return what a transform makes of every byte, as a table; None for other images."""
-    if dtype != np.uint8:
-        return None
-    return Encoded((("form", "table"),), {"table": ramp_table(transform, params, channels(shape))})
+    return encode_table(transform, params, shape, dtype) if dtype == np.uint8 else None
 
 
 def check_pointwise(transform: Node) -> None:

@@ -1,16 +1,21 @@
-"""Transforms of a batch on the device, whatever they were written with."""
+"""Transforms of a batch on the device, whatever they were written with.
+
+The module of a front end has one function ``stage_transform(transform, fields)``, which returns the
+transform of batches, or None of what is no pipeline of its library. That of Albumentations is here.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
 
-from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.front_ends import pipeline_transform
+from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu
 from lightning_fastdata.augment.ops import with_registered
 from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
 from lightning_fastdata.augment.pipeline.fields import (
@@ -22,7 +27,6 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.known_version import refusal, what_it_means
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
@@ -33,9 +37,10 @@ from lightning_fastdata.augment.stage_transform import (
     plain_tensors,
     table,
 )
-from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.tree import is_a
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -49,6 +54,14 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
+
+
+_FRONT_ENDS: Final = (
+    ("albumentations", "lightning_fastdata.augment.transform"),
+    ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
+    ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
+)
+"""What a pipeline of a library has been imported from, and the module of its front end."""
 
 
 def as_batch_transform(
@@ -82,7 +95,7 @@ def as_batch_transform(
     if isinstance(transform, StageTransform):
         return transform
     if callable(transform) and not isinstance(transform, type):
-        made = pipeline_transform(transform, fields)
+        made = _by_front_end(transform, fields)
         return CallableTransform(transform, fields) if made is None else made
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a torchvision "
@@ -91,9 +104,28 @@ def as_batch_transform(
     )
 
 
+def _by_front_end(transform: object, fields: Fields) -> StageTransform | None:
+    """Return the transform of batches that a front end makes of a pipeline; None: it is none.
+
+    Raises:
+        TransformError: it is a pipeline that its front end cannot take.
+    """
+    for library, home in _FRONT_ENDS:
+        if library not in sys.modules:
+            continue
+        try:
+            front_end = import_module(home)
+        except ImportError:  # the library is older than what its front end is for
+            continue
+        made: StageTransform | None = front_end.stage_transform(transform, fields)
+        if made is not None:
+            return made
+    return None
+
+
 def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
     """Return the transform of batches of an Albumentations pipeline; None: it is none."""
-    if not is_albumentations_pipeline(transform):
+    if not is_a(transform, "albumentations"):
         return None
     return BatchTransform(transform, fields)
 
@@ -117,7 +149,10 @@ class BatchTransform(PipelineTransform):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
         self._registered: dict[str, DeviceOp] = {}
-        self._on_cpu = checked_on_cpu(on_cpu)
+        if on_cpu not in get_args(OnCpu):
+            choices = ", ".join(get_args(OnCpu))
+            raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {choices}.")
+        self._on_cpu = on_cpu
         self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Channels and dtype of the images that the plan is for."""
@@ -154,7 +189,7 @@ class BatchTransform(PipelineTransform):
             TransformError: it is no pipeline.
             OptionsError: ``on_cpu`` is something else.
         """
-        if isinstance(compose, type) or not is_albumentations_pipeline(compose):
+        if isinstance(compose, type) or not is_a(compose, "albumentations"):
             raise TransformError(
                 f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
             )

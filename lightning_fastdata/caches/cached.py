@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_fastdata.caches.fixed import refuse_drawn, tried_indices
 from lightning_fastdata.caches.folders import (
     CacheFolder,
     cache_root,
@@ -28,8 +29,15 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host.cpu import ranks_on_host
 from lightning_fastdata.host.system_calls import SharedFlags
-from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.search import find_instances
+from lightning_fastdata.randomness.seeds import (
+    GENERATOR_CLASSES,
+    EpochCell,
+    seed_generator,
+    seed_global_generators,
+    state_of,
+)
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import has_method, held
 from lightning_fastdata.types import Batch, MapDataset
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
 _FORMS_TRIED: Final = 16
 """Samples whose forms decide whether all are rows of columns."""
 _FILLED_AT_ONCE: Final = 32
+_TRIED: Final = 8
 _CHANGED: Final = (
     "The program has changed {name}, of which the cache {folder} has samples as they were before. "
     "From here on they are made each time, and none is kept. To keep them, leave the dataset as it "
@@ -277,7 +286,9 @@ class CachedDataset(Dataset[Any]):
     def _open(self) -> SampleFile:
         file = self._existing()
         if file is None:
-            file = self._make()
+            with made_by_one(self.folder):
+                # Another process may have been there first.
+                file = self._existing() or self._create()
         if self._length not in self._known:
             self._compare(file)
             self._known.add(self._length)
@@ -313,11 +324,6 @@ class CachedDataset(Dataset[Any]):
         if flag not in self._known:
             self._known.add(flag)
             warnings.warn(text, FastDataWarning, stacklevel=4)
-
-    def _make(self) -> SampleFile:
-        with made_by_one(self.folder):
-            made = self._existing()  # another process may have been there first
-            return self._create() if made is None else made
 
     def _create(self) -> SampleFile:
         with kept_random_state():
@@ -462,3 +468,64 @@ def cache_of(dataset: object) -> CachedDataset | None:
     inner = dataset.dataset if type(dataset) is Subset else dataset
     cache = dataset if isinstance(dataset, CachedDataset) else held(inner, "pictures")
     return cache if isinstance(cache, CachedDataset) else None
+
+
+# -- whether samples are the same each time they are made: such alone are kept ---------------------
+#
+# It is found by trying: samples from all over the dataset are made twice, under other states of the
+# generators and in another epoch, while the generators are watched.
+
+
+def tried_indices(length: int, count: int = _TRIED) -> list[int]:
+    """Return indices from all over a dataset, 8 by default."""
+    if not length:
+        return []
+    return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
+
+
+def refuse_drawn(dataset: MapDataset) -> None:
+    """Raise DatasetError if samples draw at random, or are not the same twice."""
+    if all(_is_fixed(dataset, index) for index in tried_indices(len(dataset))):
+        return
+    inner = dataset.dataset if type(dataset) is Subset else dataset
+    raise DatasetError(
+        f"{type(inner).__name__} draws at random, or differs from reading to reading, so that "
+        "its samples cannot be kept. Cache a dataset without its random transforms, and give these "
+        "to the cache (transform=...), or to the data module (augment=...). If it always returns "
+        "the same samples, say so: always_same=True."
+    )
+
+
+def _is_fixed(dataset: MapDataset, index: int) -> bool:
+    with kept_random_state():
+        watch, before = DrawWatch(), _own_states(dataset)
+        first = taken_apart(dataset[index])
+        if watch.drew() or _own_states(dataset) != before:
+            return False
+        _seed_all(dataset, index)
+        with _another_epoch(dataset):
+            return taken_apart(dataset[index]) == first
+
+
+def _own_states(dataset: object) -> list[bytes]:
+    """Return the states of the generators that a dataset holds, pipelines' among them."""
+    return [pickle.dumps(state_of(one)) for one in find_instances(dataset, GENERATOR_CLASSES)]
+
+
+def _seed_all(dataset: object, number: int) -> None:
+    seed_global_generators(number, 0, number)
+    for place, generator in enumerate(find_instances(dataset, GENERATOR_CLASSES)):
+        seed_generator(generator, 1 + number + 1000 * place)
+
+
+@contextmanager
+def _another_epoch(dataset: object) -> Iterator[None]:
+    """Have the datasets of this package draw as in another epoch."""
+    cells = [(cell, cell.get()) for cell in find_instances(dataset, (EpochCell,))]
+    try:
+        for cell, epoch in cells:
+            cell.set(epoch + 1)
+        yield
+    finally:
+        for cell, epoch in cells:
+            cell.set(epoch)

@@ -8,8 +8,7 @@ from typing import Any, Final, cast
 
 from torch.utils.data import Dataset, Subset
 
-from lightning_fastdata.caches.cached import cache_of, with_cache
-from lightning_fastdata.caches.fixed import tried_indices
+from lightning_fastdata.caches.cached import cache_of, tried_indices, with_cache
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import kept_random_state
 

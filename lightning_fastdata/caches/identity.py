@@ -18,11 +18,11 @@ import pickle
 import random
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -66,13 +66,6 @@ def identity(dataset: object) -> str:
 # -- what is held, and the source of its code ------------------------------------------------------
 
 
-class _Sink:
-    """Where a pickle goes that is never read: into a digest."""
-
-    def __init__(self, digest: hashlib.blake2b) -> None:
-        self.write: Callable[[bytes], object] = digest.update
-
-
 class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold, and of code its source instead of its name alone.
 
@@ -80,7 +73,8 @@ class _Digesting(pickle.Pickler):
     """
 
     def __init__(self, digest: hashlib.blake2b) -> None:
-        super().__init__(_Sink(digest), protocol=5)
+        sink: Any = SimpleNamespace(write=digest.update)  # nobody reads the pickle
+        super().__init__(sink, protocol=5)
         self.fast = True
         self._known: dict[int, tuple[int, object]] = {}
         """Objects by their address, with their number; held, so that no other gets it."""

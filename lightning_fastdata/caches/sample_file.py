@@ -122,15 +122,10 @@ class SampleFile:
         max_bytes: int,
         dataset: str,
     ) -> SampleFile:
-        """Make the files of an empty cache, under the lock of its folder.
+        """Make the files of an empty cache, under the lock of its folder; see :meth:`open`.
 
-        Args:
-            folder: As for :meth:`open`.
-            samples: As for :meth:`open`.
-            known: As for :meth:`open`.
-            form: Of all samples; None: each has its own.
-            max_bytes: That the samples may take.
-            dataset: Its class, for people who look into the folder.
+        ``form``: of all samples; None: each has its own. ``dataset``: its class, for people who
+        look into the folder.
 
         Raises:
             DatasetError: The files cannot be made.

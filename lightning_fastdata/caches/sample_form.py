@@ -116,19 +116,15 @@ def _form(value: object, raws: list[Raw], path: str) -> Form:
         parts = [_form(part, raws, f"{path}[{i}]") for i, part in enumerate(value)]  # type: ignore[arg-type, var-annotated]
         return {"is": kind.__name__, "of": parts}
     if kind is dict:
-        return _form_of_dict(value, raws, path)  # type: ignore[arg-type]
+        named: Any = value
+        if not all(type(key) in (str, int) for key in named):
+            raise _unsupported(path, f"a dict with the keys {list(named)!r:.200}")
+        parts = [_form(part, raws, f"{path}[{key!r}]") for key, part in named.items()]
+        return {"is": "dict", "keys": list(named), "of": parts}
     form, raw = _leaf(value, path)
     raws.append(raw)
     form["bytes"] = raw.size
     return form
-
-
-def _form_of_dict(value: dict[Any, Any], raws: list[Raw], path: str) -> Form:
-    keys = list(value)
-    if not all(type(key) in (str, int) for key in keys):
-        raise _unsupported(path, f"a dict with the keys {keys!r:.200}")
-    parts = [_form(value[key], raws, f"{path}[{key!r}]") for key in keys]
-    return {"is": "dict", "keys": keys, "of": parts}
 
 
 def _leaf(value: object, path: str) -> tuple[Form, Raw]:
@@ -175,10 +171,8 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     if tv:
         form["class"] = kind.__name__
     # View as bytes: numpy has not all of torch's types.
-    return form, dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else _EMPTY
-
-
-_EMPTY: Final = np.empty(0, np.uint8)
+    raw = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
+    return form, raw
 
 
 def _raw(array: NDArray[Any]) -> Raw:

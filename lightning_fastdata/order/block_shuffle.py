@@ -11,8 +11,12 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.checks import check_whole
-from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation, reordered
+from lightning_fastdata.order.epoch_order import (
+    check_whole,
+    dataset_length,
+    epoch_permutation,
+    reordered,
+)
 from lightning_fastdata.tree import has_method
 
 if TYPE_CHECKING:

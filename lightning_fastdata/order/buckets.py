@@ -12,11 +12,13 @@ import numpy as np
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
 from lightning_fastdata.order.epoch_order import (
     KeepsEpochs,
+    Lengths,
     Rank,
     SharedOrder,
+    check_whole,
+    checked_lengths,
     edges_of,
     epoch_permutation,
     rank_now,
@@ -307,11 +309,8 @@ class BucketOrder(SharedOrder):
 def dealt(costs: NDArray[np.float64]) -> Ints:
     """Return the number of the batch that each rank gets of each step, int64 [steps, ranks].
 
-    What ranks have in the end differs by little, unless the batches of one step differ by more
-    than those of all others together.
-
-    Args:
-        costs: Of the batches of each step [steps, ranks].
+    By the costs of the batches of each step [steps, ranks]. What ranks have in the end differs by
+    little, unless the batches of one step differ by more than those of all others together.
     """
     dearest = np.argsort(-costs, axis=1, kind="stable")
     by_spread = np.argsort(np.min(costs, axis=1) - np.max(costs, axis=1), kind="stable")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 import numpy as np
 import torch
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Ints: TypeAlias = NDArray[np.int64]
 
+Lengths: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
+"""Of samples, whole numbers [samples]."""
 Order: TypeAlias = "Ints | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
@@ -32,6 +34,45 @@ DRAWN_AT_ONCE: Final = 2**24
 _ROUNDS: Final = 8
 _LONGEST: Final = 2**62
 _DRAWN_TOGETHER: Final = 2**13
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Return whether a value is a whole number from ``least`` on."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and bool(value >= least)
+
+
+def check_whole(**values: int | None) -> None:
+    """Raise an :class:`OptionsError` unless each value is None or a whole number from 1 on."""
+    for name, value in values.items():
+        if value is not None and not is_whole(value, 1):
+            raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+
+
+def checked_lengths(lengths: Lengths, tokens: int | None, remedy: str) -> Ints:
+    """Return lengths as int64 [samples].
+
+    Raises:
+        DatasetError: They are no whole numbers from 0 on, or not one for each sample; or some are
+            above ``tokens``, if that is given: the message names the first, and ends with
+            ``remedy``.
+    """
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and len(found)):
+        raise DatasetError(
+            f"lengths has the shape {found.shape} and numbers of type {found.dtype}; give a whole "
+            "number for each sample, such as len(sample), or the frames of a recording."
+        )
+    for at in np.flatnonzero(found < 0)[:1]:
+        raise DatasetError(f"lengths[{at}] is {found[at]}; a length is a whole number from 0 on.")
+    above = np.flatnonzero(found > (math.inf if tokens is None else tokens))
+    if len(above):
+        more = f", and so are {len(above) - 1} others" if len(above) > 1 else ""
+        raise DatasetError(
+            f"Sample {above[0]} has the length {found[above[0]]}, above tokens={tokens}{more}. "
+            f"{remedy}"
+        )
+    return found.astype(np.int64)
 
 
 class KeyedPermutation:

@@ -214,8 +214,7 @@ class EpochIndices:
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
         steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
         if self._seed is not None:
-            made, once = steps, draws_at_start(decides)
-            steps = keyed(lambda: made, self._seed, self.epoch, once=once)
+            steps = keyed(steps, self._seed, self.epoch, once=draws_at_start(decides))
         late = []
         with _as_before(start.drawn):
             for number, step in enumerate(islice(steps, start.batches if again else 0)):

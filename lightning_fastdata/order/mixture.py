@@ -19,8 +19,12 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.order.checks import check_whole
-from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
+from lightning_fastdata.order.epoch_order import (
+    KeyedPermutation,
+    check_whole,
+    dataset_length,
+    is_whole,
+)
 from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -246,17 +250,13 @@ def _length_of(part: Any, name: str) -> int | None:
     return length
 
 
-def _is_step(step: Any) -> bool:
-    whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
-    return whole and bool(step >= 0)
-
-
 def _schedule(weights: Any) -> Mapping[int, Any]:
     """Return weights by the first step from which they hold."""
     each = list(weights.values()) if isinstance(weights, Mapping) else []
     if not any(isinstance(one, Mapping) for one in each):
         return {0: weights}
-    whole = all(isinstance(one, Mapping) for one in each) and all(map(_is_step, weights))
+    whole = all(isinstance(one, Mapping) for one in each)
+    whole = whole and all(is_whole(step, 0) for step in weights)
     if not whole or min(weights) != 0:
         raise OptionsError(
             f"weights of a Mixture change at {list(weights)!r:.200}; give the weights of each part "
@@ -293,6 +293,11 @@ class _Segment:
     before: list[int]
     """Samples of each part that come before it."""
 
+    def counts(self, samples: int) -> list[int]:
+        """Return how many samples of each part come until so many of all."""
+        more = self.parts.counts(samples - self.first)
+        return [one + other for one, other in zip(self.before, more, strict=True)]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Order:
@@ -315,11 +320,7 @@ class _Order:
     ) -> _Order:
         segments: list[_Segment] = []
         for first, weights in sorted(schedule.items()):
-            before = [0] * len(lengths)
-            if segments:
-                last = segments[-1]
-                more = last.parts.counts(first - last.first)
-                before = [one + other for one, other in zip(last.before, more, strict=True)]
+            before = segments[-1].counts(first) if segments else [0] * len(lengths)
             parts = Interleaving(list(weights.values()))
             segments.append(_Segment(first, dict(weights), parts, before))
         seeds = (_seed_of(seed, name) if shuffle else None for name in lengths)
@@ -330,10 +331,7 @@ class _Order:
         return self.segments[max(0, number - 1)]
 
     def counts(self, samples: int) -> dict[str, int]:
-        segment = self.segment(samples)
-        more = segment.parts.counts(samples - segment.first)
-        both = zip(self.names, segment.before, more, strict=True)
-        return {name: before + own for name, before, own in both}
+        return dict(zip(self.names, self.segment(samples).counts(samples), strict=True))
 
     def at(self, places: Any) -> tuple[Any, Any, Any]:
         """Return the part at each place, the index there, and the number of the pass; int64."""

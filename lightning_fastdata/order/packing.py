@@ -12,9 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
 from lightning_fastdata.order.epoch_order import (
     KeepsEpochs,
+    Lengths,
+    check_whole,
+    checked_lengths,
     dataset_length,
     edges_of,
     epoch_permutation,
@@ -240,12 +242,8 @@ def _row(given: Any, name: str) -> torch.Tensor:
 def best_fit(lengths: Ints, tokens: int) -> Ints:
     """Return the number of the pack of each document, int64 [documents].
 
-    Best fit decreasing: documents come the longest first, and each goes where the least room is
-    left that suffices.
-
-    Args:
-        lengths: Of the documents, the longest first, from 1 to ``tokens``.
-        tokens: Tokens of a pack.
+    Best fit decreasing: documents, of 1 to ``tokens`` tokens, come the longest first, and each goes
+    where the least room is left that suffices.
     """
     numbers, packs = [], 0
     rooms: list[int] = []  # that packs have left, in order

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, cycle, islice
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.buckets import BucketShare
-from lightning_fastdata.order.checks import check_whole
-from lightning_fastdata.order.epoch_order import dataset_length, part_of, steps_in
+from lightning_fastdata.order.epoch_order import (
+    check_whole,
+    dataset_length,
+    part_of,
+    rank_now,
+    steps_in,
+)
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.types import SetsEpoch
@@ -36,17 +40,15 @@ class Step(NamedTuple):
     """Of this one."""
 
 
-def keyed(
-    make: Callable[[], Iterable[Any]], seed: int, epoch: int, *, once: bool = False
-) -> Iterator[Any]:
-    """Yield from what a function returns, whose draws from global generators are keyed.
+def keyed(steps: Iterable[Any], seed: int, epoch: int, *, once: bool = False) -> Iterator[Any]:
+    """Yield steps, whose draws from global generators are keyed from ``iter()`` on.
 
     They rest on seed and epoch alone, and what others draw does not rest on them. ``once``: all
     draws are made before the first item.
     """
     with kept_random_state():
         seed_global_generators(seed, epoch, "order")
-        items = iter(make())
+        items = iter(steps)
         item, own = next(items, _ENDED), DrawWatch()
     while item is not _ENDED:
         yield item
@@ -104,11 +106,9 @@ class SharedSampler(DistributedSampler[Any]):
         drop_last: bool | None = None,
         seed: int = 0,
     ) -> None:
-        group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if num_replicas is None:
-            num_replicas = torch.distributed.get_world_size() if group else 1
-        if rank is None:
-            rank = torch.distributed.get_rank() if group else 0
+        now = rank_now()
+        num_replicas = now.ranks if num_replicas is None else num_replicas
+        rank = now.number if rank is None else rank
         if not 0 <= rank < num_replicas:
             raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
         check_whole(batch_size=batch_size)
@@ -191,7 +191,7 @@ class SharedSampler(DistributedSampler[Any]):
         items: Any = self.source
         if self.gives_samples:
             items = BatchSampler(items, self.full, self.drop_last)
-        return keyed(lambda: self.steps(items, even=even), self.seed, self.epoch, once=once)
+        return keyed(self.steps(items, even=even), self.seed, self.epoch, once=once)
 
     def steps(self, items: Iterable[Any], *, even: bool = False, first: Any = ()) -> Iterator[Step]:
         """Yield the steps of a rank.

@@ -14,9 +14,13 @@ from lightning_fastdata.sources.source import Raw, Source
 
 if TYPE_CHECKING:
     from lightning_fastdata.ext.sources.archives import TarSource
-    from lightning_fastdata.ext.sources.arrays import Hdf5Source, ZarrSource
     from lightning_fastdata.ext.sources.files import FileSource, ObjectSource
-    from lightning_fastdata.ext.sources.tables import LmdbSource, ParquetSource
+    from lightning_fastdata.ext.sources.tables import (
+        Hdf5Source,
+        LmdbSource,
+        ParquetSource,
+        ZarrSource,
+    )
 
 __all__ = [
     "FileSource",

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from misses import each
 
-from lightning_fastdata.augment.ops.positions.cells import (
+from lightning_fastdata.augment.ops.positions.index import REFLECT_101
+from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
+from lightning_fastdata.augment.ops.positions.warp import (
     cells_of_matrix,
     invert,
     sample_cells,
 )
-from lightning_fastdata.augment.ops.positions.index import REFLECT_101
-from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
 
 HEIGHT, WIDTH = 7, 9
 AFFINE = np.array([[0.83, -0.31, 1.7], [0.27, 1.12, -2.4], [0, 0, 1]])

@@ -24,8 +24,7 @@ from lightning_fastdata.augment.ops.operation import TapeOp, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.warm_up import has_kernels
-from lightning_fastdata.ext.kernels.launches import is_fusible
-from lightning_fastdata.ext.kernels.runs import fuse
+from lightning_fastdata.ext.kernels.runs import fuse, is_fusible
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 

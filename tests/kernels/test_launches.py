@@ -15,7 +15,6 @@ from misses import each
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.ext.kernels.launches import prepare, takes
 
 BATCH = 32
 
@@ -108,8 +107,8 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
     program, blob = draws.programs["image"], draws.blob.to("meta")
     batch = torch.stack(images).to("meta")
     for run in program.runs:
-        assert takes(run, batch)
-        batch, made = prepare(run, blob, batch)
+        assert run.takes(batch)
+        batch, made = run.prepare(blob, batch)
         assert len(made) == 1 + run.contrasts
         assert batch.device.type == "meta"
     assert batch.shape == (BATCH, 3, 32, 32)
@@ -144,7 +143,7 @@ def test_what_is_drawn_does_not_make_a_training_wait_for_another_kernel(name):
         images, draws = drawn(A.Compose(USUAL[name][0]), many(count=8 + seed), seed)
         batch = torch.stack(images)
         for run in draws.programs["image"].runs:
-            batch, made = prepare(run, draws.blob, batch)
+            batch, made = run.prepare(draws.blob, batch)
             for launch in made:
                 constants = (*launch.constants.items(), launch.arguments[1].dtype)
                 seen.setdefault(constants, set()).add(compiled_for(launch))
@@ -158,8 +157,8 @@ def test_large_images_and_many_small_ones_are_within_the_limits_of_a_grid():
         _, draws = drawn(flip, many((4, 4), count=min(count, 3)))
         (run,) = draws.programs["image"].runs
         batch = torch.empty(shape, dtype=torch.uint8, device="meta")
-        assert takes(run, batch)
-        (launch,) = prepare(run, draws.blob.to("meta"), batch)[1]
+        assert run.takes(batch)
+        (launch,) = run.prepare(draws.blob.to("meta"), batch)[1]
         (programs,) = launch.grid
         pixels = count * shape[1] * shape[2]
         assert pixels <= programs * launch.constants["BLOCK"] < 1 << 40

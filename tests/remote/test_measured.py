@@ -19,10 +19,8 @@ from remote.clusters import wait_until
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.ext.ray.cluster_seen import (
-    ClusterWatch,
-    room_for_actors,
-)
+from lightning_fastdata.ext.ray.actors import room_for_actors
+from lightning_fastdata.ext.ray.cluster import ClusterWatch
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops import colors, convolution, dropout, output, table
+from lightning_fastdata.augment.ops import colors, convolution, dropout, output
 from lightning_fastdata.augment.ops.positions import index, resize, warp
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
-_FAMILIES = (index, resize, warp, table, colors, convolution, dropout, output)
+_FAMILIES = (index, resize, warp, colors, convolution, dropout, output)
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
     {op.name: op for family in _FAMILIES for op in family.OPS}

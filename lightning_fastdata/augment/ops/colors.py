@@ -1,4 +1,4 @@
-"""Operations that mix the channels of a pixel of uint8 images, with OpenCV's own formulas."""
+"""Operations on the values of a pixel of uint8 images, by tables or with OpenCV's own formulas."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -22,11 +22,49 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     channels,
 )
-from lightning_fastdata.augment.ops.table import look_up, ramp_table
 
 _BYTES: Final = np.arange(256, dtype=np.uint8)
 _HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
 _ALMOST_ONE: Final = 0.999
+
+
+def look_up(images: Tensor, table: Tensor) -> Tensor:
+    """Return ``table[i, value, channel]`` for every value of image ``i``.
+
+    Of uint8 ``[n, H, W, C]`` and a table ``[n, 256, C]``, or ``[n, 256, 1]`` for all channels.
+    """
+    n, _, count = table.shape
+    first = torch.arange(n, device=images.device, dtype=torch.int32).view(n, 1, 1, 1) * 256
+    index = (first + images) * count
+    if count > 1:
+        index = index + torch.arange(count, device=images.device, dtype=torch.int32)
+    return table.reshape(-1).index_select(0, index.reshape(-1)).view(images.shape)
+
+
+@cache
+def _ramp(count: int) -> np.ndarray:
+    return np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
+
+
+def ramp_table(transform: Transform, params: Values, count: int) -> np.ndarray:
+    """Return what Albumentations itself makes of every uint8 value: uint8 ``[256, count]``."""
+    # A copy: some transforms write to what they are given.
+    ramp = _ramp(count).copy()
+    out = transform.apply(ramp, **{**params, "shape": ramp.shape})
+    return np.ascontiguousarray(out.reshape(256, count))
+
+
+def encode_table(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    """Return what a transform makes of every byte, as a table."""
+    table = ramp_table(transform, params, channels(shape))
+    return Encoded((("form", "table"),), {"table": table})
+
+
+def run_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Run what `encode_table` encoded."""
+    return look_up(images, arrays["table"])
 
 
 def gray(images: Tensor) -> Tensor:
@@ -220,10 +258,12 @@ def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
 
 
 OPS = (
+    DeviceOp("RandomBrightnessContrast", encode_table, run_table),
+    DeviceOp("RandomGamma", encode_table, run_table),
     DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv),
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter),
     DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape),
 )
-"""Gray is exact and HueSaturationValue is at most one level off, above all in the last columns,
-which do not fill a vector of OpenCV's and which it rounds differently; in ColorJitter, contrast and
-saturation can make that two or three."""
+"""Tables, which Albumentations makes, and gray are exact. HueSaturationValue is at most one level
+off, above all in the last columns, which do not fill a vector of OpenCV's and which it rounds
+differently; in ColorJitter, contrast and saturation can make that two or three."""

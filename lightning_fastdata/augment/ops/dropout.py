@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +15,6 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Run,
     Shape,
     Transform,
     Values,
@@ -41,26 +42,23 @@ def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) ->
     return Encoded((), arrays)
 
 
-def _fill(name: str) -> Run:
-    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-        if name not in arrays:
-            return batch
-        images = as_channels_last(batch)
-        left, top, right, bottom = arrays["holes"].unsqueeze(-1).unbind(2)
-        y = torch.arange(images.shape[1], device=batch.device)
-        x = torch.arange(images.shape[2], device=batch.device)
-        rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
-        # Whether any of the holes covers a pixel. In float64, as a matrix product of float32 may be
-        # one of TF32.
-        covered = torch.bmm(rows.double().mT, columns.double()) > 0
-        fill = arrays[name][:, None, None, :].to(batch.dtype)
-        return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)
-
-    return run
+def _fill(name: str, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if name not in arrays:
+        return batch
+    images = as_channels_last(batch)
+    left, top, right, bottom = arrays["holes"].unsqueeze(-1).unbind(2)
+    y = torch.arange(images.shape[1], device=batch.device)
+    x = torch.arange(images.shape[2], device=batch.device)
+    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
+    # Whether any of the holes covers a pixel. In float64, as a matrix product of float32 may be
+    # one of TF32.
+    covered = torch.bmm(rows.double().mT, columns.double()) > 0
+    fill = arrays[name][:, None, None, :].to(batch.dtype)
+    return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)
 
 
 OPS = tuple(
-    DeviceOp(name, _encode, _fill("fill"), mask=_fill("fill_mask"))
+    DeviceOp(name, _encode, partial(_fill, "fill"), mask=partial(_fill, "fill_mask"))
     for name in ("CoarseDropout", "Erasing")
 )
 """Exact."""

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import (
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    Protocol,
-    TypeAlias,
-    TypeGuard,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.tree import is_named_tuple, leaves
+from lightning_fastdata.tree import PilImage, is_named_tuple, leaves
 from lightning_fastdata.types import Batch
 
 Location: TypeAlias = int | str | None
@@ -70,18 +60,6 @@ class Found(NamedTuple):
     image: Location
     mask: Location
     """None: there is none."""
-
-
-@runtime_checkable
-class _PilImage(Protocol):
-    """A PIL image, recognised without importing PIL."""
-
-    mode: str
-    size: tuple[int, int]
-
-    def getbands(self) -> tuple[str, ...]: ...
-
-    def convert(self, mode: str) -> object: ...
 
 
 def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
@@ -175,7 +153,7 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
 def looks_like_image(value: object, *, batched: bool = False) -> bool:
     """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions."""
     if not isinstance(value, np.ndarray | torch.Tensor):
-        return not batched and isinstance(value, _PilImage)
+        return not batched and isinstance(value, PilImage)
     # Behind a pipeline, images may be in half precision.
     if batched and value.dtype in _HALF_DTYPES:
         return value.ndim == 4
@@ -215,19 +193,13 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
-def is_pil(value: object) -> TypeGuard[_PilImage]:
-    """Whether a value is a PIL image, without importing PIL."""
-    return isinstance(value, _PilImage)
-
-
-def to_hwc(value: object, *, name: str = "image") -> tuple[np.ndarray, Layout]:
+def to_hwc(value: object) -> tuple[np.ndarray, Layout]:
     """Return the image of one sample as Albumentations wants it, and the form it had.
 
     Args:
         value: PIL image; array ``[H, W]`` or ``[H, W, C]``; tensor ``[H, W]``, ``[C, H, W]`` or
             ``[H, W, C]``. The smaller of a tensor's first and last dimension is its channels, the
             first in doubt.
-        name: how messages call it.
 
     Returns:
         An array ``[H, W]`` or ``[H, W, C]`` of the dtype it had, and the form it had.
@@ -236,21 +208,21 @@ def to_hwc(value: object, *, name: str = "image") -> tuple[np.ndarray, Layout]:
         BatchError: it is no image, or has no numbers, or another number of dimensions.
     """
     if not isinstance(value, np.ndarray | torch.Tensor):
-        if isinstance(value, _PilImage):
+        if isinstance(value, PilImage):
             mode = _PIL_MODES.get(value.mode, "RGB")
             return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode)), "pil"
         raise BatchError(
-            f"The {name} is {describe(value)}. Expected a PIL image, an array or a tensor."
+            f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
     if not may_be_image(value):
         raise BatchError(
-            f"The {name} is {describe(value)}. Expected numbers, such as uint8 or float32 in "
+            f"The image is {describe(value)}. Expected numbers, such as uint8 or float32 in "
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."
         )
     if isinstance(value, np.ndarray):
         if value.ndim == 3 and value.shape[0] in CHANNELS and min(value.shape[1:]) >= _WIDE:
             raise BatchError(
-                f"The {name} is {describe(value)}, with its channels first. Albumentations takes "
+                f"The image is {describe(value)}, with its channels first. Albumentations takes "
                 "arrays with the channels last: return it as image.transpose(1, 2, 0), or as a "
                 "torch tensor, which may have them first."
             )
@@ -267,7 +239,7 @@ def mask_to_numpy(value: object) -> np.ndarray:
     """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-    array = np.asarray(value) if isinstance(value, np.ndarray | _PilImage) else None
+    array = np.asarray(value) if isinstance(value, np.ndarray | PilImage) else None
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
             f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "
@@ -318,7 +290,7 @@ def describe(item: Batch, depth: int = 0) -> str:
         parts = [describe(value, depth + 1) for value in item[:6]]
         inner = ", ".join(parts) + (", ..." if len(item) > 6 else "")
         return f"({inner})" if isinstance(item, tuple) else f"[{inner}]"
-    return f"PIL image ({item.mode})" if isinstance(item, _PilImage) else type(item).__name__
+    return f"PIL image ({item.mode})" if isinstance(item, PilImage) else type(item).__name__
 
 
 def first_device(item: Batch) -> torch.device | None:

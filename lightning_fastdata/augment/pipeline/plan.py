@@ -111,15 +111,10 @@ def analyse(
     channels: int | None = 3,
     dtype: DType = BYTES,
 ) -> Plan:
-    """Decide where each operation of a pipeline runs.
+    """Decide where each operation of a pipeline runs, of whose images size and dtype are known.
 
-    Args:
-        compose: an ``A.Compose``.
-        ops: device forms by class name.
-        size: ``(height, width)`` when all images are known to have it.
-        refusal: a reason to run everything in the worker.
-        channels: of the images; None for images ``[H, W]``.
-        dtype: of the images, uint8 or float32.
+    ``size``: ``(height, width)`` when all have it. ``channels``: None for images ``[H, W]``.
+    ``refusal``: a reason to run everything in the worker.
     """
     leaves = list_leaves(compose)
     before = follow_dtypes(leaves, dtype)
@@ -129,8 +124,8 @@ def analyse(
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
     keeps = {op.owner for op in forms if op is not None and op.owner is not None}
-    sizes = follow_sizes(compose, Size(size, size), keeps)
-    boundary = max(sizes.boundary, opaque)
+    static_from, sizes = follow_sizes(compose, Size(size, size), keeps)
+    boundary = max(static_from, opaque)
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     barrier_after: str | None = None
@@ -143,7 +138,7 @@ def analyse(
         if why_worker is None and index <= boundary:
             why_worker = _why_before(index, opaque)
         given = dtype if before is None else before[index]
-        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
+        why_worker = why_worker or _why_worker(leaf, op, sizes[index], given, barrier_after)
         if why_worker is None:
             others = _on_device(behind[index], placed, len(leaves))
             after = [(leaves[other].transform, forms[other]) for other in others]
@@ -151,7 +146,7 @@ def analyse(
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
             earlier = leaves[boundary + 1 : index]
-            size_here = sizes.before[index].exact or (64, 64)
+            size_here = sizes[index].exact or (64, 64)
             if not _has_form(earlier, leaf, ops, size_here, channels, given):
                 why_worker = "no device form for its settings, or for the images it is given"
         where, why = _where(name, why_worker, barrier_after, sees=sees[index])
@@ -270,7 +265,6 @@ def _has_form(
     size: tuple[int, int],
     channels: int | None,
     given: DType,
-    draws: int = 4,
 ) -> bool:
     """Whether an operation has a device form for its settings, which is tried out.
 
@@ -286,7 +280,7 @@ def _has_form(
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(draws))
+        found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(4))
         return all(found) if changes else any(found)
     except Exception:
         # It refuses images of this size or kind, in whatever way (a division by the size of a tiny

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.pipeline.fields import Location, describe, is_pil
+from lightning_fastdata.augment.pipeline.fields import Location, describe
 from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves
 from lightning_fastdata.errors import BatchError, FastDataWarning
-from lightning_fastdata.tree import children, spelled
+from lightning_fastdata.tree import PilImage, children, spelled
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.tree import Node
@@ -110,7 +110,7 @@ def _arrays(
         of_each = None if samples == len(value) else samples
         for place, part in enumerate(islice(value, _MOST_PARTS)):
             yield from _arrays(part, (*path, place), of_each)
-    elif not isinstance(value, _PLAIN) and is_pil(value):
+    elif not isinstance(value, _PLAIN) and isinstance(value, PilImage):
         yield path, value, value.size[::-1]
 
 
@@ -159,24 +159,13 @@ def _role_of(path: Path, mover: Mover) -> str:
     )
 
 
-class _Targets(NamedTuple):
-    """Numbers that say where something is in an image."""
-
-    word: str
-    params: str
-    """How a Compose is told of them."""
-    field: str
-    tv_tensor: str
-
-
-_BOXES: Final = _Targets("boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes")
-_KEYPOINTS: Final = _Targets(
-    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints"
-)
+_BOXES: Final = "boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes"
+_KEYPOINTS: Final = "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints"
+"""A word, how a Compose is told of them, their usual field, and the class of tv_tensors."""
 _POINTS: Final = ("keypoint", "landmark")
 
 
-def _warn_of(targets: _Targets, path: Path, value: Batch, mover: Mover) -> None:
+def _warn_of(targets: tuple[str, str, str, str], path: Path, value: Batch, mover: Mover) -> None:
     word, params, field, tv_tensor = targets
     how = (
         f"Say how they are written, A.Compose(..., {params}), and have the dataset return a dict "

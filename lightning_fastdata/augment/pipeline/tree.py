@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from albumentations import BaseCompose, BasicTransform
 
@@ -41,24 +41,13 @@ def is_albumentations(node: Node) -> bool:
     return type(node).__module__.split(".")[0] == "albumentations"
 
 
-def is_albumentations_pipeline(transform: object) -> bool:
-    """Whether an object is a transform of Albumentations or derives from one; never imports it."""
-    modules = {cls.__module__.split(".")[0] for cls in type(transform).__mro__}
-    return "albumentations" in modules
-
-
-def list_leaves(compose: Node) -> list[Leaf]:
+def list_leaves(node: Node, *, conditional: bool = False) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written."""
-    return list(_leaves(compose, conditional=False))
-
-
-def _leaves(node: Node, *, conditional: bool) -> Iterator[Leaf]:
     conditional = conditional or node.p < 1
     if not is_container(node):
-        yield Leaf(node, conditional)
-        return
-    for child in node.transforms:
-        yield from _leaves(child, conditional=conditional or not in_sequence(node))
+        return [Leaf(node, conditional)]
+    inside = [(child, conditional or not in_sequence(node)) for child in node.transforms]
+    return [leaf for child, skipped in inside for leaf in list_leaves(child, conditional=skipped)]
 
 
 def list_nodes(compose: Node) -> list[Node]:
@@ -69,7 +58,7 @@ def list_nodes(compose: Node) -> list[Node]:
 
 def count_leaves(node: Node) -> int:
     """Return how many transforms a node holds."""
-    return sum(map(count_leaves, node.transforms)) if is_container(node) else 1
+    return len(list_leaves(node))
 
 
 def followers(compose: Node) -> list[frozenset[int]]:
@@ -100,12 +89,11 @@ def in_sequence(node: Node) -> bool:
     return is_albumentations(node) and type(node).__name__ in SEQUENCES
 
 
-def last_opaque(compose: Node) -> int:
-    """Return the last leaf that must run unobserved, or -1."""
-    return _last_opaque(compose, group_end=None, first=0)
+def last_opaque(node: Node, *, group_end: int | None = None, first: int = 0) -> int:
+    """Return the last leaf that must run unobserved, or -1.
 
-
-def _last_opaque(node: Node, *, group_end: int | None, first: int) -> int:
+    ``first``: number of the first leaf of the node; ``group_end``: of the last in a group around.
+    """
     name, own, end = type(node).__name__, is_albumentations(node), first + count_leaves(node) - 1
     known = own and (name in SEQUENCES or name in GROUPS)
     observed = known or (not is_container(node) and _plain_call(node))
@@ -113,7 +101,7 @@ def _last_opaque(node: Node, *, group_end: int | None, first: int) -> int:
     if is_container(node):
         group_end = end if group_end is None and not in_sequence(node) else group_end
         for child in node.transforms:
-            last = max(last, _last_opaque(child, group_end=group_end, first=first))
+            last = max(last, last_opaque(child, group_end=group_end, first=first))
             first += count_leaves(child)
     return last
 
@@ -157,19 +145,14 @@ class Size(NamedTuple):
     """Upper bounds of height and width, or None."""
 
 
-class Sizes(NamedTuple):
-    """How the size develops along a pipeline."""
-
-    boundary: int
-    """Number of the last leaf of the operation that makes the size static, or -1 for none."""
-    before: tuple[Size, ...]
-    """Per leaf: what is known of its input."""
-
-
-def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
+def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> tuple[int, list[Size]]:
     """Follow what is known of the image size through a pipeline.
 
     Classes in ``keeps`` keep the size, whatever else would be thought of them.
+
+    Returns:
+        The number of the last leaf of the operation that makes the size static, or -1 for none; and
+        per leaf what is known of its input.
     """
     boundary = -1
     sizes: list[Size] = []
@@ -187,7 +170,7 @@ def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Siz
         return after
 
     walk(compose, size)
-    return Sizes(boundary, tuple(sizes))
+    return boundary, sizes
 
 
 def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:

@@ -26,13 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import (
-    DeviceOp,
-    Encoded,
-    Tape,
-    TapeOp,
-    Track,
-)
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Tape, TapeOp, Track
 from lightning_fastdata.augment.pipeline.dtypes import MASKS, takes_dtype
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves

@@ -116,7 +116,8 @@ def places_of(batch: Batch, fields: Fields, compose: BaseCompose) -> dict[str, L
     if found.mask is not None:
         places["mask"] = found.mask
     names = target_roles(compose).keys() - {"image", "mask"}
-    places |= _tensors(batch, named_places(batch, names))
+    named = named_places(batch, names).items()
+    places |= {name: at for name, at in named if isinstance(get_field(batch, at), torch.Tensor)}
     mover, image = mover_of(compose), get_field(batch, found.image)
     if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:
         known = {*places.values(), *fields.stays}
@@ -129,14 +130,6 @@ def size_of(images: torch.Tensor) -> tuple[int, int]:
     first = images.ndim == 4 and channels_first(tuple(images.shape[1:]))
     height, width = images.shape[2:] if first else images.shape[1:3]
     return int(height), int(width)
-
-
-def _tensors(batch: Batch, places: Mapping[str, Location]) -> dict[str, Location]:
-    return {
-        name: place
-        for name, place in places.items()
-        if isinstance(get_field(batch, place), torch.Tensor)
-    }
 
 
 def channels_behind(
@@ -169,11 +162,8 @@ def channels_as_given(
 ) -> dict[str, torch.Tensor]:
     """Return results in the layout in which they were given, unless the pipeline chose another.
 
-    Args:
-        results: ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that.
-        turned: names of those that were given as ``[n, C, H, W]``.
-        compose: the pipeline.
-        images_are_chw: whether images went through ``ToTensorV2``.
+    They are ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that; ``turned`` are the names of
+    those that were given as ``[n, C, H, W]``.
     """
     roles = target_roles(compose)
     masks_are_chw = images_are_chw and any(

@@ -19,7 +19,6 @@ from lightning_fastdata.augment.pipeline.fields import (
     find_fields,
     get_field,
     has_field,
-    is_pil,
     mask_as_given,
     mask_to_numpy,
     put_fields,
@@ -28,20 +27,15 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.plan import Plan
 from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
-from lightning_fastdata.augment.pipeline.tree import (
-    list_leaves,
-)
+from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.record.tape import Recorder
-from lightning_fastdata.augment.record.targets import (
-    argument_names,
-    named_places,
-    target_roles,
-)
+from lightning_fastdata.augment.record.targets import argument_names, named_places, target_roles
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
-from lightning_fastdata.augment.taped import TapedWorker
+from lightning_fastdata.augment.stage_transform import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
+from lightning_fastdata.tree import PilImage
 
 if TYPE_CHECKING:
     from albumentations import BaseCompose
@@ -246,7 +240,7 @@ def _fits(name: str, value: object) -> bool:
     if value is None or name not in _VOLUMES:
         return value is not None
     values = value if isinstance(value, list | tuple) and value else [value]
-    return all(isinstance(one, np.ndarray | torch.Tensor) or is_pil(one) for one in values)
+    return all(isinstance(one, np.ndarray | torch.Tensor | PilImage) for one in values)
 
 
 def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:

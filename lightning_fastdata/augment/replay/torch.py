@@ -157,13 +157,8 @@ def _run_step(
             "augment_on='cpu'."
         )
     for rows, out in results:
-        put_rows(target, rows, out)
+        target.index_copy_(0, rows, out)
     return target, True
-
-
-def put_rows(batch: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Write samples to their places ``rows`` in a batch of the same dtype, and return the batch."""
-    return batch.index_copy_(0, rows, values)
 
 
 def with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -173,7 +168,7 @@ def with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.T
     stacked = torch.stack(list(rows.values())).to(tensor.device)
     if len(rows) == len(tensor):
         return stacked
-    return put_rows(tensor.clone(), torch.tensor(list(rows), device=tensor.device), stacked)
+    return tensor.index_copy(0, torch.tensor(list(rows), device=tensor.device), stacked)
 
 
 def are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:

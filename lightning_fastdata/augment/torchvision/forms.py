@@ -63,11 +63,8 @@ def encode(
 ) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
-    Args:
-        transform: of torchvision's v2 itself.
-        given: what it was called with besides the tensor: parameters, or those of a policy.
-        form: of the image or mask.
-        exact: whether floats have to be torchvision's to the last bit.
+    ``given``: what it was called with besides the tensor: parameters, or those of a policy.
+    ``exact``: whether floats have to be torchvision's to the last bit.
     """
     name = type(transform).__name__
     if form.dtype not in DTYPES[form.role]:
@@ -131,20 +128,12 @@ def _factor(name: str, factor: float, **more: Any) -> tuple[str, Encoded]:
     return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor), **more)
 
 
-def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    return _of_colours(params, [_COLOURS[at] for at in params["fn_idx"].tolist()], form)
-
-
 def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     order = ["brightness", "saturation", "hue"]
     order.insert(1 if params["contrast_before"] else 3, "contrast")
     yield from _of_colours(params, order, form)
     if params["channel_permutation"] is not None:
         yield _number("permute", order=params["channel_permutation"].numpy())
-
-
-def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    yield _number("permute", order=params["permutation"].numpy())
 
 
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -207,21 +196,15 @@ def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
         yield "resized_crop", Encoded((), numbers)
 
 
-def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    how = transform.interpolation, transform.fill, form
-    return _rotation(params["angle"], transform.center, how)
-
-
-def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    how = transform.interpolation, transform.fill, form
-    return _affine(how, **params, center=transform.center)
+def _how(transform: Any, form: Form) -> _How:
+    return transform.interpolation, transform.fill, form
 
 
 def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     *above, right, below = params["coefficients"]
     divisors = np.array([[right, below, 1.0]] * 2, np.float32).T
     numbers = {"above": _to_middle(above, form), "below": divisors * _HALVES}
-    yield _warp("perspective", numbers, (transform.interpolation, transform.fill, form))
+    yield _warp("perspective", numbers, _how(transform, form))
 
 
 def _fill_for(fill: Any, form: Form) -> Any:
@@ -284,16 +267,22 @@ def _affine(
 
 
 _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
-    "ColorJitter": _jitter,
+    "ColorJitter": lambda _, params, form: _of_colours(
+        params, [_COLOURS[at] for at in params["fn_idx"].tolist()], form
+    ),
     "GaussianBlur": _blurred,
-    "RandomAffine": _moved,
-    "RandomChannelPermutation": _permuted,
+    "RandomAffine": lambda own, params, form: _affine(_how(own, form), **params, center=own.center),
+    "RandomChannelPermutation": lambda _, params, __: iter(
+        [_number("permute", order=params["permutation"].numpy())]
+    ),
     "RandomCrop": _cropped,
     "RandomErasing": _erased,
     "RandomPerspective": _projected,
     "RandomPhotometricDistort": _distort,
     "RandomResizedCrop": _resized,
-    "RandomRotation": _rotated,
+    "RandomRotation": lambda own, params, form: _rotation(
+        params["angle"], own.center, _how(own, form)
+    ),
     "Resize": _resized,
 }
 

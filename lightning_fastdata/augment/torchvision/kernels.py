@@ -296,14 +296,10 @@ def _correlated(planes: Tensor, kernels: Tensor) -> Tensor:
 def window_numbers(
     box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str, *, floats: bool
 ) -> Mapping[str, np.ndarray]:
-    """Return what a window ``top, left, height, width`` is made of, resized to a size.
+    """Return what a window ``top, left, height, width`` of ``whole`` is made of, resized to a size.
 
-    Args:
-        box: the window, in pixels.
-        whole: height and width of the image that it is cut out of.
-        size: height and width of the result.
-        mode: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
-        floats: whether pixels are floats, and not bytes.
+    ``mode``: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
+    ``floats``: whether pixels are floats, and not bytes.
     """
     numbers: dict[str, np.ndarray] = {}
     for axis, name in enumerate(("rows", "columns")):

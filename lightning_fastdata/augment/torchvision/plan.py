@@ -14,7 +14,7 @@ A ``RandomOrder`` runs as a whole on one side. What comes behind it is noted for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -161,24 +161,20 @@ def with_children(transform: Any, children: Sequence[Any]) -> Any:
     return twin
 
 
-def leaves_of(transform: Any) -> list[Leaf]:
-    """Return the transforms of a pipeline in the order in which they are written.
+def leaves_of(transform: Any, number: int = 0, *, conditional: bool = False) -> list[Leaf]:
+    """Return the transforms of a pipeline in the order in which they are written, numbered.
 
     One that stands in several places is listed for each.
     """
-    return list(_walk(transform, 0, conditional=False))
-
-
-def _walk(transform: Any, number: int, *, conditional: bool) -> Iterator[Leaf]:
     inside = children_of(transform)
     if inside is None:
-        yield Leaf(number, transform, conditional or getattr(transform, "p", 1) != 1, number)
-        return
+        conditional = conditional or getattr(transform, "p", 1) != 1
+        return [Leaf(number, transform, conditional, number)]
     always, found = type(transform) in {v2.Compose, nn.Sequential}, list[Leaf]()
     for child in inside:
-        found += _walk(child, number + len(found), conditional=conditional or not always)
+        found += leaves_of(child, number + len(found), conditional=conditional or not always)
     any_order = type(transform) is v2.RandomOrder
-    yield from (leaf._replace(last=found[-1].number) if any_order else leaf for leaf in found)
+    return [leaf._replace(last=found[-1].number) if any_order else leaf for leaf in found]
 
 
 def kind_of(transform: Any) -> Kind:
@@ -258,10 +254,7 @@ class Plan(Placements):
 def make_plan(pipeline: Any, *, one_size: bool = False, pil: bool = False) -> Plan:
     """Decide where each transform of a pipeline runs.
 
-    Args:
-        pipeline: of v2.
-        one_size: whether all images are known to have one size.
-        pil: whether they are PIL images.
+    ``one_size``: whether all images are known to have one size; ``pil``: whether they are PIL's.
     """
     leaves = leaves_of(pipeline)
     sized = -1 if one_size else _one_size_from(leaves)

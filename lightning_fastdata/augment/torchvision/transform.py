@@ -34,9 +34,9 @@ from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
     StageTransform,
+    TapedWorker,
     plain_tensors,
 )
-from lightning_fastdata.augment.taped import TapedWorker
 from lightning_fastdata.augment.torchvision.costs import USUAL, costs_of
 from lightning_fastdata.augment.torchvision.forms import device_ops
 from lightning_fastdata.augment.torchvision.kernels import plain

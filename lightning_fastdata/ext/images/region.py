@@ -17,7 +17,7 @@ import importlib.util
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -49,13 +49,6 @@ class _Fraction(ctypes.Structure):
     _fields_ = (("numerator", ctypes.c_int), ("denominator", ctypes.c_int))
 
 
-class _Span(NamedTuple):
-    """Columns that are decoded for those that are wanted."""
-
-    start: int
-    stop: int
-
-
 class RegionDecoder:
     """Decodes parts of JPEG pictures with one library; any number of threads may share one."""
 
@@ -74,22 +67,18 @@ class RegionDecoder:
         ):
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
-        self._of_thread = _OfThread()
+        self._of_thread = _OfThread(library)
 
     def decode(self, data: bytes, box: Box, scale: Scale = 1) -> Pixels | None:
         """Return the pixels of a part, ``[height, width, 3]`` uint8 RGB; maybe a view.
 
         They equal the same part of the whole picture. None if this library cannot say: the data
         is no such JPEG, ends early, or is damaged where it was read; decode it whole then.
-
-        Args:
-            data: A JPEG file.
-            box: Within the picture that is decoded at 1/``scale``.
-            scale: Divisor of height and width.
+        ``box`` is within the picture that is decoded at 1/``scale``.
         """
         if not data.endswith(_END_OF_IMAGE):
             return None
-        tj, handle = self._tj, self._handle()
+        tj, handle = self._tj, self._of_thread.handle.address
         if tj.tj3DecompressHeader(handle, data, len(data)) != 0:
             return None
         kind = tj.tj3Get(handle, _SUBSAMPLING)
@@ -101,27 +90,22 @@ class RegionDecoder:
         if scale > 1 and max(height, width) <= _TINY:
             return None  # simplejpeg takes another scale, as that gives the same size
         width = -(-width // scale)
-        span = _span(box.left, box.width, -(-_BLOCK_WIDTHS[kind] // scale), width)
-        out: Pixels = np.empty((box.height, span.stop - span.start, 3), np.uint8)
-        region = _Region(span.start, box.top, out.shape[1], box.height)
+        start, stop = _span(box.left, box.width, -(-_BLOCK_WIDTHS[kind] // scale), width)
+        out: Pixels = np.empty((box.height, stop - start, 3), np.uint8)
+        region = _Region(start, box.top, out.shape[1], box.height)
         if tj.tj3SetScalingFactor(handle, _Fraction(1, scale)) or tj.tj3SetCroppingRegion(
             handle, region
         ):
             return None
         if tj.tj3Decompress8(handle, data, len(data), out.ctypes.data, out.strides[0], _RGB):
             return None
-        left = box.left - span.start
+        left = box.left - start
         return out[:, left : left + box.width]
-
-    def _handle(self) -> int:
-        found: _Handle | None = self._of_thread.handle
-        if found is None:
-            found = self._of_thread.handle = _Handle(self._tj)
-        return found.address
 
 
 class _OfThread(threading.local):
-    handle: _Handle | None = None
+    def __init__(self, library: ctypes.CDLL) -> None:  # called in each thread
+        self.handle = _Handle(library)
 
 
 class _Handle:
@@ -139,7 +123,7 @@ class _Handle:
             self._tj.tj3Destroy(self.address)
 
 
-def _span(left: int, width: int, block: int, whole: int) -> _Span:
+def _span(left: int, width: int, block: int, whole: int) -> tuple[int, int]:
     """Return the columns to decode: whole blocks, and one more on either side.
 
     Colours of lower resolution are blended with their neighbours, which the library does not do
@@ -147,7 +131,7 @@ def _span(left: int, width: int, block: int, whole: int) -> _Span:
     """
     start = max(0, left // block - 1) * block
     stop = (-(-(left + width) // block) + 1) * block
-    return _Span(start, min(whole, stop))
+    return start, min(whole, stop)
 
 
 @functools.cache

@@ -27,15 +27,13 @@ from lightning_fastdata.ext.kernels.pixels import (
     placed,
     read,
     read_anywhere,
+    read_resized,
+    read_warped,
     saturated,
     scaled,
     shifted_hsv,
     shifted_hue,
     went_to,
-)
-from lightning_fastdata.ext.kernels.reading import (
-    read_resized,
-    read_warped,
 )
 
 _VARYING: Final = (

@@ -3,32 +3,42 @@
 :mod:`~lightning_fastdata.ext.kernels.instructions` says what an operation is within a run. A run
 takes steps as long as it can: a sample is read first, as all samples are (a window, a resize) or in
 its own way (a warp), then changed pixel by pixel, and written. What comes too late for
-that begins the next run.
+that begins the next run. Kernels carry a run out on CUDA; without Triton, and for what has no
+kernel, torch carries out one step after the other (:mod:`lightning_fastdata.augment.replay.torch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+import torch
 
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.replay.program import ArrayAt, ScheduledStep
+from lightning_fastdata.device.backend import current
 from lightning_fastdata.ext.kernels import instructions
-from lightning_fastdata.ext.kernels.instructions import FUSED, End, Instruction, Instructions
-from lightning_fastdata.ext.kernels.launches import run_fused, takes
-
-if TYPE_CHECKING:
-    import torch
-
+from lightning_fastdata.ext.kernels.instructions import (
+    CHANNELS,
+    FUSED,
+    End,
+    Instruction,
+    Instructions,
+)
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp"]
 _ENDS: Final[frozenset[object]] = frozenset(get_args(End))
 """What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 REPLICATE: Final = 1
 _LINEAR: Final = 1
+_BLOCK: Final = 512
+"""Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
+_MOST: Final = 1 << 31
+"""Values of one image: kernels count those with 32 bits."""
+_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3}
 
 
 class Reading(NamedTuple):
@@ -66,6 +76,16 @@ class Ending(NamedTuple):
         return self.normalize is None and self.limit is None
 
 
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    grid: tuple[int]
+    """Programs: one for each block of pixels of each sample."""
+    arguments: tuple[torch.Tensor | int, ...]
+    constants: Mapping[str, int]
+    """What it is compiled for, by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRun:
     """Steps ``first`` to ``last`` of a program, for one kernel."""
@@ -86,12 +106,74 @@ class FusedRun:
     """Some sample is turned on its side, so the result has to be square."""
 
     def takes(self, batch: torch.Tensor) -> bool:
-        """Return whether the run knows a batch of this form and size."""
-        return takes(self, batch)
+        """Return whether the run knows a batch of this form and size.
+
+        One that reads some samples as they are keeps the size of the batch, and one that turns some
+        samples on their side has square images. Otherwise torch carries out its steps, or says why
+        not.
+        """
+        if not is_fusible(batch):
+            return False
+        before = batch.shape[1], batch.shape[2]
+        height, width = after = self.reading.size or before
+        if height * width * CHANNELS >= _MOST:
+            return False
+        return (not self.keeps_size or after == before) and (not self.square or height == width)
 
     def __call__(self, blob: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         """Return a batch that the run takes after it; ``blob`` holds the arrays of its program."""
-        return run_fused(self, blob, batch)
+        from lightning_fastdata.ext.kernels.fused import OPTIONS, fused_kernel
+
+        out, launches = self.prepare(blob, batch)
+        with current(batch.device):
+            for grid, arguments, constants in launches:
+                fused_kernel[grid](*arguments, **constants, **OPTIONS)
+        return out
+
+    def prepare(self, blob: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, list[Launch]]:
+        """Return the memory for the result, and the launches that fill it.
+
+        It asks the device for no value: everything it decides by lies on the host.
+        """
+        code, reading, ending = self.code, self.reading, self.ending
+        batch = batch.contiguous()
+        samples, height, width, _ = batch.shape
+        size = reading.size or (height, width)
+        shape = (CHANNELS, *size) if ending.channels_first else (*size, CHANNELS)
+        dtype = torch.uint8 if ending.keeps_bytes else torch.float32
+        out = batch.new_empty((samples, *shape), dtype=dtype)
+        normalize, limit, _ = ending
+        mean, gain = normalize or (limit or code, code)
+        views = [blob.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
+        sums = blob.view(torch.int64)
+        if self.contrasts:
+            sums = batch.new_zeros(samples, dtype=torch.int64)
+        # What is not there lies at any place.
+        where, numbers = reading.where or code, reading.fill or reading.step or code
+        at = code.offset // 4, where.offset // 4, reading.border, numbers.offset // 4
+        given = *at, mean.offset // 4, gain.offset // 4
+        sizes = height, width, *size, code.shape[1], math.prod(size)
+        grid = (samples * -(-math.prod(size) // _BLOCK),)
+        launches = []
+        # Luminance is added up first.
+        for adds_up in (True, False) if self.contrasts else (False,):
+            # What adds up writes no pixels: one kernel does for all that could be written.
+            constants = {
+                "GEOMETRY": _GEOMETRIES[reading.geometry],
+                "SUMS": adds_up,
+                "ENDS": 0 if adds_up or ending.keeps_bytes else 1 if normalize else 2,
+                "PLANES": ending.channels_first and not adds_up,
+                "BLOCK": _BLOCK,
+            }
+            tensors = (batch, blob if adds_up else out, blob, *views, sums)
+            launches.append(Launch(grid, (*tensors, *given, *sizes), constants))
+        return out, launches
+
+
+def is_fusible(batch: torch.Tensor) -> bool:
+    """Return whether the kernels know batches of this form: uint8 RGB images ``[n, H, W, 3]``."""
+    known = batch.dtype == torch.uint8 and batch.ndim == 4 and batch.shape[-1] == CHANNELS
+    return known and 0 < math.prod(batch.shape[1:]) < _MOST
 
 
 def fuse(
@@ -215,9 +297,8 @@ class _OpenRun:
         """Return the run, packed; None if it took nothing."""
         if not self.taken:
             return None
-        code = np.zeros(
-            (len(self.code), max(1, *map(len, self.code)), instructions.WIDTH), np.int32
-        )
+        longest = max(1, *map(len, self.code))
+        code = np.zeros((len(self.code), longest, instructions.WIDTH), np.int32)
         for row, listed in enumerate(self.code):
             for number, instruction in enumerate(listed):
                 code[row, number, : len(instruction)] = instruction
@@ -237,7 +318,7 @@ class _OpenRun:
 
 def _is_of_colours(slot: ArrayAt | None) -> bool:
     """Return whether an array has a number for each channel of RGB, if there is one."""
-    return slot is None or slot.shape[1:] == (instructions.CHANNELS,)
+    return slot is None or slot.shape[1:] == (CHANNELS,)
 
 
 def _warps(code: Sequence[Instruction]) -> bool:

@@ -20,7 +20,7 @@ def _start(plan: FetchPlan, given: Resources) -> Executor:
 
 
 def _room(executor: AnyExecutor, ranks: int) -> int:
-    from lightning_fastdata.ext.ray.cluster_seen import room_for_actors
+    from lightning_fastdata.ext.ray.actors import room_for_actors
 
     return room_for_actors(options_of_actors(executor), ranks)
 

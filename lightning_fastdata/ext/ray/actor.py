@@ -226,12 +226,8 @@ def stamped(
 ) -> TaskStamps:
     """Return the stamps of a batch that has just landed, by our clock, with its way.
 
-    Args:
-        stamps: By the clock of its actor.
-        reader: The actor.
-        call: What it was asked.
-        got_ns: When its answer began to be taken, and was here.
-        free_cpus: Of the cluster, as just seen.
+    ``stamps`` are by the clock of its actor; ``got_ns`` says when its answer began to be taken, and
+    was here.
     """
     began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
     if reader.clock is not None:

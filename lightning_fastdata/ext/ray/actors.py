@@ -16,7 +16,9 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError
 from lightning_fastdata.ext.ray.actor import Place, Reader, ReadingActor
 from lightning_fastdata.ext.ray.cluster import (
     HeadWatch,
+    connect,
     offers,
+    own_share,
     read_nodes,
     read_training,
 )
@@ -53,6 +55,7 @@ _GIVEN_UP_S: Final = 600.0
 """Without an actor. A cluster that grows takes minutes."""
 _PINGS: Final = 3
 _DEATHS_AT_START: Final = 3
+_MOST_ACTORS: Final = 64
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
 """Those of all loaders of this program."""
 _told: set[str] = set()
@@ -283,9 +286,19 @@ class Actors:
         self._cluster.look(now=True)
 
 
-def actors_here() -> int:
-    """Return how many actors of the loaders of this program read, or may."""
-    return sum(len(each.ready) for each in _all)
+def room_for_actors(options: Mapping[str, Any], ranks: int = 1) -> int:
+    """Return how many actors with these options each of some ranks can have now, at least 1.
+
+    Raises:
+        OptionsError: Ray is not installed.
+        WorkerError: No cluster can be reached or started.
+    """
+    ray = connect()
+    each = float(options["num_cpus"])
+    total = float(ray.cluster_resources().get("CPU", 0.0))
+    free = sum(node.free_cpus for node in read_nodes(ray))
+    left = min(total, free + each * sum(len(one.ready) for one in _all)) - own_share(ray)
+    return max(1, min(_MOST_ACTORS, int(left / each / ranks) if each else _MOST_ACTORS))
 
 
 def _pickled(plan: FetchPlan) -> bytes:

@@ -24,8 +24,7 @@ from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.ext.ray.actor import Call, Reader, stamped
 from lightning_fastdata.ext.ray.actors import Actors
-from lightning_fastdata.ext.ray.cluster import connect, offers
-from lightning_fastdata.ext.ray.cluster_seen import ClusterWatch, read_free_cpus
+from lightning_fastdata.ext.ray.cluster import ClusterWatch, connect, offers, read_free_cpus
 from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:

@@ -1,17 +1,20 @@
-"""Records in databases and tables: LMDB and Parquet."""
+"""Values and rows in databases, tables and arrays: LMDB, Parquet, HDF5 and Zarr."""
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.ext.sources.opened import (
+    Handle,
     OpenedInEachProcess,
     Paths,
     as_list,
@@ -21,10 +24,15 @@ from lightning_fastdata.ext.sources.opened import (
 from lightning_fastdata.sources.source import Raw
 
 if TYPE_CHECKING:
+    import h5py
     import lmdb
     import pyarrow
+    import zarr
+    from numpy.typing import NDArray
 
-_GROUPS_KEPT: Final = 8
+_KEPT: Final = 8
+"""Groups or chunks of rows that were read last, of each array."""
+_MOST_FILES: Final = 20_000
 _environments: dict[str, tuple[int, lmdb.Environment | None]] = {}
 """Of LMDB, by path, with the process that opened it."""
 
@@ -103,9 +111,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
 
 
-class ParquetSource(
-    OpenedInEachProcess["tuple[list[pyarrow.parquet.ParquetFile], OrderedDict[int, pyarrow.Table]]"]
-):
+class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
     """The rows of Parquet files, by pyarrow: dicts of values by column.
 
     Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
@@ -146,16 +152,24 @@ class ParquetSource(
         starts: list[int] = (self._ends - counts)[counts > 0].tolist()
         return starts
 
-    def open(self) -> tuple[list[pyarrow.parquet.ParquetFile], OrderedDict[int, pyarrow.Table]]:
-        """Return the files of this process, and the groups that were read last."""
-        return [_parquet().ParquetFile(path) for path in self.paths], OrderedDict()
+    def open(self) -> Callable[[int], pyarrow.Table]:
+        """Return what reads a group in this process, and keeps the last ones."""
+        files = [_parquet().ParquetFile(path) for path in self.paths]
+        groups, columns = self._groups, self.columns
+
+        @lru_cache(_KEPT)
+        def read(group: int) -> pyarrow.Table:
+            file, number, _ = groups[group].tolist()
+            return files[file].read_row_group(number, columns=columns)
+
+        return read
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows."""
         group_of = np.searchsorted(self._ends, np.asarray(indices), side="right")
-        rows: list[Raw] = []
+        read, rows = self.opened(), list[Raw]()
         for index, group in zip(indices, group_of.tolist(), strict=True):
-            table = self._group(group)
+            table = read(group)
             at = index - int(self._ends[group] - self._groups[group, 2])
             rows.append({name: table.column(name)[at].as_py() for name in table.schema.names})
         return rows
@@ -167,17 +181,172 @@ class ParquetSource(
         first = int(self._groups[self._groups[:, 0] < file, 2].sum())
         return f"{self.paths[file]}:row {index - first}"
 
-    def _group(self, group: int) -> pyarrow.Table:
-        files, kept = self.opened()
-        if group in kept:
-            kept.move_to_end(group)
-        else:
-            file, number, _ = self._groups[group].tolist()
-            kept[group] = files[file].read_row_group(number, columns=self.columns)
-            while len(kept) > _GROUPS_KEPT:
-                kept.popitem(last=False)
-        return kept[group]
-
 
 def _parquet() -> Any:
     return imported("pyarrow.parquet", "ParquetSource")
+
+
+class _Rows(OpenedInEachProcess[Handle]):
+    """Rows of several arrays of one length, by the names of these."""
+
+    parallel_reads = 1
+    path: str
+    names: list[str]
+    _length: int
+    _rows_together: int
+    """In the longest of the arrays' chunks."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first row of each chunk; None: they hold one, or there are none."""
+        together = self._rows_together
+        return range(0, self._length, together) if together > 1 else None
+
+    def name_of(self, index: int) -> str:
+        """Return the file or group, and the number of the row."""
+        return f"{self.path}:{','.join(self.names)}[{index}]"
+
+
+class Hdf5Source(_Rows["h5py.File"]):
+    """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
+
+    Args:
+        path: Of the file.
+        names: Of the datasets in it, all of one length.
+
+    Raises:
+        OptionsError: h5py is not installed, or there is no name.
+        DatasetError: The file cannot be read, or its datasets differ in length.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+        self.path = os.fspath(path)
+        self.names = list(names)
+        if not self.names:
+            raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
+        file = self.open()
+        try:
+            lengths = {name: len(file[name]) for name in self.names}
+            rows = [(file[name].chunks or [1])[0] for name in self.names]
+        except (KeyError, TypeError) as error:
+            raise DatasetError(
+                f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
+            ) from error
+        finally:
+            file.close()
+        self._length = _common_length(self.path, lengths)
+        self._rows_together = max(rows)
+
+    def open(self) -> h5py.File:
+        """Return the file of this process."""
+        h5py = imported("h5py", "Hdf5Source")
+        try:
+            return h5py.File(self.path, "r")
+        except OSError as error:
+            raise DatasetError(f"{self.path} cannot be read as HDF5: {error}.") from error
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return rows; rows that follow each other are read in one call."""
+        file = self.opened()
+        order = np.unique(np.asarray(indices, np.int64))
+        rows: dict[int, dict[str, Any]] = {index: {} for index in order.tolist()}
+        for run in np.split(order, np.flatnonzero(np.diff(order) > 1) + 1):
+            for name in self.names if len(run) else ():
+                block = file[name][run[0] : run[-1] + 1]
+                for index, row in zip(run.tolist(), block, strict=True):
+                    rows[index][name] = np.array(row)  # which does not hold the block
+        return [rows[index] for index in indices]
+
+
+class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
+    """Rows of the arrays in a Zarr group, by zarr 3: dicts of arrays by name.
+
+    Arrays are stored in chunks of so many rows, each of which is read whole. The last eight are
+    kept in each process; see :class:`ParquetSource` for what a shuffled order means.
+
+    Args:
+        path: Of the group, or an address that zarr opens.
+        names: Of arrays in it, all of one length; None: all there are.
+        **storage_options: For ``zarr.open_group``.
+
+    Raises:
+        OptionsError: zarr is not installed, or has no such version.
+        DatasetError: The group cannot be read, or its arrays differ in length.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        names: Sequence[str] | None = None,
+        **storage_options: object,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.storage_options = storage_options
+        group = self._group()
+        self.names = list(names) if names is not None else sorted(dict(group.arrays()))
+        if not self.names:
+            raise DatasetError(f"{self.path} has no arrays; give a group that has some.")
+        try:
+            shapes = {name: group[name].shape for name in self.names}
+            lengths = {name: shape[0] for name, shape in shapes.items()}
+        except (KeyError, AttributeError, IndexError) as error:
+            raise DatasetError(
+                f"{self.path} has not all of {self.names} as arrays of rows: {error!r}. It has "
+                f"{sorted(dict(group.arrays()))}."
+            ) from error
+        self._length = _common_length(self.path, lengths)
+        self._rows_together = max(group[name].chunks[0] for name in self.names)
+
+    def open(self) -> Callable[[str, int], NDArray[Any]]:
+        """Return what reads a row of an array in this process, and keeps the last chunks."""
+        group = self._group()
+        arrays = {name: group[name] for name in self.names}
+
+        @lru_cache(_KEPT * len(arrays))
+        def chunk(name: str, first: int) -> NDArray[Any]:
+            return np.asarray(arrays[name][first : first + arrays[name].chunks[0]])
+
+        def row(name: str, index: int) -> NDArray[Any]:
+            at = index % arrays[name].chunks[0]
+            # A copy, so that one row does not hold the chunk.
+            return np.array(chunk(name, index - at)[at])
+
+        return row
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return rows."""
+        row = self.opened()
+        return [{name: row(name, int(index)) for name in self.names} for index in indices]
+
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these arrays from others: of files, size and time."""
+        place = Path(self.path)
+        found = islice(sorted(place.rglob("*")), _MOST_FILES) if place.is_dir() else [place]
+        files = [named_status(path) for path in found if path.exists()]
+        if not files:
+            warnings.warn(
+                f"A cache knows {self.path} by its name alone: if it changes, old rows may be "
+                "handed out. Give the cache a key=... that you change when the arrays change.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        return self.path, self.names, files
+
+    def _group(self) -> zarr.Group:
+        zarr = imported("zarr", "ZarrSource")
+        if not hasattr(zarr, "AsyncGroup"):
+            raise OptionsError(f"ZarrSource needs zarr 3; there is {zarr.__version__}.")
+        try:
+            return zarr.open_group(self.path, mode="r", **self.storage_options)
+        except Exception as error:
+            raise DatasetError(
+                f"{self.path} cannot be read as a Zarr group: {type(error).__name__}: {error}."
+            ) from error
+
+
+def _common_length(path: str, lengths: dict[str, int]) -> int:
+    if len(set(lengths.values())) > 1:
+        raise DatasetError(f"The arrays of {path} differ in length: {lengths}. Name others.")
+    return next(iter(lengths.values()))

@@ -16,7 +16,6 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Run,
     Shape,
     Transform,
     Values,
@@ -191,44 +190,37 @@ def _encode_window(
     return Encoded((("size", (height, width)), ("border", border)), arrays)
 
 
-def _cut(fill_name: str) -> Run:
-    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-        images = as_channels_last(batch)
-        height, width = static["size"]
-        top, left = arrays["corner"].long()[:, :, None].unbind(1)
-        y = top + torch.arange(height, device=batch.device)
-        x = left + torch.arange(width, device=batch.device)
-        # Without a fill, no pixel outside is read.
-        no_fill = images.new_zeros(len(images), images.shape[-1])
-        fill = fill_like(images, arrays, fill_name) if fill_name in arrays else no_fill
-        cut = read(images, y[:, :, None], x[:, None, :], static["border"], fill)
-        return cut.view(*cut.shape[:3], *batch.shape[3:])
-
-    return run
+def _cut(fill_name: str, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    images = as_channels_last(batch)
+    height, width = static["size"]
+    top, left = arrays["corner"].long()[:, :, None].unbind(1)
+    y = top + torch.arange(height, device=batch.device)
+    x = left + torch.arange(width, device=batch.device)
+    # Without a fill, no pixel outside is read.
+    no_fill = images.new_zeros(len(images), images.shape[-1])
+    fill = fill_like(images, arrays, fill_name) if fill_name in arrays else no_fill
+    cut = read(images, y[:, :, None], x[:, None, :], static["border"], fill)
+    return cut.view(*cut.shape[:3], *batch.shape[3:])
 
 
 def _window_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return (*_window(transform, params, shape)[2:], *shape[2:])
 
 
-_SYMMETRIES: Final = ("NoOp", *_FLIPS, "RandomRotate90", "D4")
-_WINDOWS: Final = ("RandomCrop", "CenterCrop", "PadIfNeeded")
-_moved = partial(
-    DeviceOp,
-    encode=_encode_symmetry,
-    image=_symmetry,
-    mask=_symmetry,
-    out_shape=_symmetry_shape,
-)
-_cut_out = partial(
-    DeviceOp,
-    encode=_encode_window,
-    image=_cut("fill"),
-    mask=_cut("fill_mask"),
-    out_shape=_window_shape,
-)
 OPS = (
-    *(_moved(name) for name in _SYMMETRIES),
-    *(_cut_out(name) for name in _WINDOWS),
+    *(
+        DeviceOp(name, _encode_symmetry, _symmetry, _symmetry, out_shape=_symmetry_shape)
+        for name in ("NoOp", *_FLIPS, "RandomRotate90", "D4")
+    ),
+    *(
+        DeviceOp(
+            name,
+            _encode_window,
+            partial(_cut, "fill"),
+            partial(_cut, "fill_mask"),
+            out_shape=_window_shape,
+        )
+        for name in ("RandomCrop", "CenterCrop", "PadIfNeeded")
+    ),
 )
 """Exact for every dtype."""

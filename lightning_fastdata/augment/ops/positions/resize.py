@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,6 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Run,
     Shape,
     Transform,
     Values,
@@ -27,7 +26,8 @@ from lightning_fastdata.augment.ops.positions.index import gather
 
 NEAREST: Final = 0
 LINEAR: Final = 1
-_KNOWN: Final = frozenset({NEAREST, LINEAR})
+KNOWN: Final = frozenset({NEAREST, LINEAR})
+"""Interpolations that resizes and warps have a device form for."""
 _WEIGHT_BITS: Final = 11
 """OpenCV blends uint8 pixels with integer weights of this many bits."""
 
@@ -59,7 +59,7 @@ def _encode_resize(
         return None
     smaller = height < bottom - top or width < right - left
     kinds = transform.interpolation, transform.mask_interpolation
-    if not _KNOWN.issuperset(kinds) or (smaller and transform.area_for_downscale is not None):
+    if not KNOWN.issuperset(kinds) or (smaller and transform.area_for_downscale is not None):
         return None
     if transform.area_for_downscale == "image_mask" and "crop_coords" in params:
         return None  # Masks of a crop are always means of areas.
@@ -114,29 +114,26 @@ def _corners(
     return corners, across[:, None, :, None], down[:, :, None, None]
 
 
-def _resample(setting: str) -> Run:
-    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-        images = as_channels_last(batch)
-        height, width = static["size"]
-        left, top, right, bottom = arrays["box"].long().unbind(1)
-        down, across = arrays["step"].unbind(1)
-        if static[setting] == NEAREST:
-            y = _nearest(top, bottom, down, height)
-            x = _nearest(left, right, across, width)
-            out = gather(images, y[:, :, None], x[:, None, :])
-        else:
-            rows = _linear(top, bottom, down, height)
-            columns = _linear(left, right, across, width)
-            corners, *weights = _corners(images, rows, columns)
-            out = _blend(corners, *weights)
-            if images.dtype == torch.uint8 and images.shape[-1] == 2:
-                # Halved in another way than one, three or four channels are.
-                halved = (bottom - top == 2 * height) & (right - left == 2 * width)
-                mean = torch.stack(corners).float().mean(0)
-                out = torch.where(halved[:, None, None, None], mean.round().byte(), out)
-        return out.view(*out.shape[:3], *batch.shape[3:])
-
-    return run
+def _resample(setting: str, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    images = as_channels_last(batch)
+    height, width = static["size"]
+    left, top, right, bottom = arrays["box"].long().unbind(1)
+    down, across = arrays["step"].unbind(1)
+    if static[setting] == NEAREST:
+        y = _nearest(top, bottom, down, height)
+        x = _nearest(left, right, across, width)
+        out = gather(images, y[:, :, None], x[:, None, :])
+    else:
+        rows = _linear(top, bottom, down, height)
+        columns = _linear(left, right, across, width)
+        corners, *weights = _corners(images, rows, columns)
+        out = _blend(corners, *weights)
+        if images.dtype == torch.uint8 and images.shape[-1] == 2:
+            # Halved in another way than one, three or four channels are.
+            halved = (bottom - top == 2 * height) & (right - left == 2 * width)
+            mean = torch.stack(corners).float().mean(0)
+            out = torch.where(halved[:, None, None, None], mean.round().byte(), out)
+    return out.view(*out.shape[:3], *batch.shape[3:])
 
 
 def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
@@ -150,17 +147,15 @@ def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     return (mixed if dtype.is_floating_point else mixed.round()).to(dtype)
 
 
-OPS = (
-    *tuple(
-        DeviceOp(
-            name,
-            _encode_resize,
-            _resample("interpolation"),
-            mask=_resample("mask_interpolation"),
-            out_shape=lambda transform, _params, shape: (*_out_size(transform), *shape[2:]),
-        )
-        for name in ("Resize", "RandomResizedCrop", "RandomSizedCrop")
-    ),
+OPS = tuple(
+    DeviceOp(
+        name,
+        _encode_resize,
+        partial(_resample, "interpolation"),
+        mask=partial(_resample, "mask_interpolation"),
+        out_shape=lambda transform, _params, shape: (*_out_size(transform), *shape[2:]),
+    )
+    for name in ("Resize", "RandomResizedCrop", "RandomSizedCrop")
 )
 """Nearest is exact. Linear on uint8 is exact, or off by one level in a few pixels when it enlarges;
 on float32 it agrees to 1e-5."""

@@ -1,11 +1,14 @@
-"""Affine warps with linear or nearest interpolation, all five border modes."""
+"""Affine warps with linear or nearest interpolation, all five border modes.
+
+OpenCV 4 reads at positions on a grid of 1/32 pixel, and computes in integers; OpenCV 5 in floats.
+"""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -17,23 +20,29 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Run,
     Shape,
     Transform,
     Values,
     as_channels_last,
 )
-from lightning_fastdata.augment.ops.positions import cells
 from lightning_fastdata.augment.ops.positions.index import MODES, encode_fills, fill_like, read
-from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
+from lightning_fastdata.augment.ops.positions.resize import KNOWN, LINEAR, NEAREST
 
-_WARPED: Final = frozenset({NEAREST, LINEAR})
-"""Interpolations that warps have a device form for."""
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
 Settings: TypeAlias = tuple[tuple[str, object], ...]
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
 _IDENTITY: Final = np.eye(3)
+
+
+_BITS: Final = 5
+CELLS: Final = 1 << _BITS
+"""Positions per pixel."""
+_AFFINE: Final = 1024
+"""OpenCV adds up rows and columns of an affine warp in parts of a pixel."""
+_FAR_CELLS: Final = 1 << 15
+"""Positions are limited to this many pixels: OpenCV keeps them in 16 bits."""
+_WEIGHT_BITS: Final = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,85 @@ _LOOPS: Final = (Loop(1, True), *(Loop(2**n, once) for n in range(2, 7) for once
 
 
 @cache
+def on_cells() -> bool:
+    """Return whether this OpenCV rounds positions to 1/32 pixel, as a third of a pixel shows."""
+    import cv2
+
+    ramp = np.arange(64, dtype=np.float32).reshape(1, 64)
+    third = np.array([[1, 0, -1 / 3], [0, 1, 0]])
+    return bool(abs(cv2.warpAffine(ramp, third, (64, 1))[0, 32] - (32 + 1 / 3)) > 1e-3)
+
+
+def invert(matrix: np.ndarray) -> np.ndarray:
+    """Return the inverse of an affine 3x3 matrix, float64, in the order of OpenCV's operations."""
+    # Numbers, not arrays of two: a sample has one of these.
+    (a, b, c), (d, e, f), _ = np.asarray(matrix, np.float64).tolist()
+    by = 1 / (a * e - b * d)
+    a, b, d, e = e * by, b * -by, d * -by, a * by
+    return np.array([[a, b, -a * c - b * f], [d, e, -d * c - e * f], [0, 0, 1]])
+
+
+def cells_of_matrix(
+    inverse: Tensor, size: tuple[int, int], *, nearest: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns that output pixels come from, int64 ``[n, height, width]``.
+
+    By float64 matrices ``inverse`` ``[n, 3, 3]``; in pixels if ``nearest``, else in 1/32 pixels.
+    """
+    y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
+    x = torch.arange(size[1], device=inverse.device, dtype=inverse.dtype)[None, :]
+    m = inverse[:, :, :, None, None]
+    # Half of what the shift below cuts off.
+    half = _AFFINE // 2 if nearest else _AFFINE // CELLS // 2
+    shift = 10 if nearest else 10 - _BITS
+
+    def line(row: int) -> Tensor:
+        start = ((m[:, row, 1] * y + m[:, row, 2]) * _AFFINE).round()
+        found = start + half + (m[:, row, 0] * x * _AFFINE).round()
+        return found.clamp(-_FAR_CELLS * _AFFINE, _FAR_CELLS * _AFFINE).long() >> shift
+
+    return line(1), line(0)
+
+
+def sample_cells(
+    images: Tensor, rows: Tensor, columns: Tensor, interpolation: int, mode: int, fill: Tensor
+) -> Tensor:
+    """Return the values ``[n, h, w, C]`` at positions in 1/32 pixels; with NEAREST in whole pixels.
+
+    ``rows`` and ``columns`` are int64 ``[n, h, w]``, also outside the image.
+    """
+    if interpolation == NEAREST:
+        return read(images, rows, columns, mode, fill)
+    y, x = rows >> _BITS, columns >> _BITS
+    part = (rows & (CELLS - 1)) * CELLS + (columns & (CELLS - 1))
+    # Of other integers OpenCV takes the mean in float32.
+    whole = images.dtype == torch.uint8
+    table = _weights(whole, images.device)
+    sums = torch.float64 if images.dtype == torch.float64 else table.dtype
+    total = torch.zeros((), dtype=sums, device=images.device)
+    for tap in range(4):
+        pixels = read(images, y + tap // 2, x + tap % 2, mode, fill)
+        weight = table[tap].index_select(0, part.view(-1)).view(part.shape)
+        total = total + pixels.to(sums) * weight.unsqueeze(-1)
+    if images.is_floating_point():
+        return total.to(images.dtype)
+    rounded = (total + (1 << (_WEIGHT_BITS - 1))) >> _WEIGHT_BITS if whole else total.round()
+    limits = torch.iinfo(images.dtype)
+    return rounded.clamp(limits.min, limits.max).to(images.dtype)
+
+
+@cache
+def _weights(whole: bool, device: torch.device) -> Tensor:
+    """Return the weight of each neighbour for each part of a pixel, ``[4, 1024]``; made once."""
+    part = np.arange(CELLS, dtype=np.float32) / np.float32(CELLS)
+    line = np.stack([1 - part, part], -1)
+    table = (line[:, None, :, None] * line[None, :, None, :]).reshape(-1, 4).T
+    if whole:
+        table = np.rint(table * (1 << _WEIGHT_BITS)).astype(np.int32)
+    return torch.from_numpy(table.copy()).to(device)
+
+
+@cache
 def loop() -> Loop:
     """Return how the installed OpenCV goes through a row, as it warps a ramp of 16 x 63 pixels.
 
@@ -62,7 +150,7 @@ def loop() -> Loop:
     """
     import cv2
 
-    if cells.on_cells():
+    if on_cells():
         return _LOOPS[0]
     height, width = size = 16, 63
     ramp = np.tile(np.arange(128, dtype=np.float32), (height, 1))
@@ -86,13 +174,13 @@ def blends_alike() -> bool:
     """
     import cv2
 
-    if cells.on_cells():
+    if on_cells():
         return True
     size = 64, 96
     noise = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
     matrix = np.array([[0.8, 0.3, 2.6], [-0.3, 0.9, 4.7], [0, 0, 1]])
     wanted = cv2.warpAffine(noise, matrix[:2], size[::-1], flags=cv2.INTER_LINEAR)
-    inverse = torch.from_numpy(cells.invert(matrix).astype(np.float32))[None]
+    inverse = torch.from_numpy(invert(matrix).astype(np.float32))[None]
     columns = loop().scalar_from(size[1]), loop().rounds_once
     where = _positions(inverse, size, *columns)
     black = torch.zeros(1, 3)
@@ -122,14 +210,14 @@ def _is_close(matrix: np.ndarray) -> bool:
 @lru_cache(maxsize=64)
 def _settings(interpolation: int, mask_interpolation: int, border: int) -> Settings:
     kinds = (("interpolation", interpolation), ("mask_interpolation", mask_interpolation))
-    return (*kinds, ("border", border), ("cells", cells.on_cells()))
+    return (*kinds, ("border", border), ("cells", on_cells()))
 
 
 def _encode_sampling(transform: Transform, shape: Shape) -> Encoded | None:
     """Return how a transform reads between pixels and outside; None: it has no device form."""
     fills = encode_fills(transform, shape)
     kinds = transform.interpolation, transform.mask_interpolation
-    if fills is None or not _WARPED.issuperset(kinds) or transform.border_mode not in MODES:
+    if fills is None or not KNOWN.issuperset(kinds) or transform.border_mode not in MODES:
         return None
     return Encoded(_settings(*map(int, (*kinds, transform.border_mode))), fills)
 
@@ -144,7 +232,7 @@ def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) ->
     crops = type(transform).__name__ == "Rotate" and transform.crop_border
     if how is None or singular or crops:
         return None
-    exact = cells.invert(matrix)
+    exact = invert(matrix)
     arrays = {"inverse": exact.astype(np.float32), "exact": exact}
     size = _out_shape(transform, params, shape)[:2]
     columns = (("scalar_from", loop().scalar_from(size[1])), ("rounds_once", loop().rounds_once))
@@ -210,29 +298,26 @@ def sample(
     return (out if images.is_floating_point() else out.round()).to(images.dtype)
 
 
-def _warp(setting: str, fill_name: str) -> Run:
-    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-        images = as_channels_last(batch)
-        fill = fill_like(images, arrays, fill_name)
-        size, kind = static["size"], static[setting]
-        if static["cells"] or still_on_cells(images):
-            places = cells.cells_of_matrix(arrays["exact"], size, nearest=kind == NEAREST)
-            out = cells.sample_cells(images, *places, kind, static["border"], fill)
-        else:
-            how = static["scalar_from"], static["rounds_once"]
-            places = _positions(arrays["inverse"], size, *how)
-            out = sample(images, *places, kind, static["border"], fill)
-        return out.view(*out.shape[:3], *batch.shape[3:])
-
-    return run
+def _warp(setting: str, fill_name: str, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    images = as_channels_last(batch)
+    fill = fill_like(images, arrays, fill_name)
+    size, kind = static["size"], static[setting]
+    if static["cells"] or still_on_cells(images):
+        places = cells_of_matrix(arrays["exact"], size, nearest=kind == NEAREST)
+        out = sample_cells(images, *places, kind, static["border"], fill)
+    else:
+        how = static["scalar_from"], static["rounds_once"]
+        places = _positions(arrays["inverse"], size, *how)
+        out = sample(images, *places, kind, static["border"], fill)
+    return out.view(*out.shape[:3], *batch.shape[3:])
 
 
 OPS = tuple(
     DeviceOp(
         name,
         _encode,
-        _warp("interpolation", "fill"),
-        mask=_warp("mask_interpolation", "fill_mask"),
+        partial(_warp, "interpolation", "fill"),
+        mask=partial(_warp, "mask_interpolation", "fill_mask"),
         out_shape=_out_shape,
     )
     for name in ("Affine", "Rotate", "ShiftScaleRotate")
