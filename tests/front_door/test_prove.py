@@ -219,7 +219,7 @@ def test_a_part_whose_batches_are_all_read_ahead_is_no_faster_than_its_workers(t
 
     def script(the_clock):
         loader = Together(Slow(batches * ROWS), ROWS, num_workers=workers)
-        trainer = quiet(lightning, max_epochs=3, logger=False)
+        trainer = quiet(lightning, logger=False)
         trainer.fit(module_of(lightning, the_clock), loader)
 
     as_is = [each for each in tried(script).trial.blocks if each.arm == AS_IS]
