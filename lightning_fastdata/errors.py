@@ -26,6 +26,11 @@ def printable(text: str, keep: str = "\n\t") -> str:
     )
 
 
+def rounded(value: float, digits: int) -> str:
+    """Return a number with so many digits that count, and in full: ``1,200``, not ``1.2e+03``."""
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
+
+
 class FastDataError(Exception):
     """Root of all errors raised on purpose by this package."""
 

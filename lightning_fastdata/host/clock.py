@@ -43,13 +43,16 @@ class Clock:
             return None
 
     def queued_ns(self, schedstat: int) -> int:
-        """Return how long a thread was ready to run without a CPU, in nanoseconds.
+        """Return how long a thread was ready to run without a CPU, in nanoseconds; 0: not known.
 
         Args:
             schedstat: Descriptor of the thread's ``/proc/<pid>/schedstat``, whose second number it
                 is: https://docs.kernel.org/scheduler/sched-stats.html
         """
-        return int(os.pread(schedstat, 100, 0).split()[1])
+        try:
+            return int(os.pread(schedstat, 100, 0).split()[1])
+        except (OSError, IndexError, ValueError):
+            return 0
 
     def cpu_s_of(self, pid: int, *, with_children: bool) -> float:
         """Return the CPU time of a process, and of those that it has started; 0 if it is gone."""
@@ -140,3 +143,9 @@ class ThreadSchedule:
             return None
         # The file has the time on a CPU as of the last tick, up to 4 ms ago; the clock is exact.
         return _clock.thread_time_ns(), _clock.queued_ns(self._schedstat)
+
+
+def queued_s() -> float:
+    """Return the seconds the calling thread was ready to run and had no CPU; 0: not known."""
+    scheduled = ThreadSchedule().read_ns()
+    return 0.0 if scheduled is None else scheduled[1] / 1e9

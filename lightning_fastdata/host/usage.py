@@ -24,7 +24,6 @@ _BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
 """How files begin that are batches of torch's workers, and of this package's."""
 _ALONE: Final = 1 << 56
 """In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
-_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 _MOST_READINGS: Final = 300
 
 
@@ -76,21 +75,10 @@ class SpentTime(NamedTuple):
     """In which the thread that reads this was ready to run, but had no CPU; 0 where not known."""
 
 
-def queued_s(schedstat: Path = _SCHEDSTAT) -> float:
-    """Return the seconds this thread was ready to run and had no CPU; 0 where it is not counted.
-
-    The second number of https://docs.kernel.org/scheduler/sched-stats.html, in nanoseconds.
-    """
-    try:
-        return int(schedstat.read_bytes().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
-def read_spent(schedstat: Path = _SCHEDSTAT) -> SpentTime:
+def read_spent() -> SpentTime:
     """Return what the process has used since some moment in the past."""
     return SpentTime(
-        wall_s=clock.monotonic(), cpu_s=clock.process_time(), runqueue_s=queued_s(schedstat)
+        wall_s=clock.monotonic(), cpu_s=clock.process_time(), runqueue_s=clock.queued_s()
     )
 
 
@@ -268,7 +256,7 @@ class Clocks:
     clock_s: Callable[[], float] = clock.monotonic
     cpu_s: Callable[[], float] = clock.thread_time
     """CPU time of the calling thread, or of its process."""
-    queue_s: Callable[[], float] = queued_s
+    queue_s: Callable[[], float] = clock.queued_s
     """In which the calling thread waited for a CPU."""
 
     def of(self, work: Callable[[], T]) -> tuple[T, float, float]:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.device.backend import default_type, reads_page_locked
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, rounded
 from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes
 from lightning_fastdata.executors.kinds import (
     KINDS,
@@ -367,16 +367,16 @@ def _by_cost(
         if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
             return ExecutorChoice(
                 "inline",
-                f"the dataset keeps what it has read: a batch takes {alone:.2g} ms here at first, "
-                f"and {again_ms:.2g} ms again; by workers, which begin each epoch with nothing "
-                f"kept, {shared:.2g} ms",
+                "the dataset keeps what it has read: a batch takes "
+                f"{rounded(alone, 2)} ms here at first, and {rounded(again_ms, 2)} ms again; by "
+                f"workers, which begin each epoch with nothing kept, {rounded(shared, 2)} ms",
                 alone=True,
                 kept=True,
             )
-    said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
-    said += ", with their start" if start_ms else ""
+    said = f"a batch takes {rounded(alone, 2)} ms here and some {rounded(shared, 2)} ms by side "
+    said += "processes" + (", with their start" if start_ms else "")
     if waits(cost):
-        said += f"; a sample waits {cost.wait_ms:.2g} of its {cost.wall_ms:.2g} ms"
+        said += f"; a sample waits {rounded(cost.wait_ms, 2)} of its {rounded(cost.wall_ms, 2)} ms"
     if shared < _WORTH_IT * alone:
         unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(cost)
         standby = unsure and forked and _may_stand_by(spec, facts)
@@ -426,7 +426,7 @@ def _cheap(
     elif read_bytes > AT_START_BYTES:
         aside = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
     elif read_s > _AT_START_S:
-        aside = f"a forked process reads {read_s:.2g} s of samples as they are"
+        aside = f"a forked process reads {rounded(read_s, 2)} s of samples as they are"
     if aside is None or not forked:
         return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
     standby = _may_stand_by(spec, facts)
@@ -638,7 +638,7 @@ def workers_that_wait(
     ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker.
     """
     wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
-    why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
+    why = f"a sample waits {rounded(cost.wait_ms, 3)} of its {rounded(cost.wall_ms, 3)} ms"
     bound, bound_why = most_workers(memory, ranks=ranks, forked=forked, tasks=tasks)
     if wanted > bound:
         return bound, f"{why}; {bound_why}"

@@ -35,9 +35,20 @@ def test_threads_count_and_sleep_does_not():
     assert (used.wall_s, used.cpu_s) == (pytest.approx(0.3), pytest.approx(0.1))
 
 
-def test_a_kernel_that_tells_nothing_leaves_the_run_queue_out(tmp_path):
-    assert read_spent(tmp_path / "missing").runqueue_s == 0
-    (tmp_path / "schedstat").write_text("nonsense")
-    assert read_spent(tmp_path / "schedstat").runqueue_s == 0
+def test_a_kernel_that_tells_nothing_leaves_the_run_queue_out(tmp_path, monkeypatch):
+    told = tmp_path / "schedstat"
+    monkeypatch.setattr(clock, "_THREAD_SCHEDSTAT", told)
+    assert read_spent().runqueue_s == 0
+    told.write_text("nonsense")
+    assert read_spent().runqueue_s == 0
+    told.write_text("5 2000000000 7\n")
+    assert read_spent().runqueue_s == 2
+
+
+def test_in_a_time_of_its_own_a_thread_waits_for_no_cpu_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(clock, "_THREAD_SCHEDSTAT", tmp_path / "schedstat")
     (tmp_path / "schedstat").write_text("5 2000000000 7\n")
-    assert read_spent(tmp_path / "schedstat").runqueue_s == 2
+    with virtual_time() as virtual:
+        assert read_spent().runqueue_s == 0
+        virtual.queue(3)
+        assert read_spent().runqueue_s == 3

@@ -22,7 +22,6 @@ from torch.utils.data import (
 
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts import probe
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, may_start_processes
@@ -37,12 +36,6 @@ from lightning_fastdata.planning.plan_for import (
     workers_that_wait,
 )
 
-
-def measured(dataset, **how):
-    """Return what a sample costs by the package's clock; nobody else has the CPUs."""
-    return measure_samples(dataset, **{"clocks": Clocks(queue_s=lambda: 0.0), **how})
-
-
 # What is measured
 
 
@@ -54,8 +47,7 @@ def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
         virtual.queue(seconds)
 
     def crowded(seconds):
-        clocks = Clocks(queue_s=lambda: virtual.queued_ns() / 1e9)
-        return measured(Planted(partial(kept_from_a_cpu, seconds)), clocks=clocks).crowded
+        return measure_samples(Planted(partial(kept_from_a_cpu, seconds))).crowded
 
     assert crowded(0.0) == 1.0
     assert crowded(0.03) == pytest.approx(4.0)
@@ -63,19 +55,19 @@ def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
 
 
 def test_a_sample_that_waits_does_and_ones_that_compute_do_not(virtual):
-    assert waits(measured(Planted(partial(virtual.sleep, 0.01))))
-    assert not waits(measured(Planted(partial(virtual.work, 0.01))))
-    assert not waits(measured(Planted()))
+    assert waits(measure_samples(Planted(partial(virtual.sleep, 0.01))))
+    assert not waits(measure_samples(Planted(partial(virtual.work, 0.01))))
+    assert not waits(measure_samples(Planted()))
 
 
 def test_no_sample_is_begun_after_the_budget(virtual):
     data = Planted(partial(virtual.sleep, 0.1), length=1000)
-    found = measured(data, batch_size=8, budget_s=0.45)
+    found = measure_samples(data, batch_size=8, budget_s=0.45)
     # The first one is left out.
     assert len(data.read) == 5
     assert (found.samples, found.wall_ms) == (4, pytest.approx(100))
     slow = Planted(partial(virtual.sleep, 9), length=1000)
-    once = measured(slow, batch_size=8)
+    once = measure_samples(slow, batch_size=8)
     assert len(slow.read) == 1
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
 
@@ -90,7 +82,7 @@ def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers(v
                 self.opened = True
 
     data = Ahead(partial(virtual.work, 0.001), length=10_000)
-    found = measured(data, batch_size=64, budget_s=0.3)
+    found = measure_samples(data, batch_size=64, budget_s=0.3)
     # A worker waits 80 ms for a batch while it decodes the one before for 64 ms.
     assert found.wall_ms == pytest.approx(80 / 64)
     assert len(data.read) < 4 * 64 + 1
@@ -99,7 +91,7 @@ def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers(v
 def test_a_few_samples_that_take_long_count_for_as_long_as_they_take(virtual):
     count = iter(range(10_000))
     data = Planted(lambda: virtual.sleep(1 if next(count) % 50 == 49 else 0.001), length=2000)
-    found = measured(data, batch_size=16, budget_s=5)
+    found = measure_samples(data, batch_size=16, budget_s=5)
     assert found.wall_ms == pytest.approx(21, rel=0.5)
     assert waits(found)
 
@@ -111,7 +103,7 @@ def test_collation_is_measured_in_whole_batches(virtual):
         sizes.append(len(samples))
         virtual.work(0.016 + 0.001 * len(samples))
 
-    found = measured(Planted(length=500), batch_size=16, budget_s=60, collate=collate)
+    found = measure_samples(Planted(length=500), batch_size=16, budget_s=60, collate=collate)
     assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
     assert found.collate_ms == pytest.approx(2)
     assert found.wall_ms == pytest.approx(0, abs=1e-6)
@@ -127,7 +119,7 @@ def test_a_dataset_that_reads_whole_batches_is_asked_for_them(virtual):
             return [(torch.zeros(4), i) for i in indices]
 
     data = Batched(length=500)
-    found = measured(data, batch_size=32, budget_s=60)
+    found = measure_samples(data, batch_size=32, budget_s=60)
     assert data.read == []
     assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
     assert found.cpu_ms == pytest.approx(2)
@@ -190,6 +182,7 @@ def test_a_sample_waits_if_it_does_for_most_of_a_time_worth_handing_over(measure
         (8, cost(wall_ms=4, cpu_ms=1.9), {}, 17, "8 CPUs feed 17"),
         (8, cost(wall_ms=5.5, cpu_ms=0.4), {}, 64, "no more than 64"),
         (2, cost(wall_ms=5000, cpu_ms=0), {}, 64, "no more than 64"),
+        (2, cost(wall_ms=5000, cpu_ms=0), {}, 64, "waits 5,000 of its 5,000 ms"),
         (2, cost(wall_ms=5.5, cpu_ms=0.4), {"tasks": 10}, 10, "than there are to fetch (10)"),
         (2, cost(wall_ms=5.5, cpu_ms=0.4), {"memory": memory(ram=GIB)}, 5, "bounded by RAM"),
         (2, cost(wall_ms=5.5, cpu_ms=0.4), {"memory": memory(ram=GIB), "ranks": 2}, 2, "by RAM"),

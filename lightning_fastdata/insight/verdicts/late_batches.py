@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Final
 
-from lightning_fastdata.errors import printable
+from lightning_fastdata.errors import printable, rounded
 from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
@@ -126,7 +126,8 @@ def _slow_samples(e: Evidence) -> Finding | None:
     if share < _SLOW_HIGH or _at_limit(e):
         return None
     named = ", ".join(
-        f"{printable(str(s.path or s.index), keep='')} ({s.ms:.0f} ms, others {s.typical_ms:.2g})"
+        f"{printable(str(s.path or s.index), keep='')} "
+        f"({s.ms:.0f} ms, others {rounded(s.typical_ms, 2)})"
         for s in e.slow_samples[:3]
     )
     cause = of_wait(e, share, "waiting for single slow samples")
@@ -198,8 +199,8 @@ def _bandwidth(e: Evidence) -> Finding | None:
     cause = of_wait(e, share, "waiting for a lock, a disk or a line that workers share")
     if e.read_rates is not None:
         few, few_per_s, many, many_per_s = e.read_rates
-        cause += f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them "
-        cause += f"{few_per_s:.3g}"
+        cause += f"; {many} workers read {rounded(many_per_s, 3)} samples/s and {few} of them "
+        cause += f"{rounded(few_per_s, 3)}"
     return found(
         "FD304",
         e.stall_share,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, SupportsInt
 
-from lightning_fastdata.errors import printable
+from lightning_fastdata.errors import printable, rounded
 from lightning_fastdata.insight.waits.attribution import (
     PART_WORDS,
     PARTS,
@@ -236,7 +236,9 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
         for sample in causes.slow_samples[: 1 if brief else 3]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
             name = printable(name, keep="")
-            lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
+            lines.append(
+                f"{name} took {sample.ms:.0f} ms, others {rounded(sample.typical_ms, 2)} ms"
+            )
     places = [each for each in causes.lines if each.share > WORTH_SAYING]
     named = {each.calls for each in places}
     calls = [each for each in causes.operations if each.share > WORTH_SAYING]
