@@ -27,6 +27,7 @@ MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
     *("front_door/test_changing_world.py", "test_docs.py", "front_door/test_prove.py"),
+    *("augment/test_compiled_steps.py", "test_examples.py", "resilience/test_replay.py"),
     *("executors/test_standby.py", "resilience/test_stream_resume.py"),
     *("resilience/test_bad_samples.py", "front_door/test_other_streams.py"),
     *("resilience/test_preemption.py", "front_door/test_zero_code.py"),
