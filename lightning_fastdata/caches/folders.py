@@ -166,7 +166,8 @@ def locked(folder: Path) -> Iterator[None]:
 def room_bytes(folder: Path, ranks: int) -> int:
     """Return what a cache may take if nothing is said: half the disk, a quarter of the memory.
 
-    ``ranks``: on this host. Each has a cache of its own in memory, and its part of the room.
+    ``ranks``: on this host. Each has a cache of its own in memory, and its part of the room. (Those
+    that are forked behind the first such cache share one, which is smaller than it might be.)
     """
     own = folder.is_relative_to(_above_memory_roots())
     while not folder.exists():  # it may be yet to be made

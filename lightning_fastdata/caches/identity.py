@@ -3,7 +3,7 @@
 Two datasets have the same identity if they hold the same, down to each element; if the source text
 of their classes, and of the functions and classes that they hold, is the same; and if the files
 that they name have the same size and time of change. Of an installed package its version counts, or
-the file of the module where the package does not tell its version.
+the file of the module, and those of its base classes, where the package does not tell its version.
 
 What code refers to is not looked for: a function of another module may change, and nothing here
 does. An object with a method ``recognised_by()`` is recognised by its class and what that returns.
@@ -144,6 +144,8 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
         file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
         own = version is None and top not in sys.stdlib_module_names and file.is_file()
         yield file.read_bytes() if own else str(version or sys.version)
+        if own and isinstance(obj, type):
+            yield obj.__mro__[1:]
         return
     yield _source(obj)
     if isinstance(obj, type):

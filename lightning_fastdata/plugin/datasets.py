@@ -495,11 +495,7 @@ def kept(
     What keeps a cache from being used is said, and ends no training.
     """
     if folder != "auto":
-        dataset = with_cache(dataset, folder)
-        cache = cache_of(dataset)
-        if cache is not None and trainer is not None:
-            cache.ranks = trainer.num_devices  # of which Lightning's launcher sets no variable
-        return dataset, None
+        return with_cache(dataset, folder), None
     try:
         cached, reason = _decision(dataset, _epochs_left(trainer))
     except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
 
-from lightning_fastdata.caches.cached import cache_of
+from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.device.backend import DeviceStreams, device_streams
 from lightning_fastdata.device.prefetch import drawn_under
@@ -85,7 +85,7 @@ from lightning_fastdata.plugin.seams.trainer import (
     running_stage,
     training_place,
 )
-from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.search import find_composes, find_instances
 from lightning_fastdata.randomness.seeds import global_seed
 from lightning_fastdata.types import STAGES, Batch, Shuffle, Stage, has_own_order
 
@@ -623,15 +623,19 @@ class DataModule:
 
     def _cached(self, spec: LoaderSpec) -> LoaderSpec:
         """Return a loader whose dataset keeps its samples, if that is asked for and of any use."""
-        dataset, again = spec.dataset, spec.stage in ("train", "val") and not spec.is_stream
-        if self.cache is None or not again or has_own_order(dataset) or gatherable(dataset):
-            return spec  # of an own order each index has another sample in each epoch
-        known, cached, _ = self._caches.get(spec.name, (None, dataset, None))
-        if known is not dataset:
-            cached, decided = kept(dataset, self.cache, self._trainer)
-            self._caches[spec.name] = dataset, cached, decided
-            if decided is not None:
-                self._tell(spec.name, decided)
+        dataset = cached = spec.dataset
+        again = spec.stage in ("train", "val") and not spec.is_stream
+        # Of an own order each index has another sample in each epoch.
+        if self.cache and again and not has_own_order(dataset) and not gatherable(dataset):
+            known, cached, _ = self._caches.get(spec.name, (None, dataset, None))
+            if known is not dataset:
+                cached, decided = kept(dataset, self.cache, self._trainer)
+                self._caches[spec.name] = dataset, cached, decided
+                if decided is not None:
+                    self._tell(spec.name, decided)
+        if self._trainer is not None:  # of whose ranks Lightning's own launcher sets no variable
+            for cache in find_instances(cached, (CachedDataset,)):
+                cache.ranks = self._trainer.num_devices
         return replace(spec, dataset=cached)
 
     def _spec(

@@ -20,16 +20,17 @@ import pytest
 import torch
 from alike import alike
 from caches.made import Made
+from lightning.pytorch import Trainer
 from misses import each
 from programs import run_program
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 from torchvision.transforms import v2
 
 import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.gather.columns import rows_of
-from lightning_fastdata.plugin.datasets import kept
+from lightning_fastdata.randomness.search import find_instances
 
 
 @pytest.fixture
@@ -318,9 +319,19 @@ def test_ranks_of_a_host_share_out_the_room_of_caches_in_memory(tmp_path, folder
     cached = ld.CachedDataset(Made(folder), tmp_path / "of-torchrun")
     assert cached.ranks == 4
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    trainer = SimpleNamespace(num_devices=2)  # of Lightning's own launcher
-    cached, _ = kept(Made(folder), tmp_path / "of-lightning", trainer)
-    assert cached.ranks == 2
+    # Lightning's own launcher sets no such variable, and its trainer knows.
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    own = ld.CachedDataset(Made(folder), tmp_path / "own")
+    for dataset, options in (
+        (Made(folder), {"cache": tmp_path / "of-lightning"}),
+        (own, {}),
+        (ConcatDataset([Made(folder), own]), {}),
+    ):
+        own.ranks = 1
+        data = ld.FastDataModule.from_datasets(dataset, num_workers=0, **options)
+        data.trainer = trainer
+        read = data.train_dataloader().dataset
+        assert [each.ranks for each in find_instances(read, (ld.CachedDataset,))] == [2]
 
 
 def test_what_its_process_removes_as_another_one_looks_at_it_is_no_error(tmp_path):

@@ -357,6 +357,20 @@ def test_of_a_package_without_a_version_the_file_of_the_module_counts(monkeypatc
     assert identity(data) == first
 
 
+def test_of_a_package_without_a_version_the_file_of_a_base_class_counts(monkeypatch, tmp_path):
+    package = tmp_path / "site-packages" / "untold"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "base.py").write_text("class Base:\n    value = 1\n")
+    (package / "own.py").write_text("from untold.base import Base\nclass Own(Base): ...\n")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    data = Plain(held=importlib.import_module("untold.own").Own())
+    first = identity(data)
+    (package / "base.py").write_text("class Base:\n    value = 2\n")
+    assert identity(data) != first
+
+
 # -- other processes -------------------------------------------------------------------------------
 
 IN_A_PROCESS = f"import json, {__name__} as tests; print(json.dumps(tests.identities()))"

@@ -312,8 +312,8 @@ def cache_images(
     Args:
         dataset: Whose pictures.
         folder: ``"disk"``, ``"ram"`` or a folder; as for :class:`CachedDataset`.
-        max_bytes: What the pictures may take; others are read from their files. Default: half of
-            the disk that is free, a quarter of the memory.
+        max_bytes: What the pictures may take; others are read from their files. Default: as for
+            :class:`CachedDataset`.
         key: As for :class:`CachedDataset`.
 
     Raises:
