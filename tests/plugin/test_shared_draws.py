@@ -120,6 +120,13 @@ def test_what_does_not_is_not(name):
     assert not seen(BY_SAMPLE[name], given)
 
 
+def test_a_tuple_as_long_as_the_batch_may_be_the_arguments():
+    def flipped_together(given):
+        return FLIPS({"image": given}, {"second": given, "size": (24, 32)})[0]["image"]
+
+    assert seen(flipped_together, batch()[0][:2])
+
+
 class Late:
     """Flips from a certain call on, as one that draws whether to do anything may happen to."""
 

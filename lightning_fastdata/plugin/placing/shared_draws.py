@@ -21,10 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.plugin.guard.parts import samples_of
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 from lightning_fastdata.randomness.global_generators import DrawWatch
-from lightning_fastdata.tree import leaves
+from lightning_fastdata.tree import children, leaves, rebuilt
 from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)
@@ -141,5 +140,17 @@ def _has_rows(value: object, samples: int) -> bool:
 
 
 def _copies(batch: Batch, samples: int) -> Batch:
-    """Return a batch of new copies of the first sample of a batch."""
-    return samples_of(batch, [0] * _COPIES, samples)
+    """Return a batch, or what a transform was called with, of copies of the first sample."""
+    if isinstance(batch, torch.Tensor):
+        if not _has_rows(batch, samples):
+            return batch
+        return batch[:1].repeat(_COPIES, *[1] * (batch.ndim - 1))
+    parts = children(batch)
+    if parts is None:
+        return batch
+    # A list with a tensor of the batch in it is the batch itself, or a part of it. A tuple as long
+    # as the batch may be arguments, or a size.
+    holds_rows = any(_has_rows(part, samples) for _, part in parts)
+    if isinstance(batch, list) and len(batch) == samples and not holds_rows:
+        return [batch[0]] * _COPIES
+    return rebuilt(batch, [_copies(part, samples) for _, part in parts])
