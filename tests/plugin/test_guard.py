@@ -31,6 +31,7 @@ from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsEr
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin import bindings
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
+from lightning_fastdata.plugin.guard import callback as guard_callback
 from lightning_fastdata.plugin.guard import snapshots, steps
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
@@ -565,6 +566,15 @@ def test_a_run_goes_on_with_the_sizes_that_it_was_saved_with_whatever_guards_it(
     assert set(again.module.sizes) == set(first.module.sizes) == {8}
     assert again.trainer.global_step == 2 * first.trainer.global_step
     assert (again.data.batch_size, again.trainer.accumulate_grad_batches) == (32, 1)
+
+
+def test_a_run_goes_on_with_its_sizes_where_nothing_tells_of_memory(tmp_path, monkeypatch):
+    first, path = saved(tmp_path)
+    monkeypatch.setattr(guard_callback, "memory_reader", lambda _: None)
+    again = made(narrow(), "warn", ckpt=path, max_epochs=2)
+    again.guard.reader = None
+    again()
+    assert set(again.module.sizes) == set(first.module.sizes) == {8}
 
 
 def test_a_run_that_resumes_without_sizes_is_not_tried(tmp_path):

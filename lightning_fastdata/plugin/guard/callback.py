@@ -86,12 +86,15 @@ class GuardHooks:
         datamodule = own_datamodule(trainer)
         if datamodule is None or datamodule.guard == "off":
             return
-        chooses = datamodule.chooses_batch_size or datamodule.guard == "accumulate"
-        if chooses or self._resumed is not None:
-            device = trainer.strategy.root_device
+        device = trainer.strategy.root_device
+        if self._resumed is not None:
+            before = partial(_as_before, self._resumed, datamodule.batch_size)
+            self._choose(trainer, datamodule, before)
+        elif datamodule.chooses_batch_size or datamodule.guard == "accumulate":
             reader = self.reader or memory_reader(device)
             if reader is not None:
-                self._choose(trainer, pl_module, datamodule, reader)
+                tries = partial(run_guard, trainer, pl_module, datamodule, reader, self.clock)
+                self._choose(trainer, datamodule, tries)
             elif datamodule.chooses_batch_size:
                 warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
         else:
@@ -108,26 +111,12 @@ class GuardHooks:
             replace_for_one_run(trainer, optimization, "run", self.parts)
 
     def _choose(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        datamodule: DataModule,
-        reader: MemoryReader,
+        self, trainer: Trainer, datamodule: DataModule, decide: Callable[[], GuardDecision]
     ) -> None:
         """Decide on the batch size, and apply what was decided."""
         sizes = datamodule.batch_size, trainer.accumulate_grad_batches
         self._undo = partial(_set_sizes, trainer, datamodule, *sizes)
-        if self._resumed is None:
-            decision = run_guard(trainer, pl_module, datamodule, reader, self.clock)
-        else:  # the place in the data counts batches of these sizes
-            decision = GuardDecision(
-                batch_size=self._resumed["batch_size"],
-                accumulate_grad_batches=self._resumed["accumulate_grad_batches"],
-                action="accumulate",
-                reason=f"The run is resumed with the batch size of {self._resumed['batch_size']} "
-                f"that its guard chose instead of {datamodule.batch_size}.",
-            )
-        self.decision = decision
+        self.decision = decision = decide()
         if decision.action == "raise":
             raise BatchSizeError(decision.reason)
         if decision.action in _CHANGES:
@@ -167,6 +156,20 @@ class GuardHooks:
         undo, self._undo, self._resumed = self._undo, None, None
         if undo is not None:
             undo()
+
+
+def _as_before(sizes: dict[str, int], batch_size: int) -> GuardDecision:
+    """Return the sizes of the run that is resumed, of which its place in the data counts batches.
+
+    ``batch_size``: that of the data module.
+    """
+    return GuardDecision(
+        batch_size=sizes["batch_size"],
+        accumulate_grad_batches=sizes["accumulate_grad_batches"],
+        action="accumulate",
+        reason=f"The run is resumed with the batch size of {sizes['batch_size']} that its guard "
+        f"chose instead of {batch_size}.",
+    )
 
 
 def _set_sizes(trainer: Trainer, datamodule: DataModule, batch_size: int, accumulate: int) -> None:
