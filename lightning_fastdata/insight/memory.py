@@ -268,9 +268,9 @@ def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
 
 
 def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
-    # What is copied now is copied as a whole in the end, and a cache of half of it is full of all.
-    whole = use.size_bytes if use.objects is None else seen.workers * use.objects.counted_bytes
-    more = use.size_bytes if use.cause == "cache" else whole - use.size_bytes
+    more = use.size_bytes  # what has grown by that may do so once more
+    if use.objects is not None:  # what is copied now is copied as a whole in the end
+        more = seen.workers * use.objects.counted_bytes - use.size_bytes
     short = seen.left_bytes is not None and more > seen.left_bytes
     if use.cause not in _CODES or (use.cause == "cache" and not short):
         return None

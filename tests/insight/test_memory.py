@@ -171,6 +171,9 @@ def test_it_is_severe_where_what_is_to_come_does_not_fit():
     (found,) = findings(Evidence(memory=full))
     assert (found.code, found.severity) == ("FD336", "high")
     assert "as in a cache" in found.cause
+    for left_bytes, severity in ((MIB, "high"), (1000 * GIB, "moderate")):
+        (found,) = findings(Evidence(memory=replace(CAUSES["leak"], left_bytes=left_bytes)))
+        assert (found.code, found.severity) == ("FD335", severity)
 
 
 def test_batches_ahead_and_the_page_cache_are_a_note():
