@@ -49,8 +49,8 @@ class Change:
 
     def __or__(self, other: Change) -> Change:
         """Return both; the other's number of workers wins."""
-        names = (field.name for field in fields(self))
-        return Change(**{name: getattr(other, name) or getattr(self, name) for name in names})
+        theirs = ((field.name, getattr(other, field.name)) for field in fields(other))
+        return replace(self, **{n: v for n, v in theirs if v is not None and v is not False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

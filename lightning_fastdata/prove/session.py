@@ -400,7 +400,7 @@ class Session:
 
     def _cut(self, seconds: float) -> None:
         for place in self._places["train"]:
-            step_s = middle_step_s(place.asked_s) or 1e-3
+            step_s = place.step_s(AS_IS) or 1e-3
             place.cut(max(_FIRST_STEPS, int(seconds / step_s)))
         for place in self._places["val"]:
             place.cut(_FIRST_STEPS)
@@ -409,8 +409,8 @@ class Session:
         """Decide how much of an epoch a block is."""
         train, val = self._places["train"], self._places["val"]
         first = train[0]
-        step_s = max(middle_step_s(first.asked_s), 1e-5)
-        val_s = sum((p.batches or p.steps) * middle_step_s(p.asked_s) for p in val)
+        step_s = max(first.step_s(AS_IS), 1e-5)
+        val_s = sum((p.batches or p.steps) * p.step_s(AS_IS) for p in val)
         train_s = (first.batches or first.steps) * step_s
         enough_s = 1.5 * self.block_s
         whole = first.batches is not None and train_s + val_s <= enough_s

@@ -7,6 +7,7 @@ import os
 import textwrap
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import lightning.pytorch as lightning
 import pytest
@@ -206,9 +207,14 @@ def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
 class Together(DataLoader):
     """Its workers take four seconds for a batch each, on the clock of the test."""
 
+    read: ClassVar[list[int]] = []
+    """Batches of each time that it was iterated."""
+
     def __iter__(self):
         began_s = clock.monotonic()
+        self.read.append(0)
         for number in range(len(self)):
+            self.read[-1] += 1
             ready_s = began_s + 4.0 * (1 + number // self.num_workers)
             CLOCK[0].advance_to(round(ready_s * 1e9))
             yield torch.zeros(ROWS, 4)
@@ -216,6 +222,7 @@ class Together(DataLoader):
 
 def test_a_part_whose_batches_are_all_read_ahead_is_no_faster_than_its_workers(tried):
     workers, batches = 8, 96
+    Together.read.clear()
 
     def script(the_clock):
         loader = Together(Slow(batches * ROWS), ROWS, num_workers=workers)
@@ -225,6 +232,7 @@ def test_a_part_whose_batches_are_all_read_ahead_is_no_faster_than_its_workers(t
     as_is = [each for each in tried(script).trial.blocks if each.arm == AS_IS]
     assert as_is
     assert all(each.epoch_s >= batches / workers * 4.0 for each in as_is)
+    assert set(Together.read) == {8}, "a batch takes half a second, and a first part two seconds"
 
 
 def prove(folder, *arguments, code):

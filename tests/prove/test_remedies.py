@@ -105,6 +105,12 @@ def test_the_best_of_each_kind_go_together():
     assert not any(each.change.persistent_workers for each in never)
 
 
+def test_of_two_changes_the_second_says_the_number_of_workers_none_too():
+    both = Change(num_workers=4, share=True) | Change(num_workers=0, fast=True)
+    assert both == Change(num_workers=0, share=True, fast=True)
+    assert Change(num_workers=4) | Change(cache="ram") == Change(num_workers=4, cache="ram")
+
+
 def test_what_to_write_is_the_call_with_the_change():
     how = {"given_to_fit": True, "validates": False}
     flags = Change(num_workers=4, persistent_workers=True)
