@@ -268,9 +268,11 @@ class _Digesting(pickle.Pickler):
         return Fingerprint(self._sink.digest.digest(), self._live.digest())
 
     def _items(self, items: dict[Any, Any]) -> None:
-        self.looks.watch(dict.values, items)
-        if items:  # of an empty one the one look is enough
+        if items:
+            self.looks.watch(dict.values, items)
             self.looks.watch(dict.keys, items)
+        else:  # as of most functions
+            self.looks.fact(len, items)
 
     def reducer_override(self, obj: Any) -> Any:
         """Return what stands for an object in its pickle."""
@@ -414,8 +416,9 @@ class _Digesting(pickle.Pickler):
             self._meet(cls.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
-        code, _, *kept = self.looks.parts(_OF_FUNCTION, function)
-        yield from (_code(code), *kept, *self.looks.parts(closed_over, function))
+        code, closure, *kept = self.looks.parts(_OF_FUNCTION, function)
+        closed = self.looks.parts(closed_over, function) if closure else ()
+        yield from (_code(code), *kept, *closed)
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
     def _is_first(self, what: str, obj: object) -> bool:
@@ -563,12 +566,20 @@ def _attributes_of(kind: type) -> Look:
     if kind.__dictoffset__:
         owners = (vars(owner) for owner in reversed(kind.__mro__))
         slots.append(next(own["__dict__"] for own in owners if "__dict__" in own))
-    return lambda obj: tuple(_got(slot, obj) for slot in slots)
+    gets = [slot.__get__ for slot in slots]
+
+    def attributes(obj: object) -> list[object]:
+        try:
+            return [get(obj) for get in gets]
+        except AttributeError:  # one of them is not set
+            return [_got(get, obj) for get in gets]
+
+    return attributes
 
 
-def _got(slot: Any, obj: object) -> object:
+def _got(get: Look, obj: object) -> object:
     try:
-        return slot.__get__(obj)
+        return get(obj)
     except AttributeError:
         return _stand_in
 
