@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
 
 from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
-from lightning_fastdata.device.backend import DeviceStreams, device_streams
-from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.device import DeviceStreams, device_streams
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.columns import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
+from lightning_fastdata.loading.prefetch import drawn_under
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
-from lightning_fastdata.planning.facts.inspection import (
+from lightning_fastdata.planning.facts import (
     DatasetFacts,
     Questions,
     inspect_dataset,
@@ -85,8 +85,8 @@ from lightning_fastdata.plugin.seams.trainer import (
     running_stage,
     training_place,
 )
-from lightning_fastdata.randomness.search import find_composes, find_instances
 from lightning_fastdata.randomness.seeds import global_seed
+from lightning_fastdata.tree import find_composes, find_instances
 from lightning_fastdata.types import STAGES, Batch, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
+from lightning_fastdata.host.cpu import CpuLimit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.planning.facts.inspection import DatasetFacts
-from lightning_fastdata.planning.facts.probe import SampleCost
+from lightning_fastdata.planning.facts import DatasetFacts, SampleCost
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import (
     TORCH,
@@ -19,7 +18,7 @@ from lightning_fastdata.planning.plan_for import (
     LoaderPlan,
     LoaderSpec,
     Machine,
-    decide,
+    Planner,
 )
 
 GIB = 2**30
@@ -70,12 +69,11 @@ def cost(*, wall_ms: float, cpu_ms: float, **how: Any) -> SampleCost:
 
 
 def cpus(count: int, ranks: int = 1) -> CpuLimit:
-    return cpu_limit(
+    return CpuLimit(
         affinity_cpus=count * ranks,
         quota_cpus=None,
         quota_source=None,
-        ranks=ranks,
-        bound_to_rank=False,
+        ranks_on_host=ranks,
     )
 
 
@@ -127,4 +125,4 @@ def plan(
         batch_size=batch_size,
         stage=stage,
     )
-    return decide(spec, facts or DatasetFacts(), machine(**about_machine), choice)
+    return Planner(spec, facts or DatasetFacts(), machine(**about_machine)).decide(choice)

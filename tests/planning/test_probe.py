@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from misses import each
-from planning.planned import GIB, Planted, Stream, cost, cpus, machine, memory, plan
+from planning.planned import GIB, Planted, Stream, WithoutLength, cost, cpus, machine, memory, plan
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -23,24 +23,27 @@ from torch.utils.data import (
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.facts import probe
-from lightning_fastdata.planning.facts.inspection import DatasetFacts, may_start_processes
-from lightning_fastdata.planning.facts.probe import measure_samples, probe_indices
+from lightning_fastdata.planning.facts import (
+    DatasetFacts,
+    may_start_processes,
+    measure_samples,
+    probe_indices,
+)
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import (
     ExecutorChoice,
     LoaderSpec,
-    choose_executor,
+    Planner,
     look_ahead_batches,
     waits,
-    workers_that_wait,
 )
 
 # What is measured
 
 
 def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
-    monkeypatch.setattr(probe, "_MOST_CROWDED", 20.0)  # which other tests leave out
+    # Which other tests leave out.
+    monkeypatch.setattr("lightning_fastdata.planning.facts._MOST_CROWDED", 20.0)
 
     def kept_from_a_cpu(seconds):
         virtual.work(0.01)
@@ -175,6 +178,13 @@ def test_a_sample_waits_if_it_does_for_most_of_a_time_worth_handing_over(measure
     assert waits(measured) == answer
 
 
+def planner(*, tasks=None, ranks=1, forked=True, **about_machine):
+    dataset = WithoutLength() if tasks is None else range(tasks)
+    spec = LoaderSpec(dataset=dataset, name="rows", options=LoaderOptions(), batch_size=1)
+    how = {"cpu": cpus(2, ranks), "start_method": "fork" if forked else "spawn"}
+    return Planner(spec, DatasetFacts(), machine(**how, **about_machine))
+
+
 @each(
     ("computing", "measured", "about", "workers", "words"),
     [
@@ -194,8 +204,7 @@ def test_a_sample_waits_if_it_does_for_most_of_a_time_worth_handing_over(measure
 def test_samples_that_wait_get_the_workers_that_fill_the_cpus(
     computing, measured, about, workers, words
 ):
-    about = {"tasks": None, "memory": memory(), "ranks": 1, "forked": True, **about}
-    count, why = workers_that_wait(computing, measured, **about)
+    count, why = planner(**about).workers_that_wait(computing, measured)
     assert count == workers
     assert words in why
 
@@ -257,7 +266,8 @@ def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
         **about,
     )
     facts = DatasetFacts(**{"cost": cost(wall_ms=5, cpu_ms=5), "split": True, **found})
-    return choose_executor(spec, facts, machine(cpu=cpus(on), shared_memory=shared_memory))
+    with_memory = machine(cpu=cpus(on), shared_memory=shared_memory)
+    return Planner(spec, facts, with_memory).choose_executor()
 
 
 @each(
@@ -307,7 +317,7 @@ KEPT = {"changes": True, "cost_again": cost(wall_ms=0.01, cpu_ms=0.01)}
 def test_what_a_dataset_keeps_is_read_where_it_stays_kept(found, name):
     choice = chosen(**found)
     assert choice.executor == name
-    assert choice.kept == choice.alone == (name == "inline")
+    assert choice.kept == (name == "inline")
     assert not choice.standby
 
 
@@ -339,8 +349,8 @@ def test_the_training_process_reads_beside_workers_what_is_cheap_and_as_they_wou
 def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     for ms in (0.01, 1, 100):
         choice = chosen(cost=cost(wall_ms=ms, cpu_ms=ms), on=1)
-        assert choice.alone or choice.few
-    assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), on=1).alone
+        assert choice.executor == "inline" or choice.few
+    assert chosen(cost=cost(wall_ms=50, cpu_ms=0.1), on=1).executor == "workers"
 
 
 def test_cheap_samples_get_no_more_workers_than_are_enough():
