@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from images.torchvision_pixels import psnr_db, torchvision_sample
+from ext.images.torchvision_pixels import psnr_db, torchvision_sample
 from misses import each
 from PIL import Image
 

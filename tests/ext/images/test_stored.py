@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import torch
-from images.torchvision_pixels import psnr_db
+from ext.images.torchvision_pixels import psnr_db
 from misses import each
 from PIL import Image
 from torchvision.transforms.v2 import functional
