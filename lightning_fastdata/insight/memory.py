@@ -16,7 +16,7 @@ from lightning_fastdata.host import usage
 from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.host.usage import Few, Pages
 from lightning_fastdata.insight.model.finding import Advice, Finding, Rule
-from lightning_fastdata.sources.attributes import HeldObjects, held_objects
+from lightning_fastdata.sources.shared import HeldObjects, held_objects
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from lightning_fastdata.caches.gain import CacheGain, measure_gain
+from lightning_fastdata.caches.cached import CacheGain, measure_gain
 from lightning_fastdata.host import clock
 
 MADE_MS = 4.0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from lightning_fastdata.errors import DatasetError, OptionsError
@@ -116,22 +113,3 @@ def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     pipe.send(_answer(question))
-
-
-def named_status(path: Path) -> tuple[str, int, int]:
-    """Return path, size and time of change of a file, by which a cache knows it."""
-    status = path.stat()
-    return os.fspath(path), status.st_size, status.st_mtime_ns
-
-
-def imported(name: str, asked: str) -> ModuleType:
-    """Return a module.
-
-    Raises:
-        OptionsError: It is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        top = name.partition(".")[0]
-        raise OptionsError(f"{asked} needs {top}: pip install {top}.") from error

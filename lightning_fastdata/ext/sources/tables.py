@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,8 +20,6 @@ from lightning_fastdata.ext.sources.opened import (
     OpenedInEachProcess,
     Paths,
     as_list,
-    imported,
-    named_status,
 )
 from lightning_fastdata.sources.source import Raw
 
@@ -350,3 +350,22 @@ def _common_length(path: str, lengths: dict[str, int]) -> int:
     if len(set(lengths.values())) > 1:
         raise DatasetError(f"The arrays of {path} differ in length: {lengths}. Name others.")
     return next(iter(lengths.values()))
+
+
+def named_status(path: Path) -> tuple[str, int, int]:
+    """Return path, size and time of change of a file, by which a cache knows it."""
+    status = path.stat()
+    return os.fspath(path), status.st_size, status.st_mtime_ns
+
+
+def imported(name: str, asked: str) -> ModuleType:
+    """Return a module.
+
+    Raises:
+        OptionsError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        top = name.partition(".")[0]
+        raise OptionsError(f"{asked} needs {top}: pip install {top}.") from error

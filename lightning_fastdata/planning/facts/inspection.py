@@ -24,7 +24,7 @@ from lightning_fastdata.planning.facts import probe
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.planning.stream_split import StreamSplit, read_apart, splits_itself
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
-from lightning_fastdata.sources.attributes import held_objects
+from lightning_fastdata.sources.shared import held_objects
 from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.tree import held
 

@@ -24,9 +24,8 @@ from torch.utils.data import (
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.samplers import ShuffleSampler
+from lightning_fastdata.order.samplers import BlockShuffleSampler, ShuffleSampler
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import bytes_in

@@ -8,8 +8,7 @@ from ext.images.torchvision_pixels import psnr_db, torchvision_sample
 from misses import each
 from PIL import Image
 
-from lightning_fastdata.ext.images.decoders import choose_decoder
-from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.decoders import choose_decoder, open_image
 from lightning_fastdata.ext.images.resized_crop import (
     Box,
     CropRule,
