@@ -64,7 +64,6 @@ class SampleFile:
 
     def __init__(self, folder: Path, manifest: dict[str, Any], known: SharedFlags) -> None:
         self.folder = folder
-        self.manifest = manifest
         self.form: Form | None = manifest["form"]
         """Of all samples; None: each has its own."""
         self.max_bytes: int = manifest["max_bytes"]

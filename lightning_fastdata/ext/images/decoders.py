@@ -78,7 +78,6 @@ _TINY: Final = 8
 _END_OF_IMAGE: Final = b"\xff\xd9"
 _NO_WAIT: Final = 0 if sys.platform == "win32" else os.O_NONBLOCK
 """Opening a named pipe would wait for its other end."""
-_IN_MEMORY: Final = "in memory"
 _BYTES_BESIDE_PIXELS: Final = 64 << 20
 _BYTES_PER_PIXEL: Final = 8
 """Of 16-bit colour with alpha, uncompressed."""
@@ -134,14 +133,6 @@ class Decoder:
             rgb = _to_rgb(image)
             return np.array(rgb.reduce(left) if left > 1 else rgb)
 
-    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:  # noqa: ARG002
-        """Return what ``decode(data, scale=scale)`` has within ``box``, decoding little else.
-
-        None if that is not possible: of another format or library, and of a file that is damaged
-        where it was read. Damage outside the part is not seen.
-        """
-        return None
-
     def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:  # noqa: ARG002
         """Return the pixels; None for what Pillow decodes."""
         return None
@@ -174,11 +165,6 @@ class _SimpleJpegDecoder(Decoder):
         return self._decode(
             data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
         )
-
-    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:
-        """Return the pixels within ``box``; None if they cannot be had alone."""
-        decoder = region_decoder() if is_jpeg(data) else None
-        return None if decoder is None else decoder.decode(data, box, scale)
 
     def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
         """Return height, width and colour space; None for what Pillow has to judge."""
@@ -608,8 +594,9 @@ class EncodedImage:
         """
         top, left, height, width = box
         rows, columns = -(-self.height // scale), -(-self.width // scale)
-        if height < rows or width < columns:
-            pixels = self.decoder.decode_part(self.data, box, scale=scale)
+        if (height < rows or width < columns) and self.scalable:
+            parts = region_decoder() if self.decoder.name == "simplejpeg" else None
+            pixels = None if parts is None else parts.decode(self.data, box, scale)
             if pixels is not None:
                 return pixels
         return self.decode(scale=scale)[top : top + height, left : left + width]
@@ -727,7 +714,7 @@ def decode_crop(
         >>> from pathlib import Path
         >>> crop = decode_crop(Path("photo.jpg").read_bytes(), (0, 0, 224, 224))  # doctest: +SKIP
     """
-    image = _with_header(_IN_MEMORY, data, choose_decoder(decoder), MAX_PIXELS)
+    image = _with_header("in memory", data, choose_decoder(decoder), MAX_PIXELS)
     top, left, height, width = (int(side) for side in box)
     inside = top >= 0 and left >= 0 and height > 0 and width > 0
     if not inside or top + height > image.height or left + width > image.width:

@@ -234,7 +234,14 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
     def recognised_by(self) -> tuple[object, ...]:
         """Return what tells these objects from others: without credentials, which change."""
         if self.listed is None:
-            _tell_names_alone(self.keys)
+            warnings.warn(
+                f"A cache knows these {len(self.keys):,} files by their names alone "
+                f"({self.keys[0]}, ...): if one changes, its old bytes may be handed out. Have "
+                "them listed (ObjectSource without keys), or give the cache a key=... that you "
+                "change when they change.",
+                FastDataWarning,
+                stacklevel=2,
+            )
         return self.url, _endpoints(self.config), self.keys, self.listed
 
 
@@ -253,16 +260,6 @@ def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     for key in keys:
         digest.update(found[key].encode())
     return keys, digest.hexdigest()
-
-
-def _tell_names_alone(names: PackedStrings) -> None:
-    warnings.warn(
-        f"A cache knows these {len(names):,} files by their names alone ({names[0]}, ...): if one "
-        "changes, its old bytes may be handed out. Have them listed (ObjectSource without keys), "
-        "or give the cache a key=... that you change when they change.",
-        FastDataWarning,
-        stacklevel=3,
-    )
 
 
 def _endpoints(options: object) -> list[str]:

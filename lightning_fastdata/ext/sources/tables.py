@@ -93,13 +93,10 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
             DatasetError: A key is not there.
         """
         with self.opened().begin() as transaction:
-            found = [transaction.get(self.keys[index]) for index in indices]
-        return [self._there(index, value) for index, value in zip(indices, found, strict=True)]
-
-    def _there(self, index: int, value: bytes | None) -> Raw:
-        if value is None:
-            raise DatasetError(f"{self.name_of(index)} is not there.")
-        return value
+            found: list[Any] = [transaction.get(self.keys[index]) for index in indices]
+        if None in found:
+            raise DatasetError(f"{self.name_of(indices[found.index(None)])} is not there.")
+        return found
 
     def name_of(self, index: int) -> str:
         """Return the database and the key."""
