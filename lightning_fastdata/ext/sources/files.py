@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import signal
 import tarfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, require
-from lightning_fastdata.ext.sources.opened import OpenedInEachProcess, Paths, as_list
+from lightning_fastdata.ext.sources import OpenedInEachProcess, Paths, as_list
+from lightning_fastdata.host.system_calls import started
 from lightning_fastdata.sources.files import ColdFiles, PackedStrings, begin_to_read
 from lightning_fastdata.sources.source import Raw
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
 _PARALLEL: Final = 64
+_users: set[int] = set()
+"""Processes in which obstore was used: this one, its ancestors."""
 
 
 class FileSource:
@@ -184,8 +191,6 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         DatasetError: The objects cannot be listed.
     """
 
-    survives_forks = False
-
     def __init__(
         self,
         url: str,
@@ -203,7 +208,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         """Digest of what the listing said of sizes and versions; None: the keys were given."""
         if keys is None:
             try:
-                keys, self.listed = self.asked_apart(partial(_list, self, suffix))
+                keys, self.listed = asked_apart(partial(_list, self, suffix))
             except DatasetError as error:
                 raise DatasetError(
                     f"The objects of {self.url} cannot be listed: {error}. Check address and "
@@ -215,7 +220,23 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         return len(self.keys)
 
     def open(self) -> ObjectStore:
-        """Return a client of this process."""
+        """Return a client of this process.
+
+        Raises:
+            DatasetError: It was forked from a process that has read, too.
+        """
+        if _users - {os.getpid()}:
+            raise DatasetError(
+                f"{type(self).__name__} cannot read in this process, which was forked from one "
+                "that has read with it, too: its library does not survive that. Start workers "
+                'another way (multiprocessing_context="forkserver"), or read in workers from the '
+                "start."
+            )
+        _users.add(os.getpid())
+        return self.client()
+
+    def client(self) -> ObjectStore:
+        """Return a new client."""
         from obstore.store import from_url
 
         return from_url(self.url, **self.config)
@@ -245,12 +266,52 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         return self.url, _endpoints(self.config), self.keys, self.listed
 
 
+def asked_apart(question: Callable[[], T]) -> T:
+    """Return what a function returns that uses obstore, called in a process that ends.
+
+    So that obstore is not used in this one, from which workers may still be forked. Where it was
+    used already, the function is called here.
+
+    Raises:
+        DatasetError: It raised, with its text; or the process died.
+    """
+    if os.getpid() in _users:
+        answer, error = _answer(question)
+    else:
+        context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_send_answer, args=(question, theirs))
+        with ours, theirs, started(process):
+            theirs.close()
+            try:
+                answer, error = ours.recv()
+            except EOFError:
+                answer, error = None, "the process that asked died"
+    if error is not None:
+        raise DatasetError(error)
+    return cast("T", answer)
+
+
+def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
+    try:
+        return question(), None
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        return None, f"{type(error).__name__}: {said}"
+
+
+def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    pipe.send(_answer(question))
+
+
 def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     """Return the keys of all objects, and a digest of what is said of their sizes and versions."""
     import obstore
 
     found: dict[str, str] = {}
-    for page in obstore.list(source.open()):
+    for page in obstore.list(source.client()):
         for each in cast("Sequence[Mapping[str, Any]]", page):
             if each["path"].endswith(suffix):
                 version = each.get("e_tag") or each.get("last_modified")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.ext.sources.opened import (
+from lightning_fastdata.ext.sources import (
     Handle,
     OpenedInEachProcess,
     Paths,
