@@ -58,6 +58,7 @@ _CHANGED: Final = (
 _MOST: Final = 32
 _FEWEST: Final = 4
 _READS_OF_EACH: Final = 5  # of a sample that is measured, about
+_BUDGET_S: Final = 2.0
 _ROUNDS: Final = 3
 """The quickest of which counts, as other programs only ever add time."""
 _WORTH: Final = 2.0
@@ -147,7 +148,7 @@ class CachedDataset(Dataset[Any]):
         self.optional = False
         """Whether samples are made, and that is said, where the cache cannot be used: no error."""
         self._given_up = False
-        self._state = _state_of(self.dataset, math.inf)
+        self._state = fingerprint(self.dataset, with_globals=False)
         """What the dataset was when the folder was named; None: it cannot be compared."""
         self._there: NDArray[np.bool_] | None = None
         """Which samples were kept when the dataset was last found to be as it was."""
@@ -389,7 +390,7 @@ class CachedDataset(Dataset[Any]):
         """
         if self._given_up:
             return
-        now = _state_of(self.dataset, within_s)
+        now = fingerprint(self.dataset, within_s=within_s, with_globals=False)
         if now is None and within_s < math.inf:
             return
         file = self._seen()
@@ -440,10 +441,6 @@ def notice_changes(dataset: object) -> None:
 def was_given_up(dataset: object) -> bool:
     """Return whether a cache of a dataset is used no more, as that has changed since."""
     return any(cache._given_up for cache in caches_in(dataset))
-
-
-def _state_of(dataset: object, within_s: float) -> Fingerprint | None:
-    return fingerprint(dataset, within_s=within_s, with_globals=False)
 
 
 def _identity_if_any(dataset: object) -> str | None:
@@ -585,13 +582,12 @@ class CacheGain:
         return None
 
 
-def measure_gain(dataset: Dataset[Any], folder: str, *, budget_s: float = 2.0) -> CacheGain:
+def measure_gain(dataset: Dataset[Any], folder: str) -> CacheGain:
     """Measure what :func:`with_cache` costs and gains.
 
     Args:
         dataset: Has two samples or more.
-        folder: For the cache of 4 to 32 samples.
-        budget_s: What measuring may take, about, where 4 samples take less.
+        folder: For the cache of 4 to 32 samples: so many as take two seconds or so.
 
     Raises:
         DatasetError: The dataset cannot be cached.
@@ -600,7 +596,7 @@ def measure_gain(dataset: Dataset[Any], folder: str, *, budget_s: float = 2.0) -
     with kept_random_state():
         _each_ms(dataset, [0])  # opens what is opened once
         one_s = _each_ms(dataset, [0]) / 1000
-        fitting = int(budget_s / max(one_s * _READS_OF_EACH, 1e-9))
+        fitting = int(_BUDGET_S / max(one_s * _READS_OF_EACH, 1e-9))
         indices = tried_indices(count, min(_MOST, max(_FEWEST, fitting), count))
         made_ms = min(_each_ms(dataset, indices) for _ in range(2))
         cached = with_cache(Subset(dataset, indices), folder)

@@ -286,10 +286,9 @@ class SharedSampler(DistributedSampler[Any]):
         """Items of the source in a step."""
         return (self.batch_size or 1) * self.num_replicas
 
-    def number_of_steps(self, items: int | None = None) -> int:
-        """Return how many steps so many items of the source make; None: those of an epoch."""
-        items = len(cast("Sized", self.source)) if items is None else items
-        return steps_in(items, self.full, drop_last=self.drop_last)
+    def number_of_steps(self) -> int:
+        """Return how many steps an epoch has."""
+        return steps_in(len(cast("Sized", self.source)), self.full, drop_last=self.drop_last)
 
     def left_over(self) -> str | None:
         """Return what becomes of what does not fill a step; None: there is nothing known of."""
