@@ -36,11 +36,11 @@ test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 # What pytest makes of the asserts is kept for the next run.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.ready-test
-	$(PY) -m pytest $(ORDER) $(PYTEST_ARGS) --ignore=tests/remote
+	$(PY) -m pytest $(ORDER) $(PYTEST_ARGS) --ignore=tests/ext/ray
 
 # In one process, which has one cluster for nearly all of them.
 test-remote: $(VENV)/.ready-test
-	$(PY) -m pytest $(ORDER) -n 0 -m remote tests/remote
+	$(PY) -m pytest $(ORDER) -n 0 -m remote tests/ext/ray
 
 test-long: export TEST_LONG := 1
 test-long: ORDER :=

@@ -26,8 +26,7 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_image
 
 from lightning_fastdata.ext.images import decoders
-from lightning_fastdata.ext.images.decoders import choose_decoder
-from lightning_fastdata.ext.images.reading import MAX_PIXELS
+from lightning_fastdata.ext.images.decoders import MAX_PIXELS, choose_decoder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from resilience.damaged_images import DamagedImage, damaged_images

@@ -17,7 +17,7 @@ from lightning_fastdata.device import is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = ("tests/gpu/test_augment.py", "tests/gpu/test_explicit.py", "tests/augment")
-KERNELS = ("tests/kernels/test_launches.py",)
+KERNELS = ("tests/ext/kernels/test_launches.py",)
 CHECKS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 

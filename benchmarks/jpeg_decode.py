@@ -32,7 +32,7 @@ from torchvision.transforms import v2
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata import FastImageFolder
-from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.decoders import open_image
 
 
 def write_mosaics(folder: Path, count: int) -> Path:

@@ -378,7 +378,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata.order.samplers import SharedSampler
 from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
 
 length, ranks, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.prefetch import prefetch as prefetch
-    from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
+    from lightning_fastdata.order.lengths import BucketBatchSampler as BucketBatchSampler
+    from lightning_fastdata.order.lengths import pack as pack
     from lightning_fastdata.order.mixture import Mixture as Mixture
-    from lightning_fastdata.order.packing import pack as pack
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BadSamples": "batches.bad_samples",
     "BatchTransform": "augment.transform",
-    "BucketBatchSampler": "order.buckets",
+    "BucketBatchSampler": "order.lengths",
     "CachedDataset": "caches.cached",
     "CutMix": "augment.mixing",
     "DataThroughputCallback": "plugin.bindings",
@@ -54,7 +54,7 @@ _HOME = {
     "SampleKey": "types",
     "StepTimer": "insight.step_timer",
     "as_batch_transform": "augment.transform",
-    "pack": "order.packing",
+    "pack": "order.lengths",
     "prefetch": "loading.prefetch",
     "register": "augment.registry",
     "share": "sources.shared",

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import EpochOrder
-from lightning_fastdata.order.packing import PackedDataset
-from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata.order.lengths import PackedDataset
+from lightning_fastdata.order.samplers import BlockShuffleSampler, SharedSampler
 from lightning_fastdata.registry import from_ext
-from lightning_fastdata.sources.packed import PackedStrings
+from lightning_fastdata.sources.files import PackedStrings
 
 if TYPE_CHECKING:
+    from lightning_fastdata.ext.images.decoders import decode_crop
     from lightning_fastdata.ext.images.folder import cache_images
-    from lightning_fastdata.ext.images.reading import decode_crop
 
 __all__ = [
     "BlockShuffleSampler",

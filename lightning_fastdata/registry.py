@@ -23,8 +23,8 @@ _OWN: Final = {"ray": f"{_EXT}.ray:KIND"}
 _HOMES: Final = {
     "FastImageFolder": "images.folder",
     "cache_images": "images.folder",
-    "decode_crop": "images.reading",
-    "TarSource": "sources.archives",
+    "decode_crop": "images.decoders",
+    "TarSource": "sources.files",
     "Hdf5Source": "sources.tables",
     "ZarrSource": "sources.tables",
     "FileSource": "sources.files",

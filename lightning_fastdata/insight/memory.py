@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 from lightning_fastdata.host import memory
 from lightning_fastdata.host.memory import Few, Pages, read_host_memory, size_text
 from lightning_fastdata.insight.model.finding import Advice, Finding, Rule
-from lightning_fastdata.sources.attributes import HeldObjects, held_objects
+from lightning_fastdata.sources.shared import HeldObjects, held_objects
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence

@@ -34,10 +34,14 @@ from lightning_fastdata.loading.source import (
     splits_batches,
     tuner_for,
 )
-from lightning_fastdata.order import ranks
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
+from lightning_fastdata.order import samplers
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
+from lightning_fastdata.order.samplers import (
+    BlockShuffleSampler,
+    is_drawn_at_start,
+    is_in_blocks,
+    rows_in,
+)
 from lightning_fastdata.planning import options
 from lightning_fastdata.planning.facts import may_start_processes
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
@@ -226,8 +230,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
-        sampler = ranks.as_given(sampler)
-        if isinstance(sampler, ranks.SharedSampler):
+        sampler = samplers.as_given(sampler)
+        if isinstance(sampler, samplers.SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else options.checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
@@ -312,8 +316,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """
         if isinstance(self.dataset, IterableDataset):
             return
-        share: DistributedSampler[Any] | None = ranks.share_in(self.batch_sampler)
-        share = ranks.split_of(order_of(self)) if share is None else share
+        share: DistributedSampler[Any] | None = samplers.share_in(self.batch_sampler)
+        share = samplers.split_of(order_of(self)) if share is None else share
         if share is not None and not isinstance(self.sampler, DistributedSampler):
             vars(self)["sampler"] = share
 
@@ -373,7 +377,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            ranks.tell_samplers(epoch, self.sampler, self.batch_sampler)
+            samplers.tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         inner = self._inner
@@ -397,7 +401,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """
         taken = copy.copy(self)
         vars(taken).update(
-            dict.fromkeys(_OF_WHO_TAKES), sampler=ranks.as_given(self.sampler), **changes
+            dict.fromkeys(_OF_WHO_TAKES), sampler=samplers.as_given(self.sampler), **changes
         )
         return taken
 

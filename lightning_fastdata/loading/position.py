@@ -28,8 +28,14 @@ from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, Stateful
 from lightning_fastdata.order.mixture import Mixture
-from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split_of
-from lightning_fastdata.order.samplers import epoch_order, rows_in
+from lightning_fastdata.order.samplers import (
+    deciding,
+    epoch_order,
+    rows_in,
+    sampler_in,
+    share_in,
+    split_of,
+)
 from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.stamps.stamped import Around
 from lightning_fastdata.torch_internals import being_read, under_way

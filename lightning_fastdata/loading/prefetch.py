@@ -26,7 +26,7 @@ from lightning_fastdata.device import (
     is_out_of_memory,
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
-from lightning_fastdata.order.ranks import tell_samplers
+from lightning_fastdata.order.samplers import tell_samplers
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.torch_internals import next_has_arrived

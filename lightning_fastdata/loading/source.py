@@ -62,8 +62,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import deciding
-from lightning_fastdata.order.samplers import is_drawn_at_start
+from lightning_fastdata.order.samplers import deciding, is_drawn_at_start
 from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches, most_workers
 from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch

@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.tree import has_method
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightning_fastdata.order.block_shuffle import BlockOrder, Blocks
-
-    Ints: TypeAlias = NDArray[np.int64]
-
-Lengths: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
-"""Of samples, whole numbers [samples]."""
+Ints: TypeAlias = NDArray[np.int64]
 Order: TypeAlias = "Ints | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
@@ -34,6 +30,13 @@ DRAWN_AT_ONCE: Final = 2**24
 _ROUNDS: Final = 8
 _LONGEST: Final = 2**62
 _DRAWN_TOGETHER: Final = 2**13
+_BLOCK: Final = 100
+"""Samples in a block of data that does not say how it is stored."""
+_TOGETHER: Final = 8000
+"""Of such data, samples that are shuffled together."""
+_AT_ONCE: Final = 8
+"""Blocks of other data: as many groups of rows as the sources of this package keep."""
+_MASK: Final = 2**64 - 1
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -47,32 +50,6 @@ def check_whole(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and not is_whole(value, 1):
             raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
-
-
-def checked_lengths(lengths: Lengths, tokens: int | None, remedy: str) -> Ints:
-    """Return lengths as int64 [samples].
-
-    Raises:
-        DatasetError: They are no whole numbers from 0 on, or not one for each sample; or some are
-            above ``tokens``, if that is given: the message names the first, and ends with
-            ``remedy``.
-    """
-    found = np.asarray(lengths)
-    if found.ndim != 1 or (found.dtype.kind not in "iu" and len(found)):
-        raise DatasetError(
-            f"lengths has the shape {found.shape} and numbers of type {found.dtype}; give a whole "
-            "number for each sample, such as len(sample), or the frames of a recording."
-        )
-    for at in np.flatnonzero(found < 0)[:1]:
-        raise DatasetError(f"lengths[{at}] is {found[at]}; a length is a whole number from 0 on.")
-    above = np.flatnonzero(found > (math.inf if tokens is None else tokens))
-    if len(above):
-        more = f", and so are {len(above) - 1} others" if len(above) > 1 else ""
-        raise DatasetError(
-            f"Sample {above[0]} has the length {found[above[0]]}, above tokens={tokens}{more}. "
-            f"{remedy}"
-        )
-    return found.astype(np.int64)
 
 
 class KeyedPermutation:
@@ -183,29 +160,118 @@ def reordered(edges: Ints, order: Ints) -> tuple[Ints, Ints]:
     return np.arange(ends[-1]) + np.repeat(edges[order] - ends[:-1], sizes), ends
 
 
-def shuffled_within(classes: NDArray[Any], seed: int, epoch: int) -> Ints:
-    """Return all samples by class, in an order within each that (seed, epoch) stand for."""
-    drawn = epoch_permutation(len(classes), seed, epoch)[:]
-    return drawn[np.argsort(classes[drawn], kind="stable")]
+# -- data that is stored in blocks -----------------------------------------------------------------
 
 
-class KeepsEpochs:
-    """Draws each epoch once: it keeps the last two, as loaders read ahead, and pickles neither."""
+def blocks_of(dataset: Sized, block: int | None = None, at_once: int | None = None) -> Blocks:
+    """Return the blocks of a dataset; see :class:`BlockShuffleSampler`."""
+    check_whole(block=block, blocks_at_once=at_once)
+    starts, positions, said = _stored(dataset, block)
+    if at_once is None:
+        at_once = _AT_ONCE if said else max(_AT_ONCE, -(-_TOGETHER // (block or _BLOCK)))
+    return Blocks(starts, len(dataset), positions, at_once)
 
-    _kept: dict[Any, tuple[Ints, ...]] = {}  # noqa: RUF012  # never changed, but replaced
 
-    def drawn(self, *key: int) -> tuple[Ints, ...]:
-        """Return what ``_draw`` returns for an epoch."""
-        kept = self._kept  # once, as other threads may draw another epoch
-        if key not in kept:
-            self._kept = kept = {**dict([*kept.items()][-1:]), key: self._draw(*key)}
-        return kept[key]
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
 
-    def _draw(self, *key: int) -> tuple[Ints, ...]:
-        raise NotImplementedError
+    starts: Ints
+    """[blocks]; where in ``positions`` each block begins."""
+    length: int
+    """Samples of the dataset."""
+    positions: Ints | None
+    """[length]; the samples, block by block. None: as the dataset has them."""
+    at_once: int
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+
+class BlockOrder:
+    """The samples of one epoch, in an order that is drawn where it is asked for.
+
+    It holds the order of the blocks. Each run of ``at_once`` of them is put together and permuted
+    by a generator of its own, with the key (seed, epoch, run).
+    """
+
+    def __init__(self, blocks: Blocks, seed: int, epoch: int) -> None:
+        self._blocks = blocks
+        self._seed, self._epoch = seed, epoch
+        self._order = epoch_permutation(len(blocks.starts), seed, epoch)[:]
+        sizes = np.diff(blocks.starts, append=blocks.length)[self._order]
+        runs = np.arange(0, len(sizes), blocks.at_once)
+        self._ends = np.cumsum(np.add.reduceat(sizes, runs)) if len(sizes) else sizes
+        self._run = lru_cache(maxsize=2)(self._drawn)
+
+    def __len__(self) -> int:
+        return self._blocks.length
+
+    def __getitem__(self, part: slice) -> Ints:
+        """Return a part of the order, int64; the slice has no step."""
+        start, stop, _ = part.indices(len(self))
+        found = [np.empty(0, np.int64)]
+        while start < stop:
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            run, end = self._run(number), int(self._ends[number])
+            found.append(run[start - end + len(run) : stop - end + len(run)])
+            start = end
+        return np.concatenate(found)
+
+    def _drawn(self, number: int) -> Ints:
+        blocks, first = self._blocks, number * self._blocks.at_once
+        edges = np.append(blocks.starts, blocks.length)
+        together, _ = reordered(edges, self._order[first : first + blocks.at_once])
+        key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
+        drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
+        return drawn if blocks.positions is None else blocks.positions[drawn]
+
+
+def _stored(dataset: Any, block: int | None) -> tuple[Ints, NDArray[np.int64] | None, bool]:
+    """Return the starts and positions of blocks, and whether the dataset has said them."""
+    if type(dataset) is Subset:
+        starts, positions, said = _stored(dataset.dataset, block)
+        places = np.asarray(dataset.indices, np.int64).reshape(-1)
+        if positions is not None:
+            inverse = np.empty_like(positions)
+            inverse[positions] = np.arange(len(positions))
+            places = inverse[places]
+        numbers = np.searchsorted(starts, places, side="right")
+        own = np.argsort(numbers, kind="stable")
+        return np.flatnonzero(np.diff(numbers[own], prepend=0)), own, said
+    if type(dataset) is ConcatDataset:
+        parts = [(len(cast("Sized", part)), *_stored(part, block)) for part in dataset.datasets]
+        firsts = np.cumsum([0, *(part[0] for part in parts)])[:-1]
+        pairs = list(zip(firsts.tolist(), parts, strict=True))
+        starts = np.concatenate([first + part[1] for first, part in pairs])
+        positions = None
+        if any(part[2] is not None for part in parts):
+            positions = np.concatenate(
+                [first + (np.arange(n) if own is None else own) for first, (n, _, own, _) in pairs]
+            )
+        return starts, positions, any(part[3] for part in parts)
+    length = len(dataset)
+    if block is None and has_method(dataset, "block_starts"):
+        said_starts = dataset.block_starts()
+        if said_starts is not None:
+            return _checked(dataset, np.asarray(said_starts), length), None, True
+    inner = getattr(dataset, "dataset", None)
+    if inner is not None and dataset_length(inner) == length:
+        return _stored(inner, block)
+    return np.arange(0, length, block or _BLOCK, dtype=np.int64), None, False
+
+
+def _checked(dataset: object, starts: NDArray[Any], length: int) -> Ints:
+    fine = starts.ndim == 1 and (starts.dtype.kind in "iu" or not len(starts))
+    if fine and length:
+        fine = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
+        fine = fine and int(starts[-1]) < length
+    if not fine:
+        raise DatasetError(
+            f"block_starts() of {type(dataset).__name__} returned {np.array2string(starts):.100}; "
+            f"blocks of its {length} samples begin at 0 and at increasing numbers below {length}."
+        )
+    return starts.astype(np.int64) if length else np.empty(0, np.int64)
+
+
+# -- what each rank reads of an order --------------------------------------------------------------
 
 
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -351,7 +417,7 @@ class EpochOrder(SharedOrder):
         if not self.shuffle:
             return range(self.length)
         if self.blocks is not None:
-            return self.blocks.order(self.seed, self.epoch)
+            return BlockOrder(self.blocks, self.seed, self.epoch)
         return epoch_permutation(self.length, self.seed, self.epoch)
 
     def _bounds(self, number: int) -> tuple[int, int]:

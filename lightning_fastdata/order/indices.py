@@ -25,10 +25,19 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.order.buckets import BucketOrder
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of, steps_in
-from lightning_fastdata.order.ranks import Step, deciding, keyed, share_in, tell_samplers
-from lightning_fastdata.order.samplers import draws_at_start, epoch_order, index_batches, rows_in
+from lightning_fastdata.order.lengths import BucketOrder
+from lightning_fastdata.order.samplers import (
+    Step,
+    deciding,
+    draws_at_start,
+    epoch_order,
+    index_batches,
+    keyed,
+    rows_in,
+    share_in,
+    tell_samplers,
+)
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
 AnyOrder: TypeAlias = EpochOrder | BucketOrder

@@ -131,7 +131,7 @@ class Mixture(Dataset[Any]):
 
     def of_epoch(self, index: int, epoch: int) -> Batch:
         """Return the sample at a place of any epoch."""
-        name, row, number = self._found(index, epoch)
+        name, row, number = self._located(index, epoch)
         if name in self._streams:
             return self._streams[name].get(row)
         part = self.datasets[name]
@@ -143,9 +143,9 @@ class Mixture(Dataset[Any]):
 
         Of a stream, that is how many of its samples come before it, in all epochs.
         """
-        return self._found(index, self.epoch)[:2]
+        return self._located(index, self.epoch)[:2]
 
-    def _found(self, index: int, epoch: int) -> tuple[str, int, int]:
+    def _located(self, index: int, epoch: int) -> tuple[str, int, int]:
         """Return the part, the index there, and the number of the pass over it."""
         index = index + self.length if index < 0 else index
         if not 0 <= index < self.length:
@@ -180,7 +180,7 @@ class Mixture(Dataset[Any]):
 
     def _set(self, schedule: dict[int, dict[str, float]]) -> None:
         self._schedule = schedule
-        self._order = _Order.of(schedule, self._lengths, self.seed, shuffle=self.shuffle)
+        self._order = _Order(schedule, self._lengths, self.seed, shuffle=self.shuffle)
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -299,32 +299,25 @@ class _Segment:
         return [one + other for one, other in zip(self.before, more, strict=True)]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class _Order:
     """Which sample of which part each of the samples of all epochs is."""
 
-    names: tuple[str, ...]
-    lengths: tuple[int | None, ...]
-    seeds: tuple[int | None, ...]
-    """Of the orders of the parts; None: as they are."""
-    segments: tuple[_Segment, ...]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         schedule: Mapping[int, Mapping[str, float]],
         lengths: Mapping[str, int | None],
         seed: int,
         *,
         shuffle: bool,
-    ) -> _Order:
-        segments: list[_Segment] = []
+    ) -> None:
+        self.names, self.lengths = tuple(lengths), tuple(lengths.values())
+        self.seeds = [_seed_of(seed, name) if shuffle else None for name in lengths]
+        """Of the orders of the parts; None: as they are."""
+        self.segments: list[_Segment] = []
         for first, weights in sorted(schedule.items()):
-            before = segments[-1].counts(first) if segments else [0] * len(lengths)
+            before = self.segments[-1].counts(first) if self.segments else [0] * len(lengths)
             parts = Interleaving(list(weights.values()))
-            segments.append(_Segment(first, dict(weights), parts, before))
-        seeds = (_seed_of(seed, name) if shuffle else None for name in lengths)
-        return cls(tuple(lengths), tuple(lengths.values()), tuple(seeds), tuple(segments))
+            self.segments.append(_Segment(first, dict(weights), parts, before))
 
     def segment(self, place: int) -> _Segment:
         number = bisect_right(self.segments, place, key=lambda segment: segment.first)

@@ -1,10 +1,12 @@
-"""Samplers of our own, and the indices of any sampler as arrays where that is possible."""
+"""Samplers of our own, any sampler on any number of ranks, and what is sure of it beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import warnings
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from itertools import chain, cycle, islice
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -12,34 +14,42 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
-from lightning_fastdata.order.buckets import BucketBatchSampler, BucketOrder, BucketShare
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import (
+    BlockOrder,
     EpochOrder,
+    Ints,
+    Order,
+    blocks_of,
     can_share_evenly,
+    check_whole,
     cut,
+    dataset_length,
     drawn_permutation,
     epoch_permutation,
+    part_of,
     parts_of,
+    rank_now,
+    steps_in,
 )
-from lightning_fastdata.order.ranks import SharedSampler, sampler_in, share_in
+from lightning_fastdata.order.lengths import BucketBatchSampler, BucketOrder, BucketShare
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.types import SetsEpoch
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Indices: TypeAlias = Any
+"""Of one batch: a list, a tuple or an array; of a sampler of ready batches, whatever it gives."""
 
-
+_RANKS: Final = ("num_replicas", "world_size")
+_SEQUENCES: Final = (list, tuple, np.ndarray)
+_ENDED: Final = object()
 _TO_INTEGERS: Final = 2**14
-
-
-def rows_in(batch_sampler: object) -> int | None:
-    """Return how many samples a batch sampler says that its batches have; None: it does not."""
-    rows: int | None = getattr(batch_sampler, "batch_size", None)
-    return rows
 
 
 class ShuffleSampler(RandomSampler):
@@ -64,10 +74,348 @@ class ShuffleSampler(RandomSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = epoch_permutation(len(self.data_source), self.seed, self.epoch)
-        # As integers of Python a permutation takes five times its memory.
-        for part in parts_of(order, cut(len(order), _TO_INTEGERS)):
-            yield from part.tolist()
+        return _integers(epoch_permutation(len(self.data_source), self.seed, self.epoch))
+
+
+class BlockShuffleSampler(Sampler[int]):
+    """Every sample once, in an order that stays within a few blocks of the dataset at a time.
+
+    The dataset is cut into blocks of samples that are stored together. Each epoch draws an order of
+    the blocks; so many of them at once are put together, and their samples shuffled. So all reads
+    of ``blocks_at_once * block`` samples fall into as many blocks, and two neighbours of one block
+    are never further apart than that in the order: less random than a full shuffle, which is the
+    price. With a block of 1, or with all blocks at once, it is a full shuffle.
+
+    A dataset says how it is stored by a method ``block_starts()``, which returns the numbers of the
+    first samples of its blocks, increasing from 0; ``SourceDataset`` does where its source has
+    groups or chunks of rows. It is found through ``Subset``, ``ConcatDataset`` and what has the
+    dataset as ``.dataset`` of the same length; a block of a subset is what the subset has of it.
+
+    The order depends on seed and epoch alone, so that a training goes on within it. Ranks of a
+    data module share the batches of one order; of a loader without one, Lightning's own wrapper
+    gives each rank every so many samples of it.
+
+    Args:
+        data_source: The dataset.
+        block: Samples in a block, as they are stored. Default: what the dataset says, else 100.
+        blocks_at_once: Blocks whose samples are shuffled together. Default: 8 of those that the
+            dataset says, else as many as have 8,000 samples.
+        seed: Seed of the run.
+
+    Raises:
+        OptionsError: ``block`` or ``blocks_at_once`` is below 1.
+        DatasetError: ``block_starts()`` gives no blocks of the dataset.
+
+    Example:
+        >>> list(BlockShuffleSampler(range(6), block=2, blocks_at_once=1, seed=2))
+        [1, 0, 2, 3, 4, 5]
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        block: int | None = None,
+        *,
+        blocks_at_once: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.data_source = data_source
+        self.blocks = blocks_of(data_source, block, blocks_at_once)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.blocks.length
+
+    def __iter__(self) -> Iterator[int]:
+        return _integers(BlockOrder(self.blocks, self.seed, self.epoch))
+
+
+def _integers(order: Order) -> Iterator[int]:
+    # All at once, as integers of Python, would take five times the memory of the order.
+    for part in parts_of(order, cut(len(order), _TO_INTEGERS)):
+        yield from part.tolist()
+
+
+def is_in_blocks(shuffle: object) -> bool:
+    """Return whether ``shuffle`` is ``"blocks"``.
+
+    Raises:
+        OptionsError: It is another text.
+    """
+    if isinstance(shuffle, str) and shuffle != "blocks":
+        raise OptionsError(f'shuffle={shuffle!r} has to be True, False or "blocks".')
+    return shuffle == "blocks"
+
+
+# -- any sampler, on several ranks -----------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """What all ranks take in one step."""
+
+    whole: tuple[Indices, ...]
+    """Of all ranks, in the order of the epoch, in one piece or several."""
+    own: Indices
+    """Of this one."""
+
+
+def keyed(steps: Iterable[Any], seed: int, epoch: int, *, once: bool = False) -> Iterator[Any]:
+    """Yield steps, whose draws from global generators are keyed from ``iter()`` on.
+
+    They rest on seed and epoch alone, and what others draw does not rest on them. ``once``: all
+    draws are made before the first item.
+    """
+    with kept_random_state():
+        seed_global_generators(seed, epoch, "order")
+        items = iter(steps)
+        item, own = next(items, _ENDED), DrawWatch()
+    while item is not _ENDED:
+        yield item
+        if once:
+            yield from items
+            return
+        with kept_random_state():
+            own.restore()
+            item = next(items, _ENDED)
+            own.begin()
+
+
+class SharedSampler(DistributedSampler[Any]):
+    """One rank's part of each step of a sampler or of a batch sampler of any kind.
+
+    All ranks iterate the whole order, which has to be the same on each. Of a sampler, a step is the
+    next ``batch_size * num_replicas`` samples, of which each rank takes its slice: with the global
+    batch kept, any number of ranks takes the same steps. Of a batch sampler, a step is the next
+    ``num_replicas`` batches, of which each rank takes one.
+
+    All ranks have equally many steps. What is left over at the end is left out with ``drop_last``.
+    Otherwise the ranks share it, so that the batches of the last step are smaller, and differ by
+    one sample at most. If fewer samples than ranks are left over, the step before gives up what is
+    missing, where it can; else the first samples of the epoch are taken again, and a warning says
+    how many. torch's own ``DataLoader(sampler=...)`` cuts the samples of a rank anew, so that there
+    they are always taken again. Items that are no lists cannot be cut, and the first of them are
+    taken again likewise.
+
+    Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
+    epoch.
+
+    ``FastDataModule`` makes one of what its loaders read, on several ranks. Elsewhere give it to a
+    loader as ``sampler=``, or as ``batch_sampler=`` if the source gives batches.
+
+    Args:
+        source: The sampler, or the batch sampler. Its ``set_epoch()`` is called, if it has one.
+        batch_size: Samples of one rank's batch. None: ``source`` gives batches.
+        num_replicas: Ranks. Default: those of torch's process group, else 1.
+        rank: This one. Default: likewise.
+        drop_last: Leave out what does not fill a step. Default: what ``source`` says, else False.
+        seed: By which, with the epoch, draws from global generators are keyed.
+
+    Raises:
+        OptionsError: ``rank`` is none of the ranks, ``batch_size`` is no whole number from 1, or
+            ``source`` is split among ranks already.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        batch_size: int | None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        drop_last: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        now = rank_now()
+        num_replicas = now.ranks if num_replicas is None else num_replicas
+        rank = now.number if rank is None else rank
+        if not 0 <= rank < num_replicas:
+            raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
+        check_whole(batch_size=batch_size)
+        if split_of(source) is not None:
+            raise OptionsError(
+                f"{type(source).__name__} gives the part of one rank, which cannot be shared out "
+                "again. Give the sampler of all samples."
+            )
+        everything = cast("Any", range(dataset_length(source) or 0))
+        super().__init__(everything, num_replicas, rank, shuffle=False, seed=seed)
+        self.source = source
+        self.batch_size = batch_size
+        said = getattr(source, "drop_last", False) if drop_last is None else drop_last
+        self.drop_last = bool(said)
+
+    def check_loader(self, batch_size: int | None, *, drop_last: bool) -> None:
+        """Raise an :class:`OptionsError` unless a loader makes the batches that are shared here."""
+        if (self.batch_size, self.drop_last and self.gives_samples) != (batch_size, drop_last):
+            raise OptionsError(
+                f"The loader has batch_size={batch_size!r} and drop_last={drop_last!r}, and its "
+                f"SharedSampler {self.batch_size!r} and {self.drop_last!r}. Give both the same."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
+        super().set_epoch(epoch)
+        tell_samplers(epoch, self.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Who puts the samples into batches anew knows no steps: none may be smaller but the last.
+        owns = (step.own for step in self.keyed_steps(even=self.gives_samples))
+        return chain.from_iterable(owns) if self.gives_samples else owns
+
+    def __len__(self) -> int:
+        """Return the samples of this rank, or the items if the source's are ready batches."""
+        steps = self.number_of_steps()
+        if not self.gives_samples or not steps:
+            return steps
+        full, rest = divmod(len(cast("Sized", self.source)), self.full)
+        own = range(rest)[part_of(rest, self.rank, self.num_replicas)]
+        # A rest of fewer samples than ranks is filled up, see __iter__().
+        return full * cast("int", self.batch_size) + (max(1, len(own)) if steps > full else 0)
+
+    @property
+    def gives_samples(self) -> bool:
+        """Whether the source gives samples, and not batches."""
+        return self.batch_size is not None
+
+    @property
+    def full(self) -> int:
+        """Items of the source in a step."""
+        return (self.batch_size or 1) * self.num_replicas
+
+    def number_of_steps(self) -> int:
+        """Return how many steps an epoch has."""
+        return steps_in(len(cast("Sized", self.source)), self.full, drop_last=self.drop_last)
+
+    def left_over(self) -> str | None:
+        """Return what becomes of what does not fill a step; None: there is nothing known of."""
+        rest = (dataset_length(self.source) or 0) % self.full
+        if not rest:
+            return None
+        what, ranks = "samples" if self.gives_samples else "batches", self.num_replicas
+        if self.drop_last:
+            done = "left out"
+        elif not self.gives_samples:
+            done = f"cut into {ranks} parts; where they have fewer samples, some come again"
+        elif rest < ranks:
+            done = f"too few for {ranks} ranks: the step before gives up some, or some come again"
+        else:
+            done = f"shared by all {ranks} ranks in a smaller step"
+        return (
+            f"the last {rest} {what} of each epoch of {type(self.source).__name__}, whose steps "
+            f"are of {self.full}, are {done}"
+        )
+
+    def keyed_steps(self, *, even: bool = False, once: bool = False) -> Iterator[Step]:
+        """Return the steps of the epoch that was set last, with keyed draws; see :func:`keyed`."""
+        items: Any = self.source
+        if self.gives_samples:
+            items = BatchSampler(items, self.full, self.drop_last)
+        return keyed(self.steps(items, even=even), self.seed, self.epoch, once=once)
+
+    def steps(self, items: Iterable[Any], *, even: bool = False, first: Any = ()) -> Iterator[Step]:
+        """Yield the steps of a rank.
+
+        ``items``: of a sampler its samples in batches of all ranks, without a rest that is to be
+        dropped; of a batch sampler its batches. ``even``: all steps but the last are full; samples
+        come again rather than from the step before. ``first``: batches of the first step, if these
+        begin behind it.
+        """
+        if self.gives_samples:
+            for whole in self._complete(items, even=even):
+                yield Step((whole,), self._own(whole))
+            return
+        batches, first = (each for each in items), list(first)
+        while group := list(islice(batches, self.num_replicas)):
+            first = first or group
+            if len(group) == self.num_replicas:
+                yield Step(tuple(group), group[self.rank])
+            elif not self.drop_last:
+                yield self._rest_of_batches(group, first)
+
+    def _own(self, whole: Any) -> Any:
+        return whole[part_of(len(whole), self.rank, self.num_replicas)]
+
+    def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
+        """Yield the samples of each step; a rest is made to do for all ranks."""
+        first: Indices | None = None
+        before: Indices | None = None
+        waits = not even and self._waits()
+        for batch in batches:
+            first, whole = batch if first is None else first, batch
+            lacking = self.num_replicas - len(batch)
+            if lacking > 0 and before is not None and len(before) - lacking >= self.num_replicas:
+                before, whole = before[:-lacking], _joined((before[-lacking:], batch))
+            elif lacking > 0:
+                whole = self._filled(batch, first)
+            if before is not None:
+                yield before
+            before = whole
+            if not waits:
+                yield whole
+                before = None
+        if before is not None:
+            yield before
+
+    def _waits(self) -> bool:
+        """Return whether a step is not sure before the next one is known."""
+        length = dataset_length(self.source)
+        rest = None if length is None else length % self.full
+        return not self.drop_last and (rest is None or 0 < rest < self.num_replicas)
+
+    def _rest_of_batches(self, group: list[Indices], first: list[Indices]) -> Step:
+        if not all(isinstance(batch, _SEQUENCES) for batch in group):
+            whole = self._filled(group, first)
+            return Step((whole,), whole[self.rank])
+        whole = _joined(group)
+        if len(whole) < self.num_replicas:
+            whole = self._filled(whole, _joined(first))
+        return Step((whole,), self._own(whole))
+
+    def _filled(self, rest: Indices, first: Indices) -> list[Any]:
+        if self.rank == 0:
+            warnings.warn(
+                f"The last {len(rest)} of an epoch of {type(self.source).__name__} are fewer than "
+                f"the {self.num_replicas} ranks, which all need as many batches: "
+                f"{self.num_replicas - len(rest)} of the epoch are taken again. Use drop_last=True "
+                "to leave them out, a larger batch_size, or another number of ranks.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        plain = (part.tolist() if isinstance(part, np.ndarray) else part for part in (rest, first))
+        return list(islice(chain(next(plain), cycle(next(plain))), self.num_replicas))
+
+
+def _joined(parts: Sequence[Indices]) -> Indices:
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    return [index for part in parts for index in part]
+
+
+class OwnSplit(DistributedSampler[Any]):
+    """A sampler or batch sampler that splits itself among ranks, as it is.
+
+    Lightning and Fabric put no sampler of theirs in the place of a ``DistributedSampler``, and set
+    its epoch, which is passed on.
+    """
+
+    def __init__(self, source: Any, num_replicas: int) -> None:
+        super().__init__(cast("Any", range(0)), num_replicas, source.rank, shuffle=False)
+        self.source = source
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the source, if it has one."""
+        super().set_epoch(epoch)
+        tell_samplers(epoch, self.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 class RankBatchSampler(BatchSampler):
@@ -89,6 +437,62 @@ class RankBatchSampler(BatchSampler):
     def __len__(self) -> int:
         share = self.sampler
         return share.number_of_steps() if isinstance(share, SharedSampler) else super().__len__()
+
+
+# -- what is in the sampler, or batch sampler, of a loader -----------------------------------------
+
+
+def sampler_in(batch_sampler: object) -> Any:
+    """Return the sampler whose indices a batch sampler groups; None: it has none."""
+    return getattr(batch_sampler, "sampler", None)
+
+
+def rows_in(batch_sampler: object) -> int | None:
+    """Return how many samples a batch sampler says that its batches have; None: it does not."""
+    rows: int | None = getattr(batch_sampler, "batch_size", None)
+    return rows
+
+
+def tell_samplers(epoch: int, *sources: object) -> None:
+    """Set the epoch of samplers, and of batch samplers and their samplers, where they have one."""
+    for one in chain.from_iterable((source, sampler_in(source)) for source in sources):
+        if isinstance(one, SetsEpoch):
+            one.set_epoch(epoch)
+
+
+def split_of(source: object) -> DistributedSampler[Any] | None:
+    """Return what splits itself among ranks in a sampler or batch sampler, as Lightning knows it.
+
+    That has ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or ``world_size``.
+    None: it does not split itself.
+    """
+    for one in (source, sampler_in(source)):
+        if isinstance(one, BucketShare):  # how many ranks there are, it asks when it is iterated
+            return one
+        found = (getattr(one, name, None) for name in _RANKS)
+        ranks = next((each for each in found if type(each) is int), 1)
+        if ranks > 1 and type(getattr(one, "rank", None)) is int:
+            return one if isinstance(one, DistributedSampler) else OwnSplit(one, ranks)
+    return None
+
+
+def as_given(sampler: Any) -> Any:
+    """Return the sampler that the user gave, where an :class:`OwnSplit` stands for it."""
+    return sampler.source if isinstance(sampler, OwnSplit) else sampler
+
+
+def share_in(source: object) -> SharedSampler | None:
+    """Return what shares out the order of a loader among ranks; None: nothing of this module."""
+    share = sampler_in(source) if isinstance(source, BatchSampler) else source
+    return share if isinstance(share, SharedSampler) else None
+
+
+def deciding(source: object) -> object:
+    """Return what decides the order of a loader: what has a state to save, or else the sampler."""
+    share = share_in(source)
+    source = source if share is None else share.source
+    inner = sampler_in(source)
+    return source if inner is None or hasattr(source, "state_dict") else inner
 
 
 # -- what is sure of an order beforehand -----------------------------------------------------------
@@ -189,7 +593,7 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
         drawn_permutation(len(order), sampler.generator)
 
 
-def _drawn_order(sampler: object) -> NDArray[np.int64] | None:
+def _drawn_order(sampler: object) -> Ints | None:
     """Return what a sampler of torch's is going to give; None of a subclass, which may differ."""
     if type(sampler) is RandomSampler and not sampler.replacement:
         length, generator = len(sampler.data_source), sampler.generator
@@ -206,7 +610,7 @@ def _drawn_order(sampler: object) -> NDArray[np.int64] | None:
         order = drawn_permutation(len(indices), sampler.generator)
         return indices.astype(np.int64, copy=False)[order]
     if type(sampler) is WeightedRandomSampler:
-        drawn: NDArray[np.int64] = torch.multinomial(
+        drawn: Ints = torch.multinomial(
             sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
         ).numpy()
         return drawn

@@ -53,11 +53,10 @@ from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock, system_calls
 from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.memory import read_pages
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length, rank_now
-from lightning_fastdata.order.samplers import ShuffleSampler
+from lightning_fastdata.order.samplers import BlockShuffleSampler, ShuffleSampler
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
-from lightning_fastdata.sources.attributes import held_objects
+from lightning_fastdata.sources.shared import held_objects
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.torch_internals import set_worker_info, watch_worker_info
 from lightning_fastdata.tree import bytes_in, find_instances, held, held_by, is_a, loaded_classes

@@ -25,22 +25,31 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
-from lightning_fastdata.caches.cached import CachedDataset, cache_of, with_cache
+from lightning_fastdata.caches.cached import (
+    CachedDataset,
+    CacheGain,
+    cache_of,
+    measure_gain,
+    with_cache,
+)
 from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
-from lightning_fastdata.caches.gain import CacheGain, measure_gain
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import order_of
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.ranks import SharedSampler, as_given, deciding, split_of
 from lightning_fastdata.order.samplers import (
+    BlockShuffleSampler,
     RankBatchSampler,
+    SharedSampler,
     ShuffleSampler,
+    as_given,
+    deciding,
     epoch_order,
     is_drawn_at_start,
+    is_in_blocks,
     rows_in,
+    split_of,
 )
 from lightning_fastdata.planning.facts import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples

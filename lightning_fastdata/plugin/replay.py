@@ -20,8 +20,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.prefetch import drawn_under
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
-from lightning_fastdata.order.ranks import deciding, tell_samplers
-from lightning_fastdata.order.samplers import epoch_order
+from lightning_fastdata.order.samplers import deciding, epoch_order, tell_samplers
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.placing.transfer import Prefetching

@@ -34,7 +34,7 @@ from lightning_fastdata.prove.trials import (
     middle_step_s,
     turns,
 )
-from lightning_fastdata.sources.attributes import held_objects
+from lightning_fastdata.sources.shared import held_objects
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.registry import from_ext
-from lightning_fastdata.sources.dataset import SourceDataset
-from lightning_fastdata.sources.source import Raw, Source
+from lightning_fastdata.sources.source import Raw, Source, SourceDataset
 
 if TYPE_CHECKING:
-    from lightning_fastdata.ext.sources.archives import TarSource
-    from lightning_fastdata.ext.sources.files import FileSource, ObjectSource
+    from lightning_fastdata.ext.sources.files import FileSource, ObjectSource, TarSource
     from lightning_fastdata.ext.sources.tables import (
         Hdf5Source,
         LmdbSource,

@@ -1,14 +1,19 @@
-"""What a source of bytes is, and who reads ahead."""
+"""What a source of bytes is, and a dataset over one, which reads ahead while it decodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import index as as_index
 from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from lightning_fastdata.errors import DatasetError, OptionsError, printable
 from lightning_fastdata.tree import has_method
+from lightning_fastdata.types import Batch, StoredInBlocks
 
 Raw: TypeAlias = "bytes | memoryview | Mapping[str, Any]"
 """A record as it is stored; of a record with several parts or columns, these by name."""
@@ -69,3 +74,154 @@ def read_ahead(dataset: object, indices: Sequence[object]) -> None:
             read_ahead(part, [number - start for number in numbers if start <= number < end])
     elif numbers:
         cast("Any", dataset).read_ahead(numbers)
+
+
+class SourceDataset(Dataset[Any]):
+    """Samples made of the records of a source.
+
+    A worker asks for all records of its part of a batch before it decodes the first one. Where
+    answers take their time, that is up to ``source.parallel_reads`` at once. Order, draws, bad
+    samples and resuming are those of any map-style dataset.
+
+    Args:
+        source: Where the records are; see :class:`Source`.
+        decode: From a record and its number to a sample. It may draw at random.
+        timeout_s: A record that has not come by then is an error.
+
+    Raises:
+        OptionsError: ``timeout_s`` is not above 0.
+
+    Example:
+        >>> photos = SourceDataset(TarSource("photos.tar"), decode)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, source: Source, decode: Callable[[Any, int], Any], *, timeout_s: float = 120.0
+    ) -> None:
+        if not timeout_s > 0:
+            raise OptionsError(f"timeout_s is {timeout_s!r}; give seconds, above 0.")
+        self.source = source
+        self.decode = decode
+        self.timeout_s = timeout_s
+        self._reads: _Reads | None = None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return a sample.
+
+        Raises:
+            IndexError: There is no such record.
+            DatasetError: The record cannot be read; the message names it.
+        """
+        number, count = int(index), len(self.source)
+        if not -count <= number < count:
+            raise IndexError(f"There is no record {index}: the source has {count}.")
+        number %= count
+        return self.decode(self._here().take(number), number)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Begin to read the records of samples that will be asked for in this thread."""
+        count = len(self.source)
+        numbers = [int(index) % count for index in indices if -count <= int(index) < count]
+        self._here().begin(numbers)
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first sample of each block that the source stores; None: it does not say."""
+        return self.source.block_starts() if isinstance(self.source, StoredInBlocks) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reads": None}
+
+    def _here(self) -> _Reads:
+        reads = self._reads
+        if reads is None or reads.process != os.getpid():
+            reads = self._reads = _Reads(self.source, self.timeout_s)
+        return reads
+
+
+class _Begun(threading.local):
+    """What a thread has begun to read, by number: the read, or its record."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Any] = {}
+
+
+class _Reads:
+    """The reads of one process."""
+
+    def __init__(self, source: Source, timeout_s: float) -> None:
+        self.process = os.getpid()
+        self._source = source
+        self._timeout_s = timeout_s
+        self._mine = _Begun()
+        parallel = source.parallel_reads
+        self._threads = None
+        if parallel > 1:
+            self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="fastdata-read")
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Begin to read; what was begun before and is not wanted any more is let go."""
+        begun = self._mine.begun
+        numbers = list(dict.fromkeys(numbers))
+        for left in begun.keys() - set(numbers):
+            read = begun.pop(left)
+            if isinstance(read, Future):
+                read.cancel()
+        missing = [number for number in numbers if number not in begun]
+        if self._threads is not None:
+            begun |= {number: self._submit(number) for number in missing}
+        elif has_method(self._source, "will_read"):
+            cast("Any", self._source).will_read(missing)
+        elif len(missing) > 1:
+            begun |= self._together(missing)
+        self._mine.begun = begun
+
+    def take(self, number: int) -> Raw:
+        """Return a record, which may have been begun."""
+        begun = self._mine.begun
+        found = begun.pop(number, None)
+        try:
+            if isinstance(found, Future):
+                return self._wait(found, number)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+            if self._threads is None:
+                return self._read(number)
+            return self._wait(self._submit(number), number)
+        except Exception as error:
+            if isinstance(error, DatasetError):
+                raise
+            # An error of the system keeps its class, by which it is known that it may pass.
+            name = printable(self._source.name_of(number), keep="")
+            error.add_note(f"While reading {name}.")
+            if isinstance(error, OSError):
+                raise
+            said = str(error).partition("\n")[0]  # obstore adds pages
+            raise DatasetError(
+                f"Cannot read {name}: {type(error).__name__}: {said}. Check that it is there and "
+                "may be read."
+            ) from error
+
+    def _together(self, numbers: list[int]) -> dict[int, Any]:
+        try:
+            return dict(zip(numbers, self._source.get_bytes(numbers), strict=True))
+        except Exception:  # one of them; each is asked for again, and it is named
+            return {}
+
+    def _submit(self, number: int) -> Future[Raw]:
+        assert self._threads is not None
+        return self._threads.submit(self._read, number)
+
+    def _read(self, number: int) -> Raw:
+        return self._source.get_bytes([number])[0]
+
+    def _wait(self, read: Future[Raw], number: int) -> Raw:
+        wait([read], self._timeout_s)
+        if not read.done():
+            raise TimeoutError(
+                f"{printable(self._source.name_of(number), keep='')} has not come within "
+                f"{self._timeout_s:g} s (timeout_s)"
+            )
+        return read.result()

@@ -18,7 +18,7 @@ from augment.oracle_cases import USUAL
 from augment.parity import encoded_by, photographs
 from augment.pipelines import RECIPES
 from augment.test_pipelines import samples
-from kernels.test_launches import drawn as drawn_batch
+from ext.kernels.test_launches import drawn as drawn_batch
 from thoroughness import some
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -14,7 +14,7 @@ from misses import each
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.errors import DatasetError, FastDataWarning
-from tests.sources.object_server import ObjectServer
+from tests.ext.sources.object_server import ObjectServer
 
 COUNT = 40
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from lightning_fastdata.caches.gain import CacheGain, measure_gain
+from lightning_fastdata.caches.cached import CacheGain, measure_gain
 from lightning_fastdata.host import clock
 
 MADE_MS = 4.0
@@ -72,5 +72,5 @@ def test_global_generators_are_left_as_they_were(tmp_path):
     wanted = torch.rand(1), random.random()
     torch.manual_seed(3)
     random.seed(3)
-    measure_gain(Slow(OwnTime()), str(tmp_path), budget_s=0.0)
+    measure_gain(Slow(OwnTime()), str(tmp_path))
     assert (torch.rand(1), random.random()) == wanted

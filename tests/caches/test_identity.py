@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
 from lightning_fastdata import CachedDataset
-from lightning_fastdata.caches.identity import identity
+from lightning_fastdata.caches.folders import identity
 from lightning_fastdata.errors import DatasetError
 
 

@@ -16,7 +16,7 @@ import lightning_fastdata as ld
 from lightning_fastdata.caches.cached import cache_of
 from lightning_fastdata.data import cache_images
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.ext.images.stored import StoredPicture
+from lightning_fastdata.ext.images.decoders import StoredPicture
 
 
 @pytest.fixture

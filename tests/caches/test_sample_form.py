@@ -16,7 +16,7 @@ from PIL import Image
 from thoroughness import max_examples
 from torchvision import tv_tensors
 
-from lightning_fastdata.caches.sample_form import (
+from lightning_fastdata.caches.sample_file import (
     put_together,
     record_bytes,
     split,

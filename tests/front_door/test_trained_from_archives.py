@@ -14,7 +14,7 @@ from trainers import trained
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
-from tests.sources.object_server import ObjectServer
+from tests.ext.sources.object_server import ObjectServer
 
 COUNT = 36
 

@@ -26,7 +26,7 @@ from lightning_fastdata.insight.memory import (
 )
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.sources.attributes import HeldObjects, held_objects
+from lightning_fastdata.sources.shared import HeldObjects, held_objects
 
 MIB, GIB = 2**20, 2**30
 SAMPLES = HeldObjects(

@@ -29,8 +29,12 @@ from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import SharedSampler, split_of
-from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
+from lightning_fastdata.order.samplers import (
+    RankBatchSampler,
+    SharedSampler,
+    ShuffleSampler,
+    split_of,
+)
 from lightning_fastdata.randomness.seeds import seed_global_generators
 
 LENGTH = 53

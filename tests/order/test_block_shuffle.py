@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from lightning_fastdata import sources
 from lightning_fastdata.data import BlockShuffleSampler
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.order.epoch_order import BlockOrder
 
 
 @max_examples(150)
@@ -171,7 +172,7 @@ def test_a_part_of_the_order_is_that_of_the_whole(sizes, at_once, epoch, data):
     if data.draw(st.booleans()):
         dataset = Subset(dataset, list(range(len(dataset)))[::-2])
     blocks = BlockShuffleSampler(dataset, blocks_at_once=at_once).blocks
-    order = blocks.order(3, epoch)
+    order = BlockOrder(blocks, 3, epoch)
     whole = order[:].tolist()
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))

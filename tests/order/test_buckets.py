@@ -19,7 +19,7 @@ from trainers import Keeps, quiet_trainer
 from benchmarks.lengths import LAWS, drawn
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.buckets import dealt
+from lightning_fastdata.order.lengths import dealt
 
 SIZES = {
     "lengths": st.lists(st.integers(0, 60), max_size=70),

@@ -18,8 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.mixture import Interleaving
-from lightning_fastdata.order.ranks import SharedSampler
-from lightning_fastdata.order.samplers import RankBatchSampler
+from lightning_fastdata.order.samplers import RankBatchSampler, SharedSampler
 
 # The sum of the reciprocals of the Fibonacci numbers.
 OFF_BY = 3.36

@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, RandomSampler
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
-from lightning_fastdata.order.ranks import SharedSampler
 from lightning_fastdata.order.samplers import (
     RankBatchSampler,
+    SharedSampler,
     ShuffleSampler,
     index_batches,
 )

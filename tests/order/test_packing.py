@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from benchmarks.lengths import LAWS, MOST, drawn
 from lightning_fastdata import FastDataLoader, FastDataModule, Mixture, pack
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.packing import IGNORED, best_fit
+from lightning_fastdata.order.lengths import IGNORED, best_fit
 from lightning_fastdata.order.samplers import ShuffleSampler
 
 VOCABULARY = 50

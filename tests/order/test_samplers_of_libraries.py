@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata.order.samplers import SharedSampler
 
 LENGTH, EPOCHS = 23, 3
 

@@ -18,8 +18,7 @@ from thoroughness import some
 
 from lightning_fastdata import BadSamples, FastDataLoader, FastImageFolder
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.ext.images.decoders import choose_decoder
-from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.decoders import choose_decoder, open_image
 
 DECODERS = ["simplejpeg", "pillow"]
 
@@ -127,7 +126,7 @@ def test_claims_of_size_are_refused_before_memory_is_taken(damaged, files):
         "import resource, sys\n"
         "from lightning_fastdata.errors import DatasetError\n"
         "from lightning_fastdata.ext.images.decoders import choose_decoder\n"
-        "from lightning_fastdata.ext.images.reading import open_image\n"
+        "from lightning_fastdata.ext.images.decoders import open_image\n"
         "import cv2, simplejpeg, numpy, PIL.Image\n"
         "PIL.Image.init()\n"
         "decoders = [choose_decoder(one) for one in ('simplejpeg', 'pillow')]\n"

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, RandomSampler
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
+from lightning_fastdata.order.samplers import BlockShuffleSampler
 
 LENGTH, BATCH = 26, 2
 FORK = multiprocessing.get_context("fork")

@@ -19,8 +19,7 @@ from lightning_fastdata import FastDataModule, FastImageFolder, LoaderOptions
 from lightning_fastdata.augment.mixing import MixUp, mixed
 from lightning_fastdata.cli import main
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.ranks import SharedSampler
-from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
+from lightning_fastdata.order.samplers import RankBatchSampler, SharedSampler, ShuffleSampler
 from lightning_fastdata.plugin.replay import replayed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -15,7 +15,7 @@ from misses import each
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.ext.sources.opened import OpenedInEachProcess
+from lightning_fastdata.ext.sources import files
 from lightning_fastdata.planning.facts import try_apart
 
 armed: dict[str, int] = {}
@@ -78,10 +78,16 @@ def trial() -> Any:
 
 
 def question() -> Any:
-    return OpenedInEachProcess().asked_apart(lambda: list(range(6)))
+    return files.asked_apart(lambda: list(range(6)))
 
 
 PLACES = (workers, stream, trial, question)
+
+
+@pytest.fixture(autouse=True)
+def not_asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have questions asked in a process of their own, whatever was read in this one."""
+    monkeypatch.setattr(files, "_users", set())
 
 
 @each("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

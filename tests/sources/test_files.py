@@ -16,7 +16,7 @@ from virtual_time import virtual_time
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
-from lightning_fastdata.caches.identity import identity
+from lightning_fastdata.caches.folders import identity
 from lightning_fastdata.host import clock
 from lightning_fastdata.sources.files import ADVISABLE, ColdFiles, ListedFiles
 

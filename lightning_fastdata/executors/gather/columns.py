@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.layout import same_batch
 from lightning_fastdata.caches.cached import CachedDataset
-from lightning_fastdata.caches.sample_form import column_of
+from lightning_fastdata.caches.sample_file import column_of
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.fingerprint import file_under
 from lightning_fastdata.host.memory import read_host_memory

@@ -1,7 +1,7 @@
-"""Encoded bytes to uint8 RGB pixels: Pillow, and simplejpeg, which decodes JPEG faster.
+"""Image files to uint8 RGB pixels: read, checked, and decoded as far as that is needed.
 
-Both decode a baseline or progressive JPEG to the same pixels (they wrap the same libjpeg-turbo), so
-the choice is about what they refuse and what they can skip:
+Pillow and simplejpeg, which decodes JPEG faster, decode a baseline or progressive JPEG to the same
+pixels (they wrap the same libjpeg-turbo), so the choice is about what they refuse and can skip:
 
 ============ ====== ====== ===== ==============================================================
 decoder      strict scaled parts comes with
@@ -14,35 +14,49 @@ A *strict* library refuses a JPEG whose entropy-coded data is garbled. Pillow wo
 shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
 before it (``check_jpeg_codes``). Both refuse a truncated file.
 *Scaled*: a picture decoded at a half, a quarter or an eighth costs less. *Parts*: so does a part of
-one, where TurboJPEG 3 is there (``region``).
+one, where TurboJPEG 3 is there.
 What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
 palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.util
 import io
+import os
+import stat
 import struct
+import sys
+import threading
 import warnings
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_fastdata.errors import FastDataWarning, OptionsError, require
-from lightning_fastdata.ext.images.region import region_decoder
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
-    from lightning_fastdata.ext.images import Box, Pixels, Scale
+Pixels: TypeAlias = NDArray[np.uint8]
+"""``[height, width, 3]`` uint8, red-green-blue."""
+
+Scale: TypeAlias = Literal[1, 2, 4, 8]
+"""Divisor of height and width. libjpeg has others (8/7, 4/3, 8/5, ...), all slower than 1."""
 
 DecoderName: TypeAlias = Literal["auto", "simplejpeg", "pillow"]
+
+MAX_PIXELS = 178_956_970
+"""Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""
 
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN, _END = 0xDA, 0xD9
@@ -51,6 +65,31 @@ _IN_A_SCAN: Final = frozenset((0x00, *range(0xD0, 0xD8)))
 _ALL: Final = (1 << 64) - 1
 _CHUNK: Final = struct.Struct(">I4s")
 _PALETTE: Final = 3
+_DECOMPRESS: Final = 1
+_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 0, 4, 5, 6, 8
+"""Numbers of parameters (``enum TJPARAM``)."""
+_RGB: Final = 0
+_DECODABLE_COLOURS: Final = (0, 1, 2)
+"""RGB, YCbCr and grey (``enum TJCS``): what simplejpeg converts to RGB, too."""
+_BLOCK_WIDTHS: Final = (8, 16, 16, 8, 8, 32, 8)
+"""Pixels that a block of all channels is wide, by ``enum TJSAMP``: 4:4:4, 4:2:2, 4:2:0, grey,
+4:4:0, 4:1:1, 4:4:1."""
+_TINY: Final = 8
+_END_OF_IMAGE: Final = b"\xff\xd9"
+_NO_WAIT: Final = 0 if sys.platform == "win32" else os.O_NONBLOCK
+"""Opening a named pipe would wait for its other end."""
+_BYTES_BESIDE_PIXELS: Final = 64 << 20
+_BYTES_PER_PIXEL: Final = 8
+"""Of 16-bit colour with alpha, uncompressed."""
+
+
+class Box(NamedTuple):
+    """A rectangle of pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
 
 
 class Decoder:
@@ -81,21 +120,18 @@ class Decoder:
         if pixels is not None:
             return pixels
         with _opened(data) as image:
-            _check_whole(data, image)
+            if is_jpeg(data):
+                check_jpeg_codes(data)
+            elif image.format == "PNG":
+                check_png(data)
+            elif image.format == "TIFF":
+                check_tiles(image)
             full = image.width
             if scale > 1 and image.format in ("JPEG", "MPO"):
                 image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
             left = scale // max(1, round(full / image.width))
             rgb = _to_rgb(image)
             return np.array(rgb.reduce(left) if left > 1 else rgb)
-
-    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:  # noqa: ARG002
-        """Return what ``decode(data, scale=scale)`` has within ``box``, decoding little else.
-
-        None if that is not possible: of another format or library, and of a file that is damaged
-        where it was read. Damage outside the part is not seen.
-        """
-        return None
 
     def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:  # noqa: ARG002
         """Return the pixels; None for what Pillow decodes."""
@@ -129,11 +165,6 @@ class _SimpleJpegDecoder(Decoder):
         return self._decode(
             data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
         )
-
-    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:
-        """Return the pixels within ``box``; None if they cannot be had alone."""
-        decoder = region_decoder() if is_jpeg(data) else None
-        return None if decoder is None else decoder.decode(data, box, scale)
 
     def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
         """Return height, width and colour space; None for what Pillow has to judge."""
@@ -221,16 +252,6 @@ def _check_opened(image: ImageFile) -> None:
         )
     if count == 0:
         raise ValueError(f"it says that it has {image.width} x {image.height} pixels")
-
-
-def _check_whole(data: bytes, image: ImageFile) -> None:
-    """Refuse what Pillow would load a part of."""
-    if is_jpeg(data):
-        check_jpeg_codes(data)
-    elif image.format == "PNG":
-        check_png(data)
-    elif image.format == "TIFF":
-        check_tiles(image)
 
 
 def _to_rgb(image: ImageFile) -> Image.Image:
@@ -373,3 +394,358 @@ def check_tiles(image: ImageFile) -> None:
             f"its data ends at {right} x {bottom} pixels, and it says that it has "
             f"{image.width} x {image.height}"
         )
+
+
+# -- a part of a JPEG: TurboJPEG 3, called through ctypes ------------------------------------------
+#
+# No Python binding reaches ``tj3SetCroppingRegion``, so this is the smallest layer over the
+# library: rows below the crop are not read at all, of rows above it the codes alone, and colours
+# are computed within the crop. The library comes with ``pip install lightning-fastdata[jpeg]``, or
+# with the system or conda (libjpeg-turbo 3 or newer). It is used after it has decoded parts of a
+# test picture to the very pixels that simplejpeg has there; where it is missing, pictures are
+# decoded whole.
+#
+# A part is a fixed block of work: what lies outside is not looked at, so neither is damage there.
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int), ("w", ctypes.c_int), ("h", ctypes.c_int))
+
+
+class _Fraction(ctypes.Structure):
+    _fields_ = (("numerator", ctypes.c_int), ("denominator", ctypes.c_int))
+
+
+class RegionDecoder:
+    """Decodes parts of JPEG pictures with one library; any number of threads may share one."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        handle, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        self._tj = library
+        for name, arguments, result in (
+            ("tj3Init", [number], handle),
+            ("tj3Destroy", [handle], None),
+            ("tj3Set", [handle, number, number], number),
+            ("tj3Get", [handle, number], number),
+            ("tj3DecompressHeader", [handle, ctypes.c_char_p, size], number),
+            ("tj3SetScalingFactor", [handle, _Fraction], number),
+            ("tj3SetCroppingRegion", [handle, _Region], number),
+            ("tj3Decompress8", [handle, ctypes.c_char_p, size, handle, number, number], number),
+        ):
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+        self._of_thread = _OfThread(library)
+
+    def decode(self, data: bytes, box: Box, scale: Scale = 1) -> Pixels | None:
+        """Return the pixels of a part, ``[height, width, 3]`` uint8 RGB; maybe a view.
+
+        They equal the same part of the whole picture. None if this library cannot say: the data
+        is no such JPEG, ends early, or is damaged where it was read; decode it whole then.
+        ``box`` is within the picture that is decoded at 1/``scale``.
+        """
+        if not data.endswith(_END_OF_IMAGE):
+            return None
+        tj, handle = self._tj, self._of_thread.handle.address
+        if tj.tj3DecompressHeader(handle, data, len(data)) != 0:
+            return None
+        kind = tj.tj3Get(handle, _SUBSAMPLING)
+        if tj.tj3Get(handle, _COLOURS) not in _DECODABLE_COLOURS or not 0 <= kind < len(
+            _BLOCK_WIDTHS
+        ):
+            return None
+        height, width = tj.tj3Get(handle, _HEIGHT), tj.tj3Get(handle, _WIDTH)
+        if scale > 1 and max(height, width) <= _TINY:
+            return None  # simplejpeg takes another scale, as that gives the same size
+        width = -(-width // scale)
+        start, stop = _span(box.left, box.width, -(-_BLOCK_WIDTHS[kind] // scale), width)
+        out: Pixels = np.empty((box.height, stop - start, 3), np.uint8)
+        region = _Region(start, box.top, out.shape[1], box.height)
+        if tj.tj3SetScalingFactor(handle, _Fraction(1, scale)) or tj.tj3SetCroppingRegion(
+            handle, region
+        ):
+            return None
+        if tj.tj3Decompress8(handle, data, len(data), out.ctypes.data, out.strides[0], _RGB):
+            return None
+        left = box.left - start
+        return out[:, left : left + box.width]
+
+
+class _OfThread(threading.local):
+    def __init__(self, library: ctypes.CDLL) -> None:  # called in each thread
+        self.handle = _Handle(library)
+
+
+class _Handle:
+    """A decompressor of TurboJPEG, which belongs to one thread; freed with it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._tj = library
+        self.address: int = library.tj3Init(_DECOMPRESS)
+        if not self.address:
+            raise MemoryError("TurboJPEG has no memory for a decompressor.")
+        library.tj3Set(self.address, _STOP_ON_WARNING, 1)
+
+    def __del__(self) -> None:
+        if self.address:
+            self._tj.tj3Destroy(self.address)
+
+
+def _span(left: int, width: int, block: int, whole: int) -> tuple[int, int]:
+    """Return the columns to decode: whole blocks, and one more on either side.
+
+    Colours of lower resolution are blended with their neighbours, which the library does not do
+    across the edge of what it decodes.
+    """
+    start = max(0, left // block - 1) * block
+    stop = (-(-(left + width) // block) + 1) * block
+    return start, min(whole, stop)
+
+
+@functools.cache
+def region_decoder() -> RegionDecoder | None:
+    """Return this process's decoder of parts; None if there is no library that can do it."""
+    for path in _libraries():
+        try:
+            decoder = RegionDecoder(ctypes.CDLL(path))
+        except (OSError, AttributeError):
+            continue  # not there, or older than TurboJPEG 3
+        if _agrees(decoder):
+            return decoder
+    return None
+
+
+def _libraries() -> Iterator[str]:
+    """Yield where TurboJPEG may be: beside the wheel ``turbojpeg``, in conda, in the system."""
+    try:
+        module = importlib.util.find_spec("turbojpeg")
+    except (ImportError, ValueError):
+        module = None
+    if module is not None and module.origin is not None:
+        beside = Path(module.origin).parent
+        for pattern in ("turbojpeg.libs/*turbojpeg*", ".dylibs/*turbojpeg*"):
+            yield from map(str, sorted(beside.glob(pattern)))
+    name = {"darwin": "libturbojpeg.dylib", "win32": "turbojpeg.dll"}.get(
+        sys.platform, "libturbojpeg.so.0"
+    )
+    yield str(Path(sys.prefix) / "lib" / name)
+    yield name
+
+
+def _agrees(decoder: RegionDecoder) -> bool:
+    """Return whether parts of a picture are the pixels that simplejpeg has there."""
+    import simplejpeg
+
+    rows, columns = np.mgrid[:67, :101]
+    waves = [np.sin(rows / (3 + k)) * np.cos(columns / (5 - k)) for k in range(3)]
+    picture = np.ascontiguousarray(127 + 120 * np.stack(waves, axis=-1)).astype(np.uint8)
+    for subsampling in ("444", "420"):
+        data = simplejpeg.encode_jpeg(picture, quality=90, colorsubsampling=subsampling)
+        tried: tuple[tuple[Scale, Box], ...] = ((1, Box(21, 37, 30, 41)), (2, Box(9, 11, 17, 23)))
+        for scale, box in tried:
+            whole = simplejpeg.decode_jpeg(
+                data, min_height=-(-67 // scale), min_width=-(-101 // scale), min_factor=scale
+            )
+            top, left, height, width = box
+            part = decoder.decode(data, box, scale)
+            wanted = whole[top : top + height, left : left + width]
+            if part is None or not np.array_equal(part, wanted):
+                return False
+    return True
+
+
+# -- one image file: its header is checked, and as much of it decoded as is needed -----------------
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """One image file in memory: its header is read and checked, its pixels are not decoded."""
+
+    path: str
+    data: bytes
+    height: int
+    """In pixels, as it is stored."""
+    width: int
+    """In pixels, as it is stored."""
+    decoder: Decoder
+
+    @property
+    def scalable(self) -> bool:
+        """Whether decoding at a scale above 1 is cheaper than decoding fully."""
+        return is_jpeg(self.data)
+
+    def decode(self, *, scale: Scale = 1) -> Pixels:
+        """Return the pixels, ``[ceil(height/scale), ceil(width/scale), 3]`` uint8 RGB.
+
+        Raises:
+            DatasetError: If the data is damaged.
+        """
+        try:
+            return self.decoder.decode(self.data, scale=scale)
+        except ValueError as error:
+            raise _damaged(self.path, self.decoder, error) from error
+
+    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:
+        """Return ``decode(scale=scale)`` within ``box``, decoding less than that where possible.
+
+        Damage outside the box may stay unseen.
+
+        Raises:
+            DatasetError: If the data is damaged where it was read.
+        """
+        top, left, height, width = box
+        rows, columns = -(-self.height // scale), -(-self.width // scale)
+        if (height < rows or width < columns) and self.scalable:
+            parts = region_decoder() if self.decoder.name == "simplejpeg" else None
+            pixels = None if parts is None else parts.decode(self.data, box, scale)
+            if pixels is not None:
+                return pixels
+        return self.decode(scale=scale)[top : top + height, left : left + width]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPicture:
+    """A picture whose pixels are at hand."""
+
+    pixels: Pixels
+    """They may be read-only."""
+
+    @property
+    def height(self) -> int:
+        """In pixels."""
+        return len(self.pixels)
+
+    @property
+    def width(self) -> int:
+        """In pixels."""
+        return int(self.pixels.shape[1])
+
+    @property
+    def scalable(self) -> bool:
+        """Whether decoding at a scale above 1 is cheaper than decoding fully."""
+        return False
+
+    def decode(self, *, scale: Scale = 1) -> Pixels:  # noqa: ARG002 - which is 1
+        """Return the picture, ``[height, width, 3]`` uint8 RGB."""
+        return self.pixels
+
+    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:  # noqa: ARG002 - which is 1
+        """Return a view of what the picture has within ``box``."""
+        top, left, height, width = box
+        return self.pixels[top : top + height, left : left + width]
+
+
+Picture: TypeAlias = "EncodedImage | StoredPicture"
+"""A picture whose size is known, and that can be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """Image files by number, all opened in the same way."""
+
+    paths: Sequence[str]
+    decoder_name: DecoderName
+    max_pixels: int
+
+    def open(self, index: int) -> EncodedImage:
+        """Read a file and its header; raises as :func:`open_image`."""
+        decoder = choose_decoder(self.decoder_name)
+        return open_image(self.paths[index], decoder=decoder, max_pixels=self.max_pixels)
+
+
+def open_image(path: str, *, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> EncodedImage:
+    """Read a file and its header.
+
+    Pixels are those that are stored, as in torchvision's ``ImageFolder``: EXIF orientation is not
+    applied. (A TIFF is always turned: Pillow does it while it loads.)
+
+    Raises:
+        DatasetError: If the file cannot be read (the ``OSError`` is its cause), is damaged or not
+            an image, or has more than ``max_pixels`` pixels, height x width, or more bytes than
+            those would have uncompressed.
+    """
+    try:
+        # A Path costs 3 us per sample.
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            _check_file(path, os.fstat(file.fileno()), max_pixels)
+            data = file.read()
+    except OSError as error:
+        raise DatasetError(
+            f"Cannot read the image {path}: {error.strerror or error}. Check that the file is "
+            "there and may be read."
+        ) from error
+    return _with_header(path, data, decoder, max_pixels)
+
+
+def _with_header(path: str, data: bytes, decoder: Decoder, max_pixels: int) -> EncodedImage:
+    """Check the header of an image that was read."""
+    try:
+        height, width = decoder.size(data)
+    except ValueError as error:
+        raise _damaged(path, decoder, error) from error
+    if height * width > max_pixels:
+        raise DatasetError(
+            f"The image {path} says that it has {width} x {height} = {height * width:,} pixels, "
+            f"and max_pixels is {max_pixels:,}: it may be a decompression bomb. "
+            "Raise max_pixels if you trust it, or remove the file."
+        )
+    return EncodedImage(path, data, height, width, decoder)
+
+
+def decode_crop(
+    data: bytes, box: tuple[int, int, int, int], *, decoder: DecoderName = "auto"
+) -> Pixels:
+    """Return the pixels of an encoded image within a box, ``[height, width, 3]`` uint8 RGB.
+
+    They are those of the whole picture, as it is stored (EXIF orientation is not applied). Of a
+    JPEG only what the box needs is decoded, if a library for that is there (``pip install
+    lightning-fastdata[jpeg]``); damage outside the box then stays unseen.
+
+    Args:
+        data: A file of any format that Pillow reads.
+        box: ``(top, left, height, width)`` in pixels.
+        decoder: As for :class:`~lightning_fastdata.FastImageFolder`; parts are simplejpeg's.
+
+    Raises:
+        OptionsError: If the box is empty or reaches beyond the picture.
+        MissingPackageError: If Pillow is not installed (``lightning-fastdata[images]``).
+        DatasetError: If the data is damaged where it was read, or no image.
+
+    Example:
+        >>> from pathlib import Path
+        >>> crop = decode_crop(Path("photo.jpg").read_bytes(), (0, 0, 224, 224))  # doctest: +SKIP
+    """
+    image = _with_header("in memory", data, choose_decoder(decoder), MAX_PIXELS)
+    top, left, height, width = (int(side) for side in box)
+    inside = top >= 0 and left >= 0 and height > 0 and width > 0
+    if not inside or top + height > image.height or left + width > image.width:
+        raise OptionsError(
+            f"The box (top, left, height, width) = {tuple(box)} is not within the picture of "
+            f"{image.height} x {image.width} pixels (height x width)."
+        )
+    return image.decode_part(Box(top, left, height, width))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | _NO_WAIT)
+
+
+def _check_file(path: str, status: os.stat_result, max_pixels: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise DatasetError(
+            f"{path} is not a regular file (mode {stat.filemode(status.st_mode)}), so it is no "
+            "image. Remove it; is_valid_file can leave it out."
+        )
+    limit = _BYTES_PER_PIXEL * max_pixels + _BYTES_BESIDE_PIXELS
+    if status.st_size > limit:
+        raise DatasetError(
+            f"The image {path} has {status.st_size:,} bytes, more than {max_pixels:,} pixels "
+            f"(max_pixels) have uncompressed ({limit:,}). Raise max_pixels if you trust it, or "
+            "remove the file."
+        )
+
+
+def _damaged(path: str, decoder: Decoder, error: ValueError) -> DatasetError:
+    return DatasetError(
+        f"Cannot decode the image {path} ({decoder.name}): {error}. "
+        "Replace the file or remove it; is_valid_file can leave it out."
+    )

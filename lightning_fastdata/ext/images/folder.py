@@ -5,37 +5,44 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_fastdata.caches.cached import CachedDataset
+from lightning_fastdata.caches.folders import CacheFolder
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, require
-from lightning_fastdata.ext.images import Pixels
-from lightning_fastdata.ext.images.decoders import Decoder, DecoderName, choose_decoder
-from lightning_fastdata.ext.images.reading import MAX_PIXELS, ImageFiles
+from lightning_fastdata.ext.images.decoders import (
+    MAX_PIXELS,
+    Decoder,
+    DecoderName,
+    ImageFiles,
+    Picture,
+    Pixels,
+    StoredPicture,
+    choose_decoder,
+)
 from lightning_fastdata.ext.images.resized_crop import (
+    Crop,
     CropRule,
+    Resample,
     keyed_uniform,
     normalising_tables,
     plan_resample,
     render,
     settle_resample,
+    shrunk,
 )
-from lightning_fastdata.ext.images.stored import StoredPicture, as_row, open_stored, shrunk
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.sources.packed import PackedStrings
+from lightning_fastdata.sources.files import PackedStrings
 from lightning_fastdata.types import SampleKey
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightning_fastdata.caches.folders import CacheFolder
-    from lightning_fastdata.ext.images.resized_crop import Crop, Resample
-    from lightning_fastdata.ext.images.stored import Picture
+_HEAD_BYTES: Final = 8
+"""Height and width, in 4 bytes each."""
 
 
 class FolderError(DatasetError, FileNotFoundError):
@@ -254,12 +261,6 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
                 cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])
 
-    def reading_from(self, store: ImageCache) -> FastImageFolder:
-        """Return this dataset with its pictures, as ``shorter_side`` makes them, from a store."""
-        twin = copy.copy(self)
-        twin.pictures, twin._whole = store, None
-        return twin
-
     def keeping_pictures(self, folder: CacheFolder) -> FastImageFolder | None:
         """Return this dataset with a cache of its pictures; None: it draws nothing."""
         return cache_images(self, folder) if self.rule.draws else None
@@ -324,11 +325,16 @@ def cache_images(
         >>> FastDataLoader(cache_images(photos), 64, shuffle=True)  # doctest: +SKIP
     """
     pictures = _Pictures(dataset.files, dataset.shorter_side)
-    return dataset.reading_from(ImageCache(pictures, folder, max_bytes, key))
+    twin = copy.copy(dataset)
+    twin.pictures, twin._whole = ImageCache(pictures, folder, max_bytes, key), None
+    return twin
 
 
 class ImageCache(CachedDataset):
-    """The pictures of a folder, as rows of bytes; made by :func:`cache_images`."""
+    """The pictures of a folder, each one row of bytes; made by :func:`cache_images`.
+
+    A row has height and width, and then the pixels; of it no more is read than a crop.
+    """
 
     def __init__(
         self, pictures: _Pictures, folder: CacheFolder, max_bytes: int | None, key: str | None
@@ -341,10 +347,13 @@ class ImageCache(CachedDataset):
     def open(self, index: int) -> Picture:
         """Return a picture; it is made and kept if it was not."""
         row = self.row_of(index)
-        return open_stored(self[index] if row is None else row)
+        row = self[index] if row is None else row
+        height, width = row[:_HEAD_BYTES].view("<u4").tolist()
+        data = row[_HEAD_BYTES : _HEAD_BYTES + 3 * height * width]  # more may follow in the file
+        return StoredPicture(data.reshape(height, width, 3))
 
 
-class _Pictures(Dataset["NDArray[np.uint8]"]):
+class _Pictures(Dataset[NDArray[np.uint8]]):
     """Pictures, each one row of bytes."""
 
     def __init__(self, files: ImageFiles, shorter_side: int | None) -> None:
@@ -356,7 +365,9 @@ class _Pictures(Dataset["NDArray[np.uint8]"]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        return as_row(shrunk(self.files.open(index), self.shorter_side))
+        pixels = shrunk(self.files.open(index), self.shorter_side)
+        head = np.array(pixels.shape[:2], "<u4")
+        return np.concatenate([head.view(np.uint8), pixels.reshape(-1)])
 
 
 def _find_files(

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.ext.images import Box
+from lightning_fastdata.ext.images.decoders import Box, Picture, Pixels, Scale
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
-
-    from lightning_fastdata.ext.images import Pixels, Scale
-    from lightning_fastdata.ext.images.stored import Picture
-    from lightning_fastdata.types import SampleKey
 
 Crop: TypeAlias = Literal["random_resized", "center", "stretch"]
 
@@ -271,6 +267,25 @@ def resize(
 
     linear: Pixels = cv2.resize(pixels, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
     return linear
+
+
+def shrunk(image: Picture, shorter_side: int | None) -> Pixels:
+    """Return all of a picture, with a shorter side of at most so many pixels; None: any.
+
+    It is decoded at the power of two that leaves a factor of at least 1, and the rest is resized
+    with torchvision's antialiased filter.
+
+    Raises:
+        DatasetError: If the file is damaged.
+    """
+    if shorter_side is None or min(image.height, image.width) <= shorter_side:
+        return np.ascontiguousarray(image.decode())
+    height, width = shorter_side_to(shorter_side, image.height, image.width)
+    whole = Placement(Box(0, 0, image.height, image.width), height, width, 0, 0, flip=False)
+    plan = plan_resample(whole, "auto", scalable=image.scalable)._replace(filter="antialias")
+    out: Pixels = np.empty((height, width, 3), np.uint8)
+    render(image, whole, plan, out)
+    return out
 
 
 _IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -1,25 +1,34 @@
-"""Files as a source, on this machine or in object storage."""
+"""Files as a source: on this machine, within tar archives, or in object storage."""
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import signal
+import tarfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, require
-from lightning_fastdata.ext.sources.opened import OpenedInEachProcess
-from lightning_fastdata.sources.files import ColdFiles
-from lightning_fastdata.sources.packed import PackedStrings
+from lightning_fastdata.ext.sources import OpenedInEachProcess, Paths, as_list
+from lightning_fastdata.host.system_calls import started
+from lightning_fastdata.sources.files import ColdFiles, PackedStrings, begin_to_read
 from lightning_fastdata.sources.source import Raw
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
 _PARALLEL: Final = 64
+_users: set[int] = set()
+"""Processes in which obstore was used: this one, its ancestors."""
 
 
 class FileSource:
@@ -51,6 +60,116 @@ class FileSource:
         return self.paths[index]
 
 
+class TarSource(OpenedInEachProcess[list[int]]):
+    """The files in uncompressed tar archives, WebDataset's shards among them.
+
+    The archives are read once, header by header, to find where each file begins.
+
+    Args:
+        paths: Of the archives.
+        parts: Extensions of the files that make one record, after WebDataset's convention that
+            they share their name up to its first dot (``("jpg", "cls")``): a record is a dict of
+            bytes by extension. None: each file is a record of bytes.
+
+    Raises:
+        DatasetError: An archive cannot be read, is compressed, or has a record without a part.
+    """
+
+    parallel_reads = 1
+
+    def __init__(self, paths: Paths, parts: Sequence[str] | None = None) -> None:
+        self.paths = as_list(paths)
+        found = [each for number, path in enumerate(self.paths) for each in _members(number, path)]
+        self.parts = None if parts is None else tuple(parts)
+        if self.parts is not None:
+            found = _grouped(found, self.parts, self.paths)
+        self._names = PackedStrings(name for name, _ in found)
+        self._slices = np.array([at for _, at in found], np.int64).reshape(-1, 3)
+        self._each = 1 if self.parts is None else len(self.parts)
+
+    def __len__(self) -> int:
+        return len(self._slices) // self._each
+
+    def open(self) -> list[int]:
+        """Return the descriptors of the archives, which are closed with the process."""
+        return [os.open(path, os.O_RDONLY) for path in self.paths]
+
+    def will_read(self, indices: Sequence[int]) -> None:
+        """Have the system begin to read records that are not in memory."""
+        files = self.opened()
+        for index in indices:
+            for file, offset, length in self._slices[self._places(index)].tolist():
+                begin_to_read(files[file], offset, length)
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the bytes of files, or dicts of them by extension.
+
+        Raises:
+            DatasetError: An archive has become shorter.
+        """
+        if self.parts is None:
+            return [self._read(index) for index in indices]
+        return [
+            dict(zip(self.parts, map(self._read, self._places(index)), strict=True))
+            for index in indices
+        ]
+
+    def name_of(self, index: int) -> str:
+        """Return the archive, and the name of the record in it."""
+        return self._name(index * self._each)
+
+    def _places(self, index: int) -> range:
+        """Return which slices make a record."""
+        return range(index * self._each, (index + 1) * self._each)
+
+    def _read(self, place: int) -> bytes:
+        file, offset, length = self._slices[place].tolist()
+        data = os.pread(self.opened()[file], length, offset)
+        if len(data) < length:
+            raise DatasetError(
+                f"{self._name(place)} ends early: {len(data)} of {length} bytes are there. The "
+                "archive has changed since it was opened; make the source anew."
+            )
+        return data
+
+    def _name(self, place: int) -> str:
+        return f"{self.paths[int(self._slices[place, 0])]}:{self._names[place]}"
+
+
+def _members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield the name of each file of an archive, and where it is: archive, offset, size."""
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.isreg() and not member.sparse:
+                    yield member.name, (number, member.offset_data, member.size)
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+    except (OSError, tarfile.TarError) as error:
+        raise DatasetError(
+            f"{path} cannot be read as an uncompressed tar archive: {error}. Unpack a compressed "
+            "one: its files cannot be reached in any order."
+        ) from error
+
+
+def _grouped(found: list[Any], parts: tuple[str, ...], files: list[str]) -> list[Any]:
+    """Return the slices of each record one after the other, in the order of the parts."""
+    records: dict[tuple[int, str], dict[str, Any]] = {}
+    for name, at in found:
+        folder, _, base = name.rpartition("/")
+        stem, _, extension = base.partition(".")
+        records.setdefault((at[0], f"{folder}/{stem}"), {})[extension] = (name, at)
+    grouped = []
+    for (number, name), record in records.items():
+        for part in parts:
+            if part not in record:
+                raise DatasetError(
+                    f"{files[number]}:{name.lstrip('/')} has {', '.join(sorted(record))}, and no "
+                    f"{part!r}. Leave it out of parts, or repair the archive."
+                )
+            grouped.append(record[part])
+    return grouped
+
+
 class ObjectSource(OpenedInEachProcess["ObjectStore"]):
     """An object a record, read by obstore, which also has retries, time-outs and credentials.
 
@@ -72,8 +191,6 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         DatasetError: The objects cannot be listed.
     """
 
-    survives_forks = False
-
     def __init__(
         self,
         url: str,
@@ -91,7 +208,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         """Digest of what the listing said of sizes and versions; None: the keys were given."""
         if keys is None:
             try:
-                keys, self.listed = self.asked_apart(partial(_list, self, suffix))
+                keys, self.listed = asked_apart(partial(_list, self, suffix))
             except DatasetError as error:
                 raise DatasetError(
                     f"The objects of {self.url} cannot be listed: {error}. Check address and "
@@ -103,7 +220,23 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         return len(self.keys)
 
     def open(self) -> ObjectStore:
-        """Return a client of this process."""
+        """Return a client of this process.
+
+        Raises:
+            DatasetError: It was forked from a process that has read, too.
+        """
+        if _users - {os.getpid()}:
+            raise DatasetError(
+                f"{type(self).__name__} cannot read in this process, which was forked from one "
+                "that has read with it, too: its library does not survive that. Start workers "
+                'another way (multiprocessing_context="forkserver"), or read in workers from the '
+                "start."
+            )
+        _users.add(os.getpid())
+        return self.client()
+
+    def client(self) -> ObjectStore:
+        """Return a new client."""
         from obstore.store import from_url
 
         return from_url(self.url, **self.config)
@@ -122,8 +255,55 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
     def recognised_by(self) -> tuple[object, ...]:
         """Return what tells these objects from others: without credentials, which change."""
         if self.listed is None:
-            _tell_names_alone(self.keys)
+            warnings.warn(
+                f"A cache knows these {len(self.keys):,} files by their names alone "
+                f"({self.keys[0]}, ...): if one changes, its old bytes may be handed out. Have "
+                "them listed (ObjectSource without keys), or give the cache a key=... that you "
+                "change when they change.",
+                FastDataWarning,
+                stacklevel=2,
+            )
         return self.url, _endpoints(self.config), self.keys, self.listed
+
+
+def asked_apart(question: Callable[[], T]) -> T:
+    """Return what a function returns that uses obstore, called in a process that ends.
+
+    So that obstore is not used in this one, from which workers may still be forked. Where it was
+    used already, the function is called here.
+
+    Raises:
+        DatasetError: It raised, with its text; or the process died.
+    """
+    if os.getpid() in _users:
+        answer, error = _answer(question)
+    else:
+        context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_send_answer, args=(question, theirs))
+        with ours, theirs, started(process):
+            theirs.close()
+            try:
+                answer, error = ours.recv()
+            except EOFError:
+                answer, error = None, "the process that asked died"
+    if error is not None:
+        raise DatasetError(error)
+    return cast("T", answer)
+
+
+def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
+    try:
+        return question(), None
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        return None, f"{type(error).__name__}: {said}"
+
+
+def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    pipe.send(_answer(question))
 
 
 def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
@@ -131,7 +311,7 @@ def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     import obstore
 
     found: dict[str, str] = {}
-    for page in obstore.list(source.open()):
+    for page in obstore.list(source.client()):
         for each in cast("Sequence[Mapping[str, Any]]", page):
             if each["path"].endswith(suffix):
                 version = each.get("e_tag") or each.get("last_modified")
@@ -141,16 +321,6 @@ def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     for key in keys:
         digest.update(found[key].encode())
     return keys, digest.hexdigest()
-
-
-def _tell_names_alone(names: PackedStrings) -> None:
-    warnings.warn(
-        f"A cache knows these {len(names):,} files by their names alone ({names[0]}, ...): if one "
-        "changes, its old bytes may be handed out. Have them listed (ObjectSource without keys), "
-        "or give the cache a key=... that you change when they change.",
-        FastDataWarning,
-        stacklevel=3,
-    )
 
 
 def _endpoints(options: object) -> list[str]:

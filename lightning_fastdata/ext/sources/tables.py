@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.ext.sources.opened import (
+from lightning_fastdata.ext.sources import (
     Handle,
     OpenedInEachProcess,
     Paths,
     as_list,
-    imported,
-    named_status,
 )
 from lightning_fastdata.sources.source import Raw
 
@@ -93,13 +93,10 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
             DatasetError: A key is not there.
         """
         with self.opened().begin() as transaction:
-            found = [transaction.get(self.keys[index]) for index in indices]
-        return [self._there(index, value) for index, value in zip(indices, found, strict=True)]
-
-    def _there(self, index: int, value: bytes | None) -> Raw:
-        if value is None:
-            raise DatasetError(f"{self.name_of(index)} is not there.")
-        return value
+            found: list[Any] = [transaction.get(self.keys[index]) for index in indices]
+        if None in found:
+            raise DatasetError(f"{self.name_of(indices[found.index(None)])} is not there.")
+        return found
 
     def name_of(self, index: int) -> str:
         """Return the database and the key."""
@@ -350,3 +347,22 @@ def _common_length(path: str, lengths: dict[str, int]) -> int:
     if len(set(lengths.values())) > 1:
         raise DatasetError(f"The arrays of {path} differ in length: {lengths}. Name others.")
     return next(iter(lengths.values()))
+
+
+def named_status(path: Path) -> tuple[str, int, int]:
+    """Return path, size and time of change of a file, by which a cache knows it."""
+    status = path.stat()
+    return os.fspath(path), status.st_size, status.st_mtime_ns
+
+
+def imported(name: str, asked: str) -> ModuleType:
+    """Return a module.
+
+    Raises:
+        OptionsError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        top = name.partition(".")[0]
+        raise OptionsError(f"{asked} needs {top}: pip install {top}.") from error

@@ -21,7 +21,7 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.buckets import BucketBatchSampler
+from lightning_fastdata.order.lengths import BucketBatchSampler
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.simulate import (
     BatchCost,

@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 import pytest
-from remote import head_that_ends
+from ext.ray import head_that_ends
 
 ENDINGS = {
     "gcs_server": r"The head of the Ray cluster at \S+ has not answered for \d+ s",

@@ -12,9 +12,9 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from ext.kernels.test_launches import drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.test_launches import drawn
 from misses import each
 from thoroughness import max_examples
 

@@ -6,9 +6,9 @@ import io
 
 import numpy as np
 import pytest
+from ext.images.torchvision_pixels import psnr_db
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
-from images.torchvision_pixels import psnr_db
 from misses import each
 from PIL import Image
 from programs import run_program

@@ -6,14 +6,13 @@ import io
 
 import numpy as np
 import torch
-from images.torchvision_pixels import psnr_db
+from ext.images.torchvision_pixels import psnr_db
 from misses import each
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from lightning_fastdata.ext.images.decoders import choose_decoder
-from lightning_fastdata.ext.images.reading import open_image
-from lightning_fastdata.ext.images.stored import shrunk
+from lightning_fastdata.ext.images.decoders import choose_decoder, open_image
+from lightning_fastdata.ext.images.resized_crop import shrunk
 
 
 def smooth(height, width):

@@ -49,7 +49,7 @@ def test_a_machine_on_which_triton_fails_is_told_why_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_kernel_becomes_is_counted_for_an_architecture():
-    program = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_architectures.py"
+    program = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_architectures.py"
     done = run(program, "--kernels", "as it is", "--architectures", "90")
     [head, _, row] = [line for line in done.stdout.splitlines() if line.startswith("|")]
     names, values = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (head, row))

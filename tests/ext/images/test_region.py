@@ -16,11 +16,11 @@ from thoroughness import max_examples
 from lightning_fastdata import FastImageFolder
 from lightning_fastdata.data import decode_crop
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.ext.images import Box, decoders, region
-from lightning_fastdata.ext.images.decoders import choose_decoder
+from lightning_fastdata.ext.images import decoders
+from lightning_fastdata.ext.images.decoders import Box, choose_decoder
 
 needs_library = pytest.mark.skipif(
-    region.region_decoder() is None, reason="TurboJPEG 3 is not installed"
+    decoders.region_decoder() is None, reason="TurboJPEG 3 is not installed"
 )
 
 
@@ -58,7 +58,7 @@ def test_a_part_is_that_part_of_the_whole(china, data, scale):
     rows, columns = whole.shape[:2]
     height, width = data.draw(st.integers(1, rows)), data.draw(st.integers(1, columns))
     top, left = data.draw(st.integers(0, rows - height)), data.draw(st.integers(0, columns - width))
-    part = region.region_decoder().decode(file, Box(top, left, height, width), scale)
+    part = decoders.region_decoder().decode(file, Box(top, left, height, width), scale)
     if part is None:
         assert scale > 1
         assert max(choose_decoder("simplejpeg").size(file)) <= 8
@@ -165,18 +165,18 @@ def test_a_file_that_was_cut_off_is_an_error(jpegs):
 @pytest.fixture
 def looked_for_anew(monkeypatch):
     """Have the library looked for with what a test changes, and again behind it."""
-    before = region.region_decoder()
-    region.region_decoder.cache_clear()
+    before = decoders.region_decoder()
+    decoders.region_decoder.cache_clear()
     yield
     monkeypatch.undo()
-    region.region_decoder.cache_clear()
-    assert (region.region_decoder() is None) == (before is None)
+    decoders.region_decoder.cache_clear()
+    assert (decoders.region_decoder() is None) == (before is None)
 
 
 @pytest.mark.usefixtures("looked_for_anew")
 def test_an_older_library_is_not_used(monkeypatch):
-    monkeypatch.setattr(region, "_libraries", lambda: iter(["libc.so.6", "/nowhere.so"]))
-    assert region.region_decoder() is None
+    monkeypatch.setattr(decoders, "_libraries", lambda: iter(["libc.so.6", "/nowhere.so"]))
+    assert decoders.region_decoder() is None
 
 
 @pytest.mark.usefixtures("looked_for_anew")
@@ -184,5 +184,5 @@ def test_a_library_with_other_pixels_is_not_used(monkeypatch):
     def black(decoder, data, box, *_):
         return np.zeros((box.height, box.width, 3), np.uint8)
 
-    monkeypatch.setattr(region.RegionDecoder, "decode", black)
-    assert region.region_decoder() is None
+    monkeypatch.setattr(decoders.RegionDecoder, "decode", black)
+    assert decoders.region_decoder() is None

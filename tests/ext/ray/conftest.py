@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def cluster():
-    from remote.clusters import cluster_of
+    from ext.ray.clusters import cluster_of
 
     with cluster_of(1, 2, 2) as running:
         yield running

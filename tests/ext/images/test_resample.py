@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from images.torchvision_pixels import psnr_db, torchvision_sample
+from ext.images.torchvision_pixels import psnr_db, torchvision_sample
 from misses import each
 from PIL import Image
 
-from lightning_fastdata.ext.images.decoders import choose_decoder
-from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.decoders import choose_decoder, open_image
 from lightning_fastdata.ext.images.resized_crop import (
     Box,
     CropRule,

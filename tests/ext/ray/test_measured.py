@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ext.ray.clusters import wait_until
 from lightning.pytorch import LightningModule, Trainer
-from remote.clusters import wait_until
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions

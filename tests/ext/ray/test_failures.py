@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 import torch
+from ext.ray.clusters import actors, wait_until
 from lightning.pytorch import LightningModule, Trainer
-from remote.clusters import actors, wait_until
 from torch.utils.data import Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions

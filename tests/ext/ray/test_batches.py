@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ext.ray.clusters import actors, wait_until
 from ray.util import list_named_actors
-from remote.clusters import actors, wait_until
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions

@@ -19,7 +19,7 @@ import lightning_fastdata as ld
 from lightning_fastdata import CachedDataset, sources
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
-from tests.sources.object_server import ObjectServer
+from tests.ext.sources.object_server import ObjectServer
 
 obstore = pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3")

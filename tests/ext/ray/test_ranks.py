@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import ray
-from remote import train_on_ranks
-from remote.clusters import actors, wait_until
-from remote.train_on_ranks import LENGTH, read
+from ext.ray import train_on_ranks
+from ext.ray.clusters import actors, wait_until
+from ext.ray.train_on_ranks import LENGTH, read
 
 from lightning_fastdata.ext.ray.cluster import _free_cpus_by_node, read_nodes
 
@@ -30,7 +30,7 @@ def see_each_sample_once(ranks) -> None:
 def torchrun(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    folders = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    folders = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     return subprocess.run(
         [*command, train_on_ranks.__file__, str(folder)],
         env={**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1", **environment},

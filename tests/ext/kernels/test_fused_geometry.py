@@ -11,7 +11,7 @@ import albumentations as A
 import cv2
 import numpy as np
 import pytest
-from kernels.test_fused import assert_fused, check, noted, photographs, stacked
+from ext.kernels.test_fused import assert_fused, check, noted, photographs, stacked
 from misses import each
 from thoroughness import LONG
 

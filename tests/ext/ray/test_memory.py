@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from remote.clusters import patiently
+from ext.ray.clusters import patiently
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader

@@ -1,0 +1,132 @@
+"""Records of each format are those of the library that wrote them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from alike import alike
+
+import lightning_fastdata as ld
+from lightning_fastdata import sources
+from lightning_fastdata.errors import DatasetError
+from tests.sources.test_source_dataset import COUNT, decode, in_archives, in_database, record
+
+
+def test_shards_of_webdataset_are_grouped_by_name(tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for index in range(6):
+            for extension, text in (("cls", str(index)), ("seg.png", "m"), ("jpg", f"i{index}")):
+                (tmp_path / "one").write_text(text)
+                archive.add(tmp_path / "one", f"./{index:03}.{extension}")
+    source = sources.TarSource(tmp_path / "s.tar", parts=("jpg", "cls"))
+    assert len(source) == 6
+    assert source.get_bytes([4, 0]) == [{"jpg": b"i4", "cls": b"4"}, {"jpg": b"i0", "cls": b"0"}]
+    assert source.name_of(4).endswith("s.tar:./004.jpg")
+    with pytest.raises(DatasetError, match=r"s\.tar:\./000 has cls, jpg, seg\.png, and no 'txt'"):
+        sources.TarSource(tmp_path / "s.tar", parts=("jpg", "txt"))
+
+
+def test_a_compressed_archive_says_what_to_do(tmp_path):
+    (tmp_path / "one").write_text("x" * 1000)
+    with tarfile.open(tmp_path / "s.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "one", "one")
+    with pytest.raises(DatasetError, match=r"Unpack a compressed one"):
+        sources.TarSource(tmp_path / "s.tar.gz")
+
+
+def test_an_archive_that_has_become_shorter_is_named(tmp_path):
+    source = in_archives(tmp_path)
+    os.truncate(tmp_path / "1.tar", 2000)
+    with pytest.raises(DatasetError, match=r"1\.tar:deep/047\.bin ends early"):
+        pickle.loads(pickle.dumps(source)).get_bytes([47])
+
+
+def test_parquet_rows_are_those_of_pyarrow(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    for number in range(2):
+        table = pa.table(
+            {
+                "image": [record(index) for index in range(number * 24, number * 24 + 24)],
+                "label": list(range(number * 24, number * 24 + 24)),
+                "unused": [0.5] * 24,
+            }
+        )
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=5)
+    paths = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+    source = sources.ParquetSource(paths, columns=["image", "label"])
+    order = [47, 0, 23, 24, 4, 5, 31, 0]
+    rows = source.get_bytes(order)
+    assert rows == [{"image": record(index), "label": index} for index in order]
+    assert source.name_of(25).endswith("1.parquet:row 1")
+    assert source.block_starts() == [0, 5, 10, 15, 20, 24, 29, 34, 39, 44]
+    dataset = sources.SourceDataset(source, lambda row, index: decode(row["image"], index))
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, shuffle=True)
+    assert sorted(torch.cat(list(loader))[:, 2].tolist()) == list(range(COUNT))
+    (tmp_path / "no").write_bytes(b"PAR1 no")
+    with pytest.raises(DatasetError, match="as Parquet"):
+        sources.ParquetSource(tmp_path / "no")
+
+
+def test_hdf5_rows_are_those_of_h5py(tmp_path):
+    import h5py
+
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(COUNT * 6).reshape(COUNT, 2, 3)
+        file["y"] = np.arange(COUNT)
+        file["short"] = np.arange(3)
+    source = sources.Hdf5Source(tmp_path / "x.h5", ["x", "y"])
+    order = [40, 3, 4, 5, 3]
+    for index, row in zip(order, source.get_bytes(order), strict=True):
+        assert row["y"] == index
+        assert (row["x"] == np.arange(COUNT * 6).reshape(COUNT, 2, 3)[index]).all()
+    dataset = sources.SourceDataset(source, lambda row, _: (row["x"], int(row["y"])))
+    dataset[0]  # opened here first
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, executor="workers")
+    assert torch.cat([y for _, y in loader]).tolist() == list(range(COUNT))
+    with pytest.raises(DatasetError, match=r"differ in length: \{'x': 48, 'short': 3\}"):
+        sources.Hdf5Source(tmp_path / "x.h5", ["x", "short"])
+    with pytest.raises(DatasetError, match=r"has not all of \['z'\].*\['short', 'x', 'y'\]"):
+        sources.Hdf5Source(tmp_path / "x.h5", ["z"])
+
+
+def test_zarr_rows_are_those_of_zarr(tmp_path):
+    zarr = pytest.importorskip("zarr", minversion="3")
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    values = np.random.default_rng(0).random((30, 4, 3), np.float32)
+    group.create_array("values", data=values, chunks=(4, 2, 3))
+    group.create_array("number", data=np.arange(30), chunks=(2,), shards=(10,))
+    group.create_array("short", data=np.arange(3))
+    group.create_array("scalar", data=np.array(3))
+    source = sources.ZarrSource(tmp_path / "x.zarr", ["number", "values"])
+    order = [17, 3, 0, 29, 3]
+    for index, row in zip(order, source.get_bytes(order), strict=True):
+        assert alike(row, {"number": np.array(index), "values": values[index]})
+    every = list(range(30))  # more chunks than are kept
+    assert [row["number"].item() for row in source.get_bytes(every)] == every
+    assert source.name_of(2).endswith("x.zarr:number,values[2]")
+    dataset = sources.SourceDataset(source, lambda row, _: int(row["number"]))
+    dataset[0]  # opened here first
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, executor="workers")
+    assert torch.cat(list(loader)).tolist() == every
+    with pytest.raises(DatasetError, match=r"differ in length: \{'number': 30, 'short': 3\}"):
+        sources.ZarrSource(tmp_path / "x.zarr", ["number", "short"])
+    for names in (["other"], ["scalar"]):
+        with pytest.raises(DatasetError, match=r"has not all of .*'number', 'scalar', 'short'"):
+            sources.ZarrSource(tmp_path / "x.zarr", names)
+    with pytest.raises(DatasetError, match="as a Zarr group"):
+        sources.ZarrSource(tmp_path / "none.zarr")
+
+
+def test_lmdb_keys_that_are_missing_are_named(tmp_path):
+    in_database(tmp_path)
+    source = sources.LmdbSource(tmp_path / "db", [b"003", b"nothing"])
+    assert bytes(source.get_bytes([0])[0]) == record(3)
+    with pytest.raises(DatasetError, match=r"b'nothing' is not there"):
+        source.get_bytes([1])
