@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from torch.utils.data import ChainDataset
 
-from lightning_fastdata.executors.fork_hazards import open_handles
+from lightning_fastdata.executors.kinds import open_handles
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import rank_now
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart

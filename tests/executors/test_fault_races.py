@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import ChildProcess
+from lightning_fastdata.executors.pool.crew import ChildProcess
 from lightning_fastdata.executors.pool.protocol import (
     DropSlot,
     TaskTaken,
@@ -32,8 +32,7 @@ from lightning_fastdata.executors.pool.protocol import (
     read_packet,
     wire_pair,
 )
-from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.stream import StreamExecutor
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor, StreamExecutor
 
 TESTS = str(Path(__file__).parents[1])
 

@@ -17,7 +17,7 @@ ALLOWED = {
     ("executors/pool/protocol.py", "pickle.loads"): PIPE,
     ("planning/facts/probe_process.py", "pickle.loads"): PIPE,
     ("planning/facts/probe.py", "pickle.loads"): "of what it has just pickled itself",
-    ("batches/packed.py", "pickle.Unpickler"): f"batches: {PIPE}",
+    ("batches/memory.py", "pickle.Unpickler"): f"batches: {PIPE}",
     ("ext/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
     ("sources/shared.py", "pickle.loads"): "memory that this user has sealed",
     ("executors/stream_state.py", "pickle.loads"): f"states of streams: {PIPE}",

@@ -17,7 +17,7 @@ from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.gather.columns import Rows, rows_of
+from lightning_fastdata.executors.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host.usage import read_pages
 from lightning_fastdata.planning.facts import probe

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.batches.layout import same_batch
+from lightning_fastdata.batches.memory import same_batch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_form import column_of
 from lightning_fastdata.errors import DatasetError
@@ -39,7 +39,7 @@ _seen: weakref.WeakKeyDictionary[object, tuple[object, _TypedArrays]] = weakref.
 _Part = TypeVar("_Part")
 _Parts: TypeAlias = "Mapping[str, _Part] | Iterable[_Part]"
 _LARGE_ROW_BYTES = 2**12
-_SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ColumnDataset(Dataset[Any]):
@@ -550,7 +550,7 @@ def _tensor_column(tensor: torch.Tensor) -> Column:
         whole = _SAME_WIDTH.get(tensor.element_size())
         if whole is None:
             raise NotRowsError from None
-        array = tensor.view(torch.from_numpy(np.empty(0, whole)).dtype).numpy()
+        array = tensor.view(whole).numpy()
     return Column(array, tensor.dtype)
 
 
