@@ -297,16 +297,14 @@ class ChildProcess:
         """What it has told of that last; None: it was not asked."""
         self.hang: watches.Hang | None = None
         """Why it was killed."""
-        self.retiring = False
-        self.retired = False
+        self.retiring = self.retired = False
         ours, theirs = protocol.wire_pair()
         ours.setblocking(False)
         context = plan.context
         if not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
         # The kernel takes the end of the thread that forked a child for the end of its parent.
-        lasting = threading.current_thread() is threading.main_thread()
-        parent = os.getpid() if lasting else 0
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         # A forked child holds its siblings' wires too, and they would never see them closed.
         inherited = Inherited()
         if forks(context):
@@ -329,13 +327,15 @@ class ChildProcess:
         with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
             self._pidfd = (os.pidfd_open(self.pid),)
             self._life.register(self._pidfd[0], select.POLLIN)
+        self._files = [*self._pidfd]
+        """To be closed when it has ended."""
         try:
             self.progress = protocol.ProgressMemory.create()
+            self._files.append(self.progress.descriptor)
             self.stacks = memory.create_shared_memory(1)
+            self._files.append(self.stacks)
         except (OSError, WorkerError):  # no more files may be open
-            self.wire.close()
-            self.process.kill()
-            self.process.join()
+            self.stop(0)
             raise
         os.ftruncate(self.stacks, 0)
         queues = () if queue is None else (queue,)
@@ -452,10 +452,9 @@ class ChildProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        if self.stacks >= 0:
-            for descriptor in (self.stacks, self.progress.descriptor, *self._pidfd):
-                os.close(descriptor)
-            self.stacks, self._pidfd = -1, ()
+        self._pidfd = ()
+        while self._files:
+            os.close(self._files.pop())
 
     def _state(self) -> str:
         try:
