@@ -275,7 +275,7 @@ def memory_of(name: str, work: Workload) -> tuple[str, ...]:
     """Return what the batches under way take in a node, with a fifth more workers than needed."""
     size = work.batch * work.made_bytes
     workers = max(1, math.ceil(1.2 * work.per_s * work.cpu_ms / 1000))
-    # As executors/pool/splitter.py has it, of local workers and of actors.
+    # As executors/pool/scheduler.py has it, of local workers and of actors.
     ahead = max(workers, 2, min(8, 2**28 // size))
     return (
         name, amount(size / 1e6), f"{workers}", f"{ahead}",

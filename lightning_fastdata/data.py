@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.executors.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.order.lengths import PackedDataset
 from lightning_fastdata.order.samplers import BlockShuffleSampler, SharedSampler

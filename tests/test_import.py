@@ -75,6 +75,21 @@ def test_importing_loads_nothing_heavy_and_the_rooms_below_the_plugin_torch_alon
             misses.check(found == set(), statement, found)
 
 
+WITHOUT_LINUX = """
+import socket, sys
+import torch
+
+sys.modules["fcntl"] = None
+del socket.CMSG_LEN
+import lightning_fastdata.loading.loader
+import lightning_fastdata.executors.pool.scheduler
+"""
+
+
+def test_what_only_some_systems_have_is_imported_where_it_is_used():
+    subprocess.run([sys.executable, "-c", WITHOUT_LINUX], check=True, timeout=100)
+
+
 @each("name", lightning_fastdata.__all__)
 def test_every_public_name_can_be_used(name):
     assert getattr(lightning_fastdata, name).__name__ == name

@@ -116,13 +116,11 @@ class Fault(NamedTuple):
     """``"read"``: when it was read again."""
 
 
+@dataclass(slots=True, eq=False)
 class Gone:
     """In place of an index: a sample that is left out of its batch and must not be read."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: object) -> None:
-        self.index = index
+    index: object
 
     def __repr__(self) -> str:
         return repr(self.index)

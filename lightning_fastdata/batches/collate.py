@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.batches.packed import LateStack, is_plain
+from lightning_fastdata.batches.memory import LateStack, is_plain
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
 from lightning_fastdata.tree import children, is_named_tuple, leaves
@@ -84,10 +84,10 @@ _default: Collate = default_collate
 
 
 def for_writing(collate_fn: Collate) -> Collate:
-    """Return what collates likewise for :func:`~lightning_fastdata.batches.packed.pack` alone.
+    """Return what collates likewise for :func:`~lightning_fastdata.batches.memory.pack` alone.
 
     Where all of a collation is ours, so that no code reads the batch before it is packed, stacks
-    are left for then (:class:`~lightning_fastdata.batches.packed.LateStack`).
+    are left for then (:class:`~lightning_fastdata.batches.memory.LateStack`).
     """
     if collate_fn is default_collate:
         return partial(_collate_late, otherwise=collate_privately)

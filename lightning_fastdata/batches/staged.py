@@ -105,17 +105,15 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
     and whatever they nest, as ``lightning.fabric.utilities.move_data_to_device`` does it. With
     ``non_blocking`` tensors in page-locked memory are not waited for.
     """
-    if isinstance(batch, StagedBatch):
-        draws = batch.draws
-        draws = None if draws is None else draws.to(device, non_blocking=non_blocking)
-        plain = move(batch.batch, device, non_blocking=non_blocking)
-        return StagedBatch(plain, draws, batch.stage)
 
     def moved(_: Path, leaf: Batch) -> Batch:
         if not _can_be_moved(leaf):
             return leaf
         if isinstance(leaf, StagedBatch):
-            return move(leaf, device, non_blocking=non_blocking)
+            draws = leaf.draws
+            draws = None if draws is None else draws.to(device, non_blocking=non_blocking)
+            plain = move(leaf.batch, device, non_blocking=non_blocking)
+            return StagedBatch(plain, draws, leaf.stage)
         how = {"non_blocking": True} if non_blocking and _is_tensor(leaf) else {}
         result = leaf.to(device, **how)
         return leaf if result is None else result  # None: a ``to`` that changes it in place

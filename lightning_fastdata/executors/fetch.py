@@ -23,7 +23,7 @@ from lightning_fastdata.batches.keyed import (
     fetches_in_batches,
     own_dataset,
 )
-from lightning_fastdata.executors.gather.columns import Rows, rows_of
+from lightning_fastdata.executors.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory

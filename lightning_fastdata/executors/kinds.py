@@ -1,28 +1,35 @@
 """Who fetches the batches of a loader: one row of traits for each executor.
 
 Other code asks for a trait, and compares no names. Executors of ``ext`` and of other packages are
-found by their names in ``registry``.
+found by their names in ``registry``. Before processes are forked, it is seen what a dataset holds
+that they must not share.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata import registry
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.batches.keyed import own_dataset
+from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.ray import Ray
 from lightning_fastdata.host.memory import allow_open_files
+from lightning_fastdata.tree import find_instances, loaded_classes
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.staged import PinThread
-    from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.watches import CrewTrial
     from lightning_fastdata.executors.standby import Ways
     from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -96,7 +103,7 @@ def _start_inline(plan: FetchPlan, _: Resources) -> Executor:
 
 
 def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
-    from lightning_fastdata.executors.gather.executor import GatherExecutor
+    from lightning_fastdata.executors.gather import GatherExecutor
     from lightning_fastdata.host.cpu import read_cpu_limit
 
     # The caller helps while it waits, and more threads than CPUs hinder each other.
@@ -105,21 +112,14 @@ def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
 
 
 def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
-    from lightning_fastdata.executors.fork_hazards import warn_before_fork
+    from lightning_fastdata.executors.pool.scheduler import PoolExecutor, StreamExecutor
 
     warn_before_fork(plan)
     allow_open_files(_FILES_OF_WORKER * given.workers + _FILES_OF_BATCH * plan.look_ahead)
     if isinstance(plan.dataset, IterableDataset):
-        from lightning_fastdata.executors.stream import StreamExecutor
-
         return StreamExecutor(plan, processes=given.workers, pin_thread=given.pin_thread)
-    from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-
     pool = PoolExecutor(
-        plan,
-        processes=given.workers,
-        pin_thread=given.pin_thread,
-        trial=given.trial,
+        plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial
     )
     if given.ways is None or not plan.standby:
         return pool
@@ -206,7 +206,7 @@ def able_to_read_on(executor: AnyExecutor, *, workers: int, asked: bool) -> AnyE
 
     Torch's own iterator cannot do that. ``asked``: it is to be done.
     """
-    from lightning_fastdata.batches.slots import shared_slots_supported
+    from lightning_fastdata.batches.memory import shared_slots_supported
 
     if not (asked and kind_of(executor).is_torch):
         return executor
@@ -250,7 +250,7 @@ def open_executor(plan: FetchPlan, given: Resources) -> Executor:
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
     """
-    from lightning_fastdata.batches.slots import shared_slots_supported
+    from lightning_fastdata.batches.memory import shared_slots_supported
 
     executor = given.executor
     kind = kind_of(executor)
@@ -266,6 +266,80 @@ def open_executor(plan: FetchPlan, given: Resources) -> Executor:
             f"executor {executor!r} needs memory files of Linux; use 'torch' or 'inline' here."
         )
     return kind.start(plan, given)
+
+
+def open_handles(dataset: object) -> list[str]:
+    """Return in words what a dataset holds open that two processes cannot both use.
+
+    Connections to other programs, those of sqlite3, files of h5py, environments of LMDB, tensors of
+    CUDA. What is closed is no hazard, nor are files and archives, which each worker opens anew
+    (:func:`~lightning_fastdata.host.system_calls.open_anew`). Looks where
+    :func:`~lightning_fastdata.tree.find_instances` looks, imports nothing, and runs no
+    code of the user.
+    """
+    databases = (
+        *loaded_classes("sqlite3", "Connection"),
+        *loaded_classes("h5py", "File", "Dataset"),
+        *loaded_classes("lmdb", "Environment"),
+    )
+    kinds = (socket.socket, torch.Tensor, *databases)
+    found = [_told(each) for each in find_instances(dataset, kinds)]
+    return list(dict.fromkeys(text for text in found if text))
+
+
+def warn_before_fork(plan: FetchPlan) -> None:
+    """Warn of what workers would share, if they are forked."""
+    handles = open_handles(plan.dataset) if forks(plan.context) else []
+    if handles:
+        warnings.warn(
+            f"The dataset {type(own_dataset(plan.dataset)).__name__} holds {', '.join(handles)}, "
+            "opened in the training process. Workers that are forked share it, and may read wrong "
+            "samples, or hang. Open it on first use in __getitem__ and not in __init__, or set "
+            'multiprocessing_context="forkserver", which opens it in each worker.',
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
+def refuse_late_fork(plan: FetchPlan) -> None:
+    """Raise an error if more workers, forked now, would share something with this process.
+
+    Raises:
+        WorkerError: The dataset holds it; it may be open only since the training process, too, has
+            read a sample.
+    """
+    handles = open_handles(plan.dataset) if forks(plan.context) else []
+    if handles:
+        raise WorkerError(
+            f"the dataset holds {', '.join(handles)}, opened in the training process, which "
+            "workers that are forked now would share. Read the dataset in workers alone, or set "
+            'multiprocessing_context="forkserver".'
+        )
+
+
+def forks(context: BaseContext | str | None) -> bool:
+    """Return whether a context, or one of that name, forks processes; None: Python's own."""
+    if not isinstance(context, BaseContext):
+        context = multiprocessing.get_context(context)
+    return bool(context.get_start_method() == "fork")
+
+
+def _told(handle: Any) -> str:
+    """Return what a handle is; empty: nothing that must not be shared."""
+    package = type(handle).__module__.partition(".")[0].replace("builtins", "lmdb")
+    kind = f"{package}.{type(handle).__qualname__}"
+    if isinstance(handle, torch.Tensor):
+        return f"tensors on {handle.device}" if handle.device.type == "cuda" else ""
+    try:
+        if isinstance(handle, socket.socket):
+            return "an open connection" if handle.fileno() >= 0 else ""
+        if package == "sqlite3":
+            _ = handle.total_changes  # raises if it is closed
+        elif package == "h5py" and not handle:
+            return ""
+    except Exception:  # closed, or no file of the system's
+        return ""
+    return f"an open {kind}"
 
 
 class Executor(Protocol):

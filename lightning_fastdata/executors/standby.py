@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.batches.packed import copied
+from lightning_fastdata.batches.memory import copied
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.inline import InlineExecutor, NotTakenError
 from lightning_fastdata.host import clock

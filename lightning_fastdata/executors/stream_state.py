@@ -230,10 +230,17 @@ class StreamHistory:
         begun = any(lane.state is not None or lane.passes for lane in found)
         if begun and not self._refused:
             self._refused = _why_not_saved(found)
-        if self._refused:
-            self._tell_refused()
-            return ()
-        if not begun:
+        if self._refused and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{type(self._stream).__name__}.state_dict() {self._refused}. So it is not saved, "
+                "and a resumed training reads again and drops the samples that were delivered "
+                "before, which takes as long as reading them took. What a pass has from the ones "
+                "before it is lost.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        if self._refused or not begun:
             return ()
         sure = self._is_known or all(lane.state is not None for lane in found)
         return found if sure else None
@@ -242,19 +249,6 @@ class StreamHistory:
         if not (tells_state(self._stream) or any(lane.state is not None for lane in lanes)):
             return tuple(LanePosition() for _ in lanes)
         return tuple(replace(lane, batches=0, skip=0, passes=lane.passes + 1) for lane in lanes)
-
-    def _tell_refused(self) -> None:
-        if self._told:
-            return
-        self._told = True
-        warnings.warn(
-            f"{type(self._stream).__name__}.state_dict() {self._refused}. So it is not saved, and "
-            "a resumed training reads again and drops the samples that were delivered before, "
-            "which takes as long as reading them took. What a pass has from the ones before it is "
-            "lost.",
-            FastDataWarning,
-            stacklevel=2,
-        )
 
 
 def _unpickled(saved: bytes | None) -> tuple[Any, Any]:

@@ -39,20 +39,21 @@ from lightning_fastdata.batches.staged import (
 )
 from lightning_fastdata.device import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
-from lightning_fastdata.executors.crew_trial import CrewTrial
+from lightning_fastdata.executors.columns import rows_of
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.fork_hazards import forks, refuse_late_fork
-from lightning_fastdata.executors.gather.columns import rows_of
 from lightning_fastdata.executors.kinds import (
     AnyExecutor,
     Executor,
     Resources,
     StreamReader,
     executor_for,
+    forks,
     kind_of,
     open_executor,
+    refuse_late_fork,
     room_elsewhere,
 )
+from lightning_fastdata.executors.pool.watches import CrewTrial
 from lightning_fastdata.executors.standby import Ways
 from lightning_fastdata.executors.stream_state import LanePosition
 from lightning_fastdata.fingerprint import Fingerprint, Watched

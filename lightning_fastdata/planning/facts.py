@@ -47,8 +47,8 @@ from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.fork_hazards import open_handles
-from lightning_fastdata.executors.gather.columns import rows_of
+from lightning_fastdata.executors.columns import rows_of
+from lightning_fastdata.executors.kinds import open_handles
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock, system_calls
 from lightning_fastdata.host.clock import Clocks

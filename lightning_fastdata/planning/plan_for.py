@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.bad_samples import BadSamples
-from lightning_fastdata.batches.slots import shared_slots_supported
+from lightning_fastdata.batches.memory import shared_slots_supported
 from lightning_fastdata.device import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, rounded
 from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes

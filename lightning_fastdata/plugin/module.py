@@ -18,7 +18,7 @@ from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.device import DeviceStreams, device_streams
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.gather.columns import gatherable
+from lightning_fastdata.executors.columns import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.prefetch import drawn_under

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
 
-from lightning_fastdata.executors.pool.splitter import rows_per_task
+from lightning_fastdata.executors.pool.scheduler import rows_per_task
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 Scheduling: TypeAlias = Literal["batch", "queue", "sample", "actors"]

@@ -15,7 +15,7 @@ from misses import each
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.collate import collate_samples, for_writing
-from lightning_fastdata.batches.packed import LateStack, pack, unpack, write_leaves
+from lightning_fastdata.batches.memory import LateStack, pack, unpack, write_leaves
 from lightning_fastdata.errors import BatchError
 
 Pair = namedtuple("Pair", "image label")

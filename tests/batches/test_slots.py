@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 from open_files import open_files
 from thoroughness import max_examples
 
-from lightning_fastdata.batches.packed import pack, unpack, write_leaves
-from lightning_fastdata.batches.slots import SlotPool, create_shared_memory
+from lightning_fastdata.batches import memory
+from lightning_fastdata.batches.memory import (
+    SlotPool,
+    create_shared_memory,
+    pack,
+    unpack,
+    write_leaves,
+)
 from lightning_fastdata.errors import WorkerError
 
 MIB = 2**20
@@ -36,6 +42,12 @@ def through_a_slot(batch: Any, pool: SlotPool | None = None, *, copy: bool = Fal
     slot = pool.take(max(1, packed.size_bytes))
     write_leaves(packed, leaves, slot.mapping)
     return unpack(packed, pool.lease(slot), copy=copy)
+
+
+def free_count(pool: SlotPool) -> int:
+    """Return how many slots are neither written nor viewed."""
+    pool._collect()
+    return len(pool._free)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -119,19 +131,19 @@ def test_a_slot_is_free_when_the_last_view_is_gone(view: str) -> None:
     kept = VIEWS[view](through_a_slot(torch.rand(10_000), pool))
     size_bytes = pool.size_bytes
     gc.collect()
-    assert pool.free_count == 0
+    assert free_count(pool) == 0
     del kept
     gc.collect()
-    assert pool.free_count == 1
+    assert free_count(pool) == 1
     assert pool.take(40_000) is not None
-    assert (pool.free_count, pool.size_bytes) == (0, size_bytes)
+    assert (free_count(pool), pool.size_bytes) == (0, size_bytes)
 
 
 def test_a_small_leaf_that_is_kept_does_not_hold_the_slot() -> None:
     pool = SlotPool(limit_bytes=64 * MIB)
     images, labels = through_a_slot((torch.rand(100_000), torch.arange(64)), pool)
     del images
-    assert pool.free_count == 1
+    assert free_count(pool) == 1
     assert torch.equal(labels, torch.arange(64))
 
 
@@ -176,6 +188,18 @@ def test_memory_that_is_not_there_is_refused_with_the_size() -> None:
         create_shared_memory(2**40, available_bytes=lambda: 2**39)
 
 
+def test_memory_that_cannot_be_mapped_leaves_no_file_open(monkeypatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise WorkerError("No more mappings")
+
+    monkeypatch.setattr(memory, "map_shared_memory", refuse)
+    pool = SlotPool(limit_bytes=64 * MIB)
+    before = open_files()
+    with pytest.raises(WorkerError):
+        pool.take(MIB)
+    assert not open_files() - before
+
+
 def fork() -> None:
     child = os.fork()
     if not child:
@@ -193,7 +217,7 @@ def test_what_a_forked_process_may_view_is_never_written_again() -> None:
     pool.give_back(written)
     assert pool.size_bytes == 4 * MIB
     del view
-    assert pool.free_count == 3
+    assert free_count(pool) == 3
     assert pool.size_bytes == 3 * MIB
     assert list(pool.dropped) == [viewed.number]
     assert {id(pool.take(MIB)) for _ in range(3)} == {id(ended), id(written), id(idle)}

@@ -12,7 +12,7 @@ from alike import alike
 from misses import each
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.batches.layout import MisfitError, layout_of
+from lightning_fastdata.batches.memory import MisfitError, layout_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 

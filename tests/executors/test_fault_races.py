@@ -18,13 +18,15 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 import torch
+from open_files import open_files
 from processes import hang, until
 from programs import run_program
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from lightning_fastdata.batches import memory
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import ChildProcess
+from lightning_fastdata.executors.pool.crew import ChildProcess
 from lightning_fastdata.executors.pool.protocol import (
     DropSlot,
     TaskTaken,
@@ -32,8 +34,7 @@ from lightning_fastdata.executors.pool.protocol import (
     read_packet,
     wire_pair,
 )
-from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.stream import StreamExecutor
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor, StreamExecutor
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -137,6 +138,18 @@ def test_workers_that_never_start_are_given_up_each_time(pool) -> None:
     for times in (3, 4):
         with pytest.raises(WorkerError, match=f"exit code 7 {times} times"):
             next(executor)
+
+
+def test_a_process_that_cannot_be_given_memory_leaves_no_file_open(pool, monkeypatch) -> None:
+    def refuse(size_bytes: int) -> int:
+        raise WorkerError("No more files")
+
+    executor = pool(Quick())
+    before = open_files()
+    monkeypatch.setattr(memory, "create_shared_memory", refuse)
+    with pytest.raises(WorkerError, match="No more files"):
+        executor.start_epoch([], 0)
+    assert not open_files() - before
 
 
 class Ragged(Dataset):

@@ -28,16 +28,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.memory import SlotPool
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.gather.columns import (
+from lightning_fastdata.executors.columns import (
     ColumnDataset,
     TokenWindows,
     gatherable,
     rows_of,
 )
-from lightning_fastdata.executors.gather.executor import GatherExecutor, GatherJob
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.gather import GatherExecutor, GatherJob
 from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.loading.loader import FastDataLoader
 

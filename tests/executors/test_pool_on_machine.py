@@ -220,6 +220,21 @@ def test_a_worker_that_is_stuck_is_replaced_at_the_deadline_and_its_sample_named
         pool.close()
 
 
+def test_a_single_sample_that_is_stuck_is_named_by_its_index():
+    machine = Machine(2)
+    with machine.installed():
+        dataset = Numbers(9, lambda index: sleep(600) if index == 7 else None)
+        single = {"collate_fn": lambda sample: sample, "default_collation": False, "batched": False}
+        pool = VirtualExecutor(machine, fetch_plan(dataset, timeout_s=2.0, **single), processes=2)
+        pool.start_epoch(iter(range(9)), 0)
+        with (
+            pytest.warns(FastDataWarning, match="reading sample 7:"),
+            pytest.raises(WorkerError, match=r"^Sample 7 "),
+        ):
+            list(pool)
+        pool.close()
+
+
 @pytest.mark.parametrize(
     "cost",
     [lambda index: sleep(0.9), lambda index: work(7.0 if index == 0 else 0.0)],

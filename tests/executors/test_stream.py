@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import Resources, open_executor
-from lightning_fastdata.executors.stream import StreamExecutor
+from lightning_fastdata.executors.pool.scheduler import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
 
 

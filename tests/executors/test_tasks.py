@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.executors.pool.splitter import rows_per_task
+from lightning_fastdata.executors.pool.scheduler import rows_per_task
 
 MS = 1_000_000.0
 

@@ -35,7 +35,7 @@ NOT_ON_WINDOWS = {
     "O_CLOEXEC O_NONBLOCK get_blocking WNOHANG",
     select: "poll POLLIN POLLOUT PIPE_BUF",
     signal: "SIGKILL SIGUSR1 SIGUSR2 SIGCHLD SIGALRM SIGHUP setitimer pthread_sigmask",
-    socket: "AF_UNIX send_fds recv_fds",
+    socket: "AF_UNIX CMSG_LEN CMSG_SPACE send_fds recv_fds",
     mmap: "MAP_PRIVATE MAP_SHARED PROT_READ PROT_WRITE",
     faulthandler: "register unregister",
 }

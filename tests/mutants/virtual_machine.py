@@ -9,9 +9,8 @@ from rig.machine import DeadlockError
 from tuning import test_tuned_loader as tuned
 from verdicts import test_planted as planted
 
-from lightning_fastdata.executors.crew_trial import CrewTrial
-from lightning_fastdata.executors.pool.faults import StallWatch
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.watches import CrewTrial, StallWatch
 from lightning_fastdata.insight.verdicts import late_batches
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.tuning import tuner

@@ -10,7 +10,7 @@ from planning.planned import Stream, cpus, machine
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.executors.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.planning.facts import Questions, inspect_dataset
 from lightning_fastdata.planning.plan_for import LoaderSpec, Planner
 

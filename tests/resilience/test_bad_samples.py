@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler, Tens
 
 from lightning_fastdata import FastDataLoader, FastDataWarning
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.batches import bad_samples, slots
+from lightning_fastdata.batches import bad_samples, memory
 from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
 from lightning_fastdata.errors import DatasetError, OptionsError, WorkerError
 
@@ -220,7 +220,7 @@ def test_a_subset_given_to_a_sampler_is_not_left() -> None:
 
 @pytest.mark.parametrize(("shared", "reads"), [(True, "side processes"), (False, "the training")])
 def test_others_read_in_the_place_of_torchs_own_iterator(monkeypatch, shared, reads) -> None:
-    monkeypatch.setattr(slots, "shared_slots_supported", lambda: shared)
+    monkeypatch.setattr(memory, "shared_slots_supported", lambda: shared)
     with pytest.warns(FastDataWarning, match=rf"does not read on .*that {reads}"):
         data = FastDataLoader(Numbers(), 32, False, num_workers=1, executor="torch",
                               on_bad_sample="replace")  # fmt: skip

@@ -20,8 +20,8 @@ from virtual_time import HurriedClock, VirtualClock, virtual_time
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.pool.faults import StallWatch
 from lightning_fastdata.executors.pool.protocol import ProgressMemory
+from lightning_fastdata.executors.pool.watches import StallWatch
 from lightning_fastdata.host import clock
 
 LOCK = threading.Lock()

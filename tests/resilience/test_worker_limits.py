@@ -15,8 +15,8 @@ from virtual_time import HurriedClock
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.pool import crew
-from lightning_fastdata.executors.pool.faults import Deaths, Growth
+from lightning_fastdata.executors.pool import watches
+from lightning_fastdata.executors.pool.watches import Deaths, Growth
 from lightning_fastdata.host import clock
 
 MIB = 2**20
@@ -82,7 +82,7 @@ def test_deaths_count_where_little_is_done_between_them():
 
 def test_a_reader_of_a_stream_that_the_kernel_killed_for_memory_is_told_of(monkeypatch):
     kills = iter([3])
-    monkeypatch.setattr(crew, "Deaths", lambda: Deaths(oom_kills=lambda: next(kills, 4)))
+    monkeypatch.setattr(watches, "Deaths", lambda: Deaths(oom_kills=lambda: next(kills, 4)))
     loader = FastDataLoader(DiesInAStream(), 8, num_workers=1, executor="workers")
     with (
         pytest.warns(FastDataWarning, match=r"as memory ran out.*rest of its stream is missing"),

@@ -1,6 +1,6 @@
 """Workers on a virtual machine: a third crew of the pool, beside processes and actors of Ray.
 
-What decides is the package's own code, on both sides: scheduler, splitter and stall watch in the
+What decides is the package's own code, on both sides: scheduler and stall watch in the
 training process, tasks, collation and stamps in each worker. Pretended are processes, wires and the
 queue. So a dataset says what its samples take by ``machine.sleep()``, ``machine.work()`` and the
 machine's locks, and what comes out is exact.
@@ -23,16 +23,15 @@ from unittest import mock
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.collate import for_writing
-from lightning_fastdata.batches.slots import SlotPool, map_shared_memory
+from lightning_fastdata.batches.memory import SlotPool, map_shared_memory
 from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.fork_hazards import warn_before_fork
-from lightning_fastdata.executors.kinds import KINDS, Resources
+from lightning_fastdata.executors.kinds import KINDS, Resources, warn_before_fork
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import TaskRunner, describe_error
-from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
+from lightning_fastdata.executors.pool.crew import Answer, Loss, Task
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.pool.splitter import Task
+from lightning_fastdata.executors.pool.watches import Hang
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from rig.machine import KilledError, Machine, VirtualThread
 
@@ -58,7 +57,7 @@ USUAL = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.00005, take_s=lambd
 class VirtualWorker:
     """One process of the crew, as the training process sees it, and what runs in it.
 
-    It has the attributes of a :class:`~lightning_fastdata.executors.pool.process.ChildProcess` that
+    It has the attributes of a :class:`~lightning_fastdata.executors.pool.crew.ChildProcess` that
     others than its crew use.
     """
 

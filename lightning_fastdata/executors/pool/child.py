@@ -22,10 +22,17 @@ import torch
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples, for_writing, in_own_side_process
-from lightning_fastdata.batches.layout import MisfitError, SampleLayout, decodes_in_place, layout_of
 from lightning_fastdata.batches.libraries import tell_epoch, tell_rank
-from lightning_fastdata.batches.packed import pack, write_leaves
-from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.batches.memory import (
+    MisfitError,
+    SampleLayout,
+    create_shared_memory,
+    decodes_in_place,
+    layout_of,
+    map_shared_memory,
+    pack,
+    write_leaves,
+)
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
@@ -83,7 +90,7 @@ def child_main(
     progress_memory, stacks, *queues = first[1]
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     plan = prepare_process(plan, number, processes)
-    progress = protocol.ProgressMemory(progress_memory)
+    progress = protocol.ProgressMemory.mapped(progress_memory)
     progress.state = protocol.State.INITIALISING
     runner = TaskRunner(wire, plan, number, progress, epoch, forked=bool(inherited.wires))
     child = Child(runner, queues[0] if queues else None)
@@ -404,14 +411,13 @@ class TaskRunner:
         has_first = kept is not None and (kept.batch, kept.start) == (batch, start)
         write_image = _write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
-        words = self.progress.words
         alone = write_image is not None or fetcher.plan.guard.policy == "skip"
         at_once = 1 if alone else layout.rows_at_once
         for row in range(0, len(indices), at_once):
             samples = []
             for offset, index in enumerate(indices[row : row + at_once], row):
                 fetcher.position = offset
-                words[1] = start + offset  # as ProgressMemory.read(), without a call for each
+                self.progress.position = start + offset
                 if has_first and kept is not None:
                     samples.append(kept.sample)
                     has_first, kept = False, None

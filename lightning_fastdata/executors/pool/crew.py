@@ -1,4 +1,4 @@
-"""The side processes of one executor: who has which task, and what is lost when one dies.
+"""The side processes of one executor: who has which task of which batch, and what a death loses.
 
 Tasks wait in one queue, from which a side process takes the next one when it is free, so that
 nothing waits behind a slow sample. A process notes what it took in memory that outlives it. Should
@@ -8,26 +8,489 @@ it die between the two, the others are asked whether they have it before it is d
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
+import signal
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import Any, Final, NamedTuple, Protocol
 
-from lightning_fastdata.batches.slots import Slot, SlotPool
-from lightning_fastdata.errors import as_error
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.batches import bad_samples, memory
+from lightning_fastdata.batches.staged import Pinned, PinThread
+from lightning_fastdata.errors import DatasetError, WorkerError, as_error
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.faults import Deaths, Growth, cannot_start, died_starting
-from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
-from lightning_fastdata.executors.pool.protocol import TaskQueue, make_packet
-from lightning_fastdata.executors.pool.splitter import Task
+from lightning_fastdata.executors.kinds import forks
+from lightning_fastdata.executors.pool import protocol, watches
+from lightning_fastdata.executors.pool.child import Inherited, child_main
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.system_calls import held_signals
+from lightning_fastdata.host.system_calls import files_being_read, held_signals
 from lightning_fastdata.sources.source import reads_ahead
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, WaitWatch
+from lightning_fastdata.types import Batch
 
+_CROWDED_S: Final = 0.001
+"""Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
 _DEATHS_AT_START: Final = 3
+
+
+@dataclass(slots=True, eq=False)
+class EpochRun:
+    """An epoch whose batches are being fetched."""
+
+    number: int
+    """Part of the key of its randomness."""
+    generation: int
+    source: Iterator[Any]
+    """The batches of indices that are still to be fetched."""
+    exhausted: bool = False
+    """The source has ended."""
+    begun: int = 0
+    """Batches that were begun."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingBatch:
+    """A batch that is under way; the docstring of :mod:`.protocol` draws its states."""
+
+    number: int
+    """Counts all batches of the executor."""
+    run: EpochRun
+    """The epoch that it belongs to."""
+    place: int
+    """Counts the batches of the epoch."""
+    indices: Any
+    """What the plan gave, but for samples that are left out or replaced before they are read."""
+    slots: memory.SlotPool
+    """Where its memory is from."""
+    pin_thread: PinThread | None
+    """Copies it into page-locked memory; None: it stays as it is."""
+    batched: bool = True
+    """The indices are several; False: a single one."""
+    slot: memory.Slot | None = None
+    """Where it is written; None until it has a place."""
+    layout: memory.SampleLayout | None = None
+    """By which its samples are written in place; None: they are collated."""
+    open_tasks: int = 0
+    """Tasks whose answers are still to come."""
+    packed: memory.Packed = field(init=False)
+    """Its parts, if it was collated by a side process."""
+    error: tuple[int, BaseException] | None = None
+    """Of its first failing sample, with its position."""
+    is_empty: bool = False
+    """All of its samples are left out."""
+    misfit: bool = False
+    """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
+    stamps: list[TaskStamps] = field(default_factory=list)
+    """Of its tasks, if stamps are recorded."""
+    faults: dict[tuple[int, int | str], bad_samples.Fault] = field(default_factory=dict)
+    """By position and index: samples that could not be read at once."""
+    pinning: Future[Pinned] | None = None
+    """Its copy into page-locked memory; None: there is none, or it has not begun."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be delivered, or raise its error."""
+        return not self.open_tasks
+
+    @property
+    def comes_at_once(self) -> bool:
+        """Whether it, which is ready, can be delivered without waiting for a copy of it."""
+        return self.pinning is None or self.pinning.done()
+
+    def pin(self) -> None:
+        """Begin its copy into page-locked memory, if it is ready and nothing was wrong with it."""
+        wrong = self.error is not None or self.is_empty or self.faults
+        if self.pin_thread is not None and self.is_ready and self.pinning is None and not wrong:
+            self.pinning = self.pin_thread.pin(self._whole())
+
+    def note(self, faults: Iterable[bad_samples.Fault]) -> None:
+        """Note what happened to samples; what a task that is done again tells again counts once."""
+        self.faults.update({(fault.position, fault.index): fault for fault in faults})
+
+    def index_at(self, at: int) -> object:
+        """Return the index of the sample at a position."""
+        return self.indices[at] if self.batched else self.indices
+
+    def give_up(self, at: int, plan: FetchPlan, error: WorkerError) -> bool:
+        """Have another index in the place of one that no process can read, or raise the error.
+
+        Returns:
+            Whether there is another one.
+        """
+        index, quarantine = self.index_at(at), plan.faults.quarantine
+        # What kills whatever is read, as a collation may, would go on for ever.
+        tried = sum(fault.position == at for fault in self.faults.values())
+        allowed = tried < bad_samples.STAND_INS and len(quarantine) < plan.faults.allowed
+        goes_on = plan.guard.policy != "raise" and type(index) is not bad_samples.Gone and allowed
+        outcome = plan.guard.outcome if goes_on else "raised"
+        self.note([bad_samples.fault_of(error, plan.dataset, at, index, self.run.number, outcome)])
+        if not goes_on:
+            self.error = at, error
+            return False
+        quarantine.add(bad_samples.plain_index(index))
+        other = plan.guard.in_place_of(index, self.run.number, quarantine)
+        if self.batched:  # a list of the sampler is the sampler's
+            self.indices = [*self.indices[:at], other, *self.indices[at + 1 :]]
+        else:
+            self.indices = other
+        return True
+
+    def report(self, faults: bad_samples.FaultLog) -> None:
+        """Have what happened to the samples counted, as the batch is handed over.
+
+        It gets an error if there were too many bad ones.
+        """
+        if self.layout is not None and self.kept_rows() == []:
+            self.is_empty = True
+        try:
+            faults.take(self.faults.values())
+        except DatasetError as error:
+            self.error = self.error or (0, error)
+
+    def kept_rows(self) -> list[int] | None:
+        """Return the positions of the samples that are not left out; None: all of them."""
+        left_out = {fault.position for fault in self.faults.values() if fault.outcome == "skipped"}
+        if not left_out:
+            return None
+        return [at for at in range(len(self.indices)) if at not in left_out]
+
+    def take_parts(self, packed: memory.Packed, files: list[int]) -> None:
+        """Take what a side process collated: in the slot it was given, or in a file of its own."""
+        self.packed = packed
+        if files:
+            self.release()
+            self.slot = self.slots.adopt(files[0])
+
+    def data(self) -> Batch:
+        """Return the batch, or raise its error; its slot is used again when nothing views it.
+
+        ``NO_SAMPLES``: all samples are left out.
+        """
+        if self.error is not None:
+            self.release()
+            raise self.error[1]
+        if self.is_empty:
+            self.release()
+            return bad_samples.NO_SAMPLES
+        if self.pin_thread is None:
+            return self._whole()()
+        if self.pinning is None:
+            self.pinning = self.pin_thread.pin(self._whole())
+        return self.pinning.result().batch
+
+    def _whole(self) -> Callable[[], Batch]:
+        """Return what puts it together, in any thread."""
+        slot, self.slot = self.slot, None
+        if slot is None:
+            return partial(memory.unpack, self.packed, None)
+        copy = self.slots.has_to_copy(slot)
+        owner = self.slots.lease(slot)
+        if self.layout is not None:
+            rows = self.kept_rows()
+            return partial(self.layout.batch, owner, len(self.indices), copy=copy, rows=rows)
+        return partial(memory.unpack, self.packed, owner, copy=copy)
+
+    def release(self) -> None:
+        """Give back the slot of a batch that is not delivered."""
+        if self.slot is not None:
+            self.slots.give_back(self.slot)
+            self.slot = None
+
+    def all_stamps(self, wait: WaitWatch, ahead: int, *, first: bool) -> BatchStamps:
+        """Return the stamps of the batch, which is handed over now."""
+        own = wait.delivered()
+        pinned = None if self.pinning is None else self.pinning.result()
+        return BatchStamps(
+            self.number,
+            sum(task.samples for task in self.stamps),
+            wait.requested_ns,
+            clock.monotonic_ns(),
+            tuple(self.stamps),
+            ahead,
+            first=first,
+            pinned_ns=None if pinned is None else (pinned.began_ns, pinned.ended_ns),
+            own=own,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """What a side process does in one go: as a :class:`.TaskRequest` says."""
+
+    kind: protocol.TaskKind
+    batch: PendingBatch
+    start: int
+    """Position in the batch of its first sample."""
+    indices: Any
+
+    @property
+    def first_sample(self) -> tuple[int, int]:
+        """(batch number, position): stands for the task where no sample was being read yet."""
+        return self.batch.number, self.start
+
+    def reads(self, at: int) -> bool:
+        """Return whether the sample at a position of the batch is one of the task's."""
+        count = len(self.indices) if self.batch.batched else 1
+        return self.start <= at < self.start + count
+
+    def renewed(self) -> Task:
+        """Return the same task with the indices that its batch has now."""
+        indices = self.batch.indices
+        if self.batch.batched:
+            indices = indices[self.start : self.start + len(self.indices)]
+        return Task(self.kind, self.batch, self.start, indices)
+
+    def request(self) -> protocol.TaskRequest:
+        """Return what is sent to a side process."""
+        batch = self.batch
+        return protocol.TaskRequest(
+            self.kind,
+            batch.run.generation,
+            batch.number,
+            batch.run.number,
+            self.start,
+            self.indices[:1] if self.kind == "first" else self.indices,
+            len(batch.indices) if self.kind == "rows" else 0,
+            None if batch.slot is None else batch.slot.number,
+        )
+
+
+class ChildProcess:
+    """A side process, the wire to it, and what it was given to do.
+
+    If it is forked it closes ``inherited_fds``, what it would hold of its siblings. ``epoch`` is
+    the one that ``set_epoch`` of the dataset was called with; None: it is called there. Without a
+    ``queue`` it is sent each of its tasks.
+    """
+
+    def __init__(
+        self,
+        plan: FetchPlan,
+        number: int,
+        processes: int,
+        inherited_fds: tuple[int, ...],
+        *,
+        epoch: int | None,
+        queue: int | None,
+    ) -> None:
+        self.number = number
+        self.tasks: dict[int, Task] = {}
+        """Those that were sent to it alone, and not taken from the queue."""
+        self.outbox: deque[tuple[protocol.ToChild, tuple[int, ...] | memory.Slot]] = deque()
+        """Messages for which its wire had no room."""
+        self.answers = 0
+        """Tasks that it has ended."""
+        self.failure: BaseException | None = None
+        """What its ``worker_init_fn`` raised."""
+        self.asked = False
+        """It has still to tell what it reads."""
+        self.state: protocol.StateTold | None = None
+        """What it has told of that last; None: it was not asked."""
+        self.hang: watches.Hang | None = None
+        """Why it was killed."""
+        self.retiring = self.retired = False
+        ours, theirs = protocol.wire_pair()
+        ours.setblocking(False)
+        context = plan.context
+        if not isinstance(context, BaseContext):
+            context = multiprocessing.get_context(context)
+        # The kernel takes the end of the thread that forked a child for the end of its parent.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        # A forked child holds its siblings' wires too, and they would never see them closed.
+        inherited = Inherited()
+        if forks(context):
+            inherited = Inherited((ours.fileno(), *inherited_fds), files_being_read())
+        self.process = context.Process(
+            target=child_main,
+            args=(theirs, plan, number, processes, inherited, parent, epoch),
+            daemon=True,
+            name=f"fastdata-{number}",
+        )
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+        self.wire = protocol.Wire(ours)
+        # The end of its wire shows its end, too, but not while a process that was forked beside it
+        # holds a copy.
+        self._pidfd: tuple[int, ...] = ()
+        self._life = select.poll()
+        with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
+            self._pidfd = (os.pidfd_open(self.pid),)
+            self._life.register(self._pidfd[0], select.POLLIN)
+        self._files = [*self._pidfd]
+        """To be closed when it has ended."""
+        try:
+            self.progress = protocol.ProgressMemory.create()
+            self._files.append(self.progress.descriptor)
+            self.stacks = memory.create_shared_memory(1)
+            self._files.append(self.stacks)
+        except (OSError, WorkerError):  # no more files may be open
+            self.stop(0)
+            raise
+        os.ftruncate(self.stacks, 0)
+        queues = () if queue is None else (queue,)
+        self.send(protocol.Start(), (self.progress.descriptor, self.stacks, *queues))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid or 0
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended: its exit code, or less the signal; None: it lives."""
+        code: int | None = self.process.exitcode
+        return code
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Descriptors that become readable when it sends something or dies: the wire first."""
+        return (self.wire.fileno(), *self._pidfd)
+
+    @property
+    def began(self) -> bool:
+        """Whether it has got so far as to wait for tasks."""
+        return self.progress.state >= protocol.State.WAITING
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has not even got so far as to show its stacks."""
+        return self.progress.state == protocol.State.STARTING
+
+    @property
+    def load(self) -> int:
+        """Samples it still has to read."""
+        asked = (task.indices for task in self.tasks.values())
+        return sum(len(each) if isinstance(each, list) else 1 for each in asked)
+
+    def send(self, message: protocol.ToChild, files: tuple[int, ...] | memory.Slot = ()) -> None:
+        """Send now, or as soon as the process has read enough of what it has.
+
+        ``files``: Open ones that go with it, and stay open until the process ends; or the slot that
+        it is to map, of which nothing is sent if the slot is given up before.
+        """
+        self.outbox.append((message, files))
+        if len(self.outbox) == 1:
+            self._post()
+
+    def flush(self) -> None:
+        """Send what had to wait, once the wire has room again."""
+        if not self._post():
+            clock.sleep(_CROWDED_S)
+
+    def _post(self) -> bool:
+        while self.outbox:
+            message, files = self.outbox[0]
+            if not isinstance(files, tuple):
+                files = () if files.descriptor is None else (files.descriptor,)
+            try:
+                if files or not isinstance(message, protocol.MapSlot):
+                    self.wire.send(message, files)
+            except BlockingIOError:
+                return False
+            except OSError:
+                # Its death is seen, and its tasks are given away, when the wire is read.
+                self.outbox.clear()
+                return True
+            self.outbox.popleft()
+        return True
+
+    def messages(self) -> Iterator[tuple[protocol.FromChild, list[int]] | None]:
+        """Yield what it has sent, with the files that came along; None at last if it is gone."""
+        # Asked first: what it sent before is there by now.
+        gone = bool(self._pidfd and self._life.poll(0))
+        while True:
+            try:
+                received = self.wire.receive()
+            except BlockingIOError:
+                if gone:
+                    yield None
+                return
+            yield received
+            if received is None:
+                return
+
+    def stack(self, wait_s: float = 3.0) -> str:
+        """Return the Python stacks of its threads, asked for through SIGUSR1."""
+        if self.is_stopped():
+            return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
+        if self.is_starting:  # it knows nothing of SIGUSR1, and would die of it
+            return f"(no stack: the process is starting, state {self._state()})"
+        size = os.fstat(self.stacks).st_size
+        try:
+            os.kill(self.pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            return "(no stack: the process is gone)"
+        until = clock.monotonic() + wait_s
+        while clock.monotonic() < until:
+            clock.sleep(0.05)
+            now = os.fstat(self.stacks).st_size
+            if now > size and now == os.fstat(self.stacks).st_size:
+                clock.sleep(0.05)
+                return os.pread(self.stacks, 2**16, size).decode(errors="replace")
+        return f"(no stack within {wait_s:g} s, state {self._state()})"
+
+    def is_stopped(self) -> bool:
+        """Return whether it was stopped by a signal, as SIGSTOP does."""
+        return self._state().startswith("T")
+
+    def stop(self, patience_s: float = 1.0) -> None:
+        """End the process: it leaves by itself when the wire closes, or is killed."""
+        self.outbox.clear()
+        self.wire.close()
+        self.process.join(patience_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self._pidfd = ()
+        while self._files:
+            os.close(self._files.pop())
+
+    def _state(self) -> str:
+        try:
+            with open(f"/proc/{self.process.pid}/status", encoding="utf-8") as status:  # noqa: PTH123
+                return next((line[6:].strip() for line in status if line.startswith("State:")), "?")
+        except OSError:
+            return "?"
+
+
+class Side(Protocol):
+    """Who does tasks, as those see it who gave them."""
+
+    number: int
+    hang: watches.Hang | None
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended; None: it lives, or that is not known."""
+
+
+class Answer(NamedTuple):
+    """A side process has ended a task; open files came with its message."""
+
+    child: Side
+    task: Task
+    ended: protocol.TaskEnded
+    files: list[int]
+
+
+class Loss(NamedTuple):
+    """A side process died, and took tasks with it, which are not done."""
+
+    child: Side
+    tasks: list[Task]
+    suspect: tuple[int, int] | None
+    """Batch number and position of the sample that was being read, or about to be; None: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,18 +509,11 @@ class _Inquiry:
 class Crew:
     """Side processes and what they have to do.
 
-    With ``streams`` each process reads a stream of its own: there is no queue, and no process takes
-    the place of a dead one before the next epoch.
+    Where they read a stream, each reads one of its own: there is no queue, and no process takes the
+    place of a dead one before the next epoch.
     """
 
-    def __init__(
-        self,
-        plan: FetchPlan,
-        slots: SlotPool,
-        *,
-        processes: int,
-        streams: bool = False,
-    ) -> None:
+    def __init__(self, plan: FetchPlan, slots: memory.SlotPool, *, processes: int) -> None:
         self.plan = plan
         self.wanted = processes
         self.respawned = 0
@@ -66,26 +522,30 @@ class Crew:
         self._generation = 0
         self._settings: dict[type[protocol.Setting], protocol.Setting] = {}
         self._slot_pool = slots
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, memory.Slot] = {}
         self._inquiries: list[_Inquiry] = []
         self._died_starting = 0
         self._answered = 0
-        self._deaths = Deaths()
-        self._growth = Growth()
+        self._deaths = watches.Deaths()
+        self._growth = watches.Growth()
         self.children: dict[int, ChildProcess] = {}
         self._poller = select.poll()
         self._by_end: dict[int, ChildProcess] = {}
         self._writing: set[int] = set()
-        self._streams = streams
-        self._queue: TaskQueue | None = None
+        self._streams = isinstance(plan.dataset, IterableDataset)
+        self._queue: protocol.TaskQueue | None = None
         with contextlib.suppress(OSError):  # without one, each process is sent its tasks beforehand
             # One that reads ahead has to know them, too.
-            self._queue = None if streams or reads_ahead(plan.dataset) else TaskQueue()
+            self._queue = (
+                None if self._streams or reads_ahead(plan.dataset) else protocol.TaskQueue()
+            )
         self._closer = weakref.finalize(self, stop_all, self.children, self._queue, os.getpid())
 
     @property
     def owing(self) -> list[ChildProcess]:
-        """Processes that have something to do, or to answer."""
+        """Processes that have something to do, which others can do, or to answer."""
+        if self._streams:
+            return []
         return [
             child
             for child in self.children.values()
@@ -175,9 +635,9 @@ class Crew:
         if slot is not None and slot.number not in self._slots and slot.descriptor is not None:
             self._slots[slot.number] = slot
             self._send_all(protocol.MapSlot(slot.number), slot)
-        return self._count + 1, make_packet(self._count + 1, task.request())
+        return self._count + 1, protocol.make_packet(self._count + 1, task.request())
 
-    def _send_all(self, message: protocol.ToChild, slot: Slot | tuple[()] = ()) -> None:
+    def _send_all(self, message: protocol.ToChild, slot: memory.Slot | tuple[()] = ()) -> None:
         for child in self.children.values():
             child.send(message, slot)
 
@@ -260,7 +720,7 @@ class Crew:
         try:
             child = ChildProcess(self.plan, number, self.wanted, files, epoch=epoch, queue=queue)
         except OSError as error:
-            raise cannot_start(number, error) from error
+            raise watches.cannot_start(number, error) from error
         child.progress.generation = self._generation
         for setting in self._settings.values():
             child.send(setting)
@@ -331,7 +791,11 @@ class Crew:
         if not child.began:
             self._died_starting += 1
             if self._died_starting >= _DEATHS_AT_START:
-                raise died_starting(child.number, child.process.exitcode, self._died_starting)
+                raise WorkerError(
+                    f"Side process {child.number} {watches.death(child.exitcode)} "
+                    f"{self._died_starting} times before it read a sample. Its own message is on "
+                    f"the standard error output. {watches.MAIN}"
+                )
 
     def _resolve(
         self, child: ChildProcess, inquiry: int | None = None, taken: int = -1
@@ -347,3 +811,19 @@ class Crew:
                 for number in sorted(each.tasks & self._tasks.keys(), reverse=True):
                     task = self._tasks.pop(number)
                     yield Loss(each.dead, [task], task.first_sample)
+
+
+def stop_all(
+    children: dict[int, ChildProcess], queue: protocol.TaskQueue | None, owner: int
+) -> None:
+    """End side processes together, and their queue, if this is the process of id ``owner``."""
+    if os.getpid() != owner:  # a forked child must not end its parent's processes
+        return
+    for child in children.values():
+        child.wire.close()
+    until = clock.monotonic() + 1
+    for child in children.values():
+        child.stop(max(0.0, until - clock.monotonic()))
+    children.clear()
+    if queue is not None:
+        queue.close()

@@ -3,7 +3,7 @@
 ::
 
     training process                                               side process
-    scheduler > crew > process                                     child
+    scheduler > crew                                               child
 
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it
@@ -61,8 +61,8 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import errno
-import fcntl
 import os
 import pickle
 import select
@@ -71,12 +71,13 @@ import struct
 from enum import IntEnum
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
-import numpy as np
-
 from lightning_fastdata.batches.bad_samples import Fault
-from lightning_fastdata.batches.layout import SampleLayout
-from lightning_fastdata.batches.packed import Packed
-from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.batches.memory import (
+    Packed,
+    SampleLayout,
+    create_shared_memory,
+    map_shared_memory,
+)
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.stream_state import StreamNote
 from lightning_fastdata.host import clock
@@ -89,8 +90,6 @@ _LARGE_BYTES: Final = 48 * 1024
 _CROWDED: Final = (errno.ETOOMANYREFS, errno.ENOBUFS)
 """A user without privileges has no more descriptors in unread messages than ``ulimit -n`` says."""
 _CROWDED_S: Final = 0.005
-_ANCILLARY_BYTES: Final = socket.CMSG_LEN(4 * array.array("i").itemsize)
-"""A message comes with four descriptors at most."""
 _CUT_OFF: Final = int(socket.MSG_CTRUNC)  # arithmetic with the flags themselves takes 2 us
 _NO_DESCRIPTORS: Final = (
     "A process may not have more open files, and lost those that were sent to it. Raise the limit "
@@ -304,48 +303,40 @@ class State(IntEnum):
     """It takes tasks."""
 
 
-class ProgressMemory:
-    """Memory in which a side process notes how far it has got, mapped from a descriptor.
+class ProgressMemory(ctypes.Structure):
+    """Memory in which a side process notes how far it has got, mapped from a descriptor."""
 
-    It is four int64 numbers: the batch and the position of the sample that is being read (-1:
-    none), the task that was taken last or the state before that, and the generation of the present
-    epoch.
-    """
+    _fields_ = tuple((n, ctypes.c_int64) for n in ("batch", "position", "state", "generation"))
+    batch: int
+    """Of the sample that is being read; -1: none is."""
+    position: int
+    """Of that sample in its batch."""
+    state: int
+    """One of :class:`State`, or the number of the task that the process took last."""
+    generation: int
+    """That of the present epoch; tasks of a smaller one need not be done."""
+    descriptor: int
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.words = np.frombuffer(map_shared_memory(descriptor), np.int64)
+    @classmethod
+    def mapped(cls, descriptor: int) -> ProgressMemory:
+        """Return the memory behind a descriptor."""
+        progress = cls.from_buffer(map_shared_memory(descriptor))
+        progress.descriptor = descriptor
+        return progress
 
     @classmethod
     def create(cls) -> ProgressMemory:
         """Return new memory for a process that is starting."""
-        progress = cls(create_shared_memory(4 * 8))
-        progress.words[:] = -1, -1, State.STARTING, 0
+        progress = cls.mapped(create_shared_memory(ctypes.sizeof(cls)))
+        progress.read(-1, -1)
+        progress.state = State.STARTING
         return progress
-
-    @property
-    def state(self) -> int:
-        """One of :class:`State`, or the number of the task that the process took last."""
-        return int(self.words[2])
-
-    @state.setter
-    def state(self, state: int) -> None:
-        self.words[2] = state
-
-    @property
-    def generation(self) -> int:
-        """That of the present epoch; tasks of a smaller one need not be done."""
-        return int(self.words[3])
-
-    @generation.setter
-    def generation(self, generation: int) -> None:
-        self.words[3] = generation
 
     def read(self, batch: int, position: int) -> None:
         """Note which sample is being read; -1 for both: none."""
         # In this order: a reader that finds a batch number finds its position, too.
-        self.words[1] = position
-        self.words[0] = batch
+        self.position = position
+        self.batch = batch
 
     def being_read(self) -> tuple[int, int] | None:
         """Return batch number and position of the sample that is being read right now, if any."""
@@ -354,8 +345,7 @@ class ProgressMemory:
 
     def noted(self) -> tuple[int, int, int]:
         """Return the batch and the position that are being read, and the state."""
-        batch, position, state, _ = self.words.tolist()
-        return batch, position, state
+        return self.batch, self.position, self.state
 
 
 # How it travels
@@ -367,6 +357,8 @@ class Wire:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.fileno = end.fileno
+        # A message comes with four descriptors at most.
+        self._ancillary_bytes = socket.CMSG_LEN(4 * array.array("i").itemsize)
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message and open files; large ones travel as an open file themselves.
@@ -415,7 +407,7 @@ class Wire:
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
             # socket.recv_fds takes flags, and ignores them.
-            data, attached, flags_out, _ = self.end.recvmsg(65536, _ANCILLARY_BYTES, flags)
+            data, attached, flags_out, _ = self.end.recvmsg(65536, self._ancillary_bytes, flags)
         except ConnectionResetError:
             # It died with messages unread: an error that comes once, before what it sent itself.
             return self.receive(wait=wait)
@@ -460,6 +452,8 @@ class TaskQueue:
     """
 
     def __init__(self) -> None:
+        import fcntl  # which is not on all systems where this module is imported
+
         self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
         self.descriptors = self.reading, self._writing
         # Users may have only so many pages in pipes; the default holds 16 packets.

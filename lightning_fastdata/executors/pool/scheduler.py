@@ -1,41 +1,63 @@
-"""Side processes that fetch: the executor ``"workers"``.
+"""Side processes that fetch: by index, as the executor ``"workers"``, or each a stream of its own.
 
 The training process keeps the indices of everything that is under way, so whatever a process that
-died had not finished is given to another one. :mod:`.protocol` shows the way of a batch.
+died had not finished is given to another one. A stream cannot be asked for a sample a second time,
+so a process that dies before the end of its stream ends the epoch with an error, after what it had
+finished was delivered. :mod:`.protocol` shows the way of a batch.
 """
 
 from __future__ import annotations
 
 import math
 import signal
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
-from lightning_fastdata.batches.layout import SampleLayout
-from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.keyed import reads_together
+from lightning_fastdata.batches.memory import SampleLayout, SlotPool
 from lightning_fastdata.batches.staged import PinThread
 from lightning_fastdata.errors import WorkerError, as_error
-from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool import faults, protocol
-from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.process import Answer, Loss
-from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
+from lightning_fastdata.executors.inline import StreamAsk
+from lightning_fastdata.executors.pool import protocol, watches
+from lightning_fastdata.executors.pool.crew import (
+    Answer,
+    ChildProcess,
+    Crew,
+    EpochRun,
+    Loss,
+    PendingBatch,
+    Task,
+)
+from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory, StreamNote
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
 
+_TASK_NS: Final = 2_000_000
+"""Cheap samples share a task of about this length, as a message costs some 20 us."""
+_LONG_TASK_NS: Final = 25_000_000
+"""Of a batch that is not needed soon: each task costs the training process some 40 us."""
+_TASKS_PER_WORKER: Final = 3
+"""Of all batches under way, so that no process has to wait for one that takes long."""
 _TIMES: Final = 2
 _KILLS: Final = 4
 """So many crash or hang with a sample that is given up; SIGKILL may come from outside."""
 
 
-class PoolExecutor:
-    """Fetches batches in ``processes`` side processes."""
+class _CrewExecutor(ABC):
+    """Fetches in the side processes of a crew: what is asked of them comes back, and is delivered.
+
+    Whose turn it is, and what is done about losses, is said by the two kinds below.
+    """
 
     def __init__(
         self,
@@ -43,7 +65,7 @@ class PoolExecutor:
         *,
         processes: int,
         pin_thread: PinThread | None = None,
-        trial: CrewTrial | None = None,
+        trial: watches.CrewTrial | None = None,
     ) -> None:
         self.plan = plan
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
@@ -51,46 +73,20 @@ class PoolExecutor:
         self._crew = self._start_crew(processes)
         self.children = self._crew.children
         """The side processes by their numbers."""
-        self._splitter = Splitter(plan, self._slots)
-        self._trial = CrewTrial(self._crew.wanted) if trial is None else trial
+        self._trial = watches.CrewTrial(processes) if trial is None else trial
         self._rates: ReadRates | None = None
+        self._stall = watches.StallWatch(plan.timeout_s)
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._first, self._count = True, 0
-        self._batches: deque[PendingBatch] = deque()
-        self._todo: deque[Task] = deque()
-        self._stall = faults.StallWatch(plan.timeout_s)
-        self._deaths: Counter[tuple[int, int]] = Counter()
-        """Of side processes, by batch number and position of what was being read then."""
+        self._whole_bytes = 0
+        """Size of the largest batch so far that was collated as a whole."""
 
     def _start_crew(self, processes: int) -> Crew | Any:
         return Crew(self.plan, self._slots, processes=processes)
 
-    @property
-    def respawned(self) -> int:
-        """Side processes that died and were replaced."""
-        return self._crew.respawned
-
-    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
-        """Begin an epoch; what is left of the one before is dropped."""
-        self._first = True
-        self._now = EpochRun(epoch, self._now.generation + 1, iter(batches))
-        self._crew.start_epoch(self._now.generation, epoch)
-        for child in self.children.values():
-            child.state = None  # which holds until they read again
-        for task in [task for task in self._todo if not self._is_current(task.batch)]:
-            self._todo.remove(task)
-            task.batch.open_tasks -= 1
-        for batch in [batch for batch in self._batches if not self._is_current(batch)]:
-            self._batches.remove(batch)
-            if batch.is_ready:
-                batch.release(self._slots)
-        self._deaths.clear()
-        self._trial.given_up()
-        self._fill()
-
-    def __iter__(self) -> PoolExecutor:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
@@ -102,43 +98,29 @@ class PoolExecutor:
             self._fill()
             batch = self._first_ready()
             if batch is not None:
-                self._batches.remove(batch)
-                if batch.faults:
-                    batch.report(self.plan.faults)
-                deliver = partial(
-                    batch.data, self._slots, self._splitter.layout, pin_thread=self._pin_thread
-                )
-                delivered = self._wait.unpacked(deliver)
+                delivered = self._deliver(batch)
                 if delivered is NO_SAMPLES:
                     continue
                 if self._records is not None:
                     rates, self._rates = self._rates, None
-                    stamps = batch.all_stamps(
-                        self._wait, max(0, ahead), first=self._first, rates=rates
-                    )
-                    self._records.append(stamps)
+                    stamps = batch.all_stamps(self._wait, max(0, ahead), first=self._first)
+                    self._records.append(stamps._replace(rates=rates))
                     self._trial.delivered(late=ahead >= 0)
                 self._first = False
                 return delivered
             if ahead < 0 and self._records is not None:
-                ahead = sum(other.is_ready for other in self._batches)
-            if self._has_ended():
-                raise StopIteration
+                ahead = sum(other.is_ready for other in self._pending())
+            end = self._end()
+            if end is not None:
+                raise end
             self._receive()
 
     def ready(self) -> bool:
-        """Return whether the next batch, or the end, can be had without waiting."""
+        """Return whether the next batch, an error or the end can be had without waiting."""
         self._fill()
         self._receive(waiting=False)
         batch = self._first_ready()
-        return self._has_ended() or (batch is not None and batch.comes_at_once)
-
-    def under_way(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many batches of the epoch were begun, and which were not handed over."""
-        return self._now.begun, tuple(b.place for b in self._batches if self._is_current(b))
-
-    def _has_ended(self) -> bool:
-        return self._now.exhausted and not any(map(self._is_current, self._batches))
+        return self._end() is not None if batch is None else batch.comes_at_once
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
@@ -147,10 +129,151 @@ class PoolExecutor:
             self._trial.given_up()  # without stamps it would never end
         self._crew.configure(protocol.SetStamps(records is not None))
 
+    def close(self) -> None:
+        """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        self._crew.close()
+        self._slots.close()
+        self._now.exhausted = True
+
+    @abstractmethod
+    def _pending(self) -> Iterable[PendingBatch]:
+        """Return the batches of the epoch that were begun and not handed over."""
+
+    @abstractmethod
+    def _fill(self) -> None:
+        """Begin batches, as far ahead as the plan says, and give what is to be done."""
+
+    @abstractmethod
+    def _first_ready(self) -> PendingBatch | None:
+        """Return the batch that is delivered next, if it is ready."""
+
+    @abstractmethod
+    def _end(self) -> BaseException | None:
+        """Return what is raised as no batch is to come: an error, or StopIteration."""
+
+    @abstractmethod
+    def _deliver(self, batch: PendingBatch) -> Batch:
+        """Return what a batch holds, and have it no longer; or raise its error."""
+
+    @abstractmethod
+    def _reads(self, child: ChildProcess) -> str | None:
+        """Return in words what a side process reads just now; None: nothing."""
+
+    @abstractmethod
+    def _redo(self, loss: Loss) -> None:
+        """Do what follows from tasks that a side process died with."""
+
+    def _new_batch(self, indices: Any, *, batched: bool = True) -> PendingBatch:
+        self._count += 1
+        run = self._now
+        batch = PendingBatch(
+            self._count, run, run.begun, indices, self._slots, self._pin_thread, batched
+        )
+        run.begun += 1
+        return batch
+
+    def _whole_task(self, batch: PendingBatch) -> Task:
+        """Return the task to read and collate a batch as a whole."""
+        if self._whole_bytes:
+            batch.slot = self._slots.take(self._whole_bytes)
+        return Task("whole", batch, 0, batch.indices)
+
+    def _is_current(self, batch: PendingBatch) -> bool:
+        return batch.run is self._now
+
+    def _receive(self, *, waiting: bool = True) -> None:
+        """Take in what has come, or wait for it; and see whether processes are stuck."""
+        look_s = self._stall.next_look_s
+        events = self._crew.wait(look_s if waiting else 0.0)
+        for event in events or ():
+            if isinstance(event, Loss):
+                self._redo(event)
+            else:
+                self._answer(event)
+        if self._pin_thread is not None:
+            for batch in self._pending():
+                batch.pin()
+        if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
+            return
+        children = list(self.children.values())
+        all_do = partial(watches.doing, children, self._reads)
+        for child, hang in self._stall.look(children, all_do, self._crew.owing):
+            watches.kill_hung(child, hang, watches.doing([child], self._reads)[0])
+
+    def _answer(self, answer: Answer) -> None:
+        """Take in how a task has ended."""
+        batch, ended = answer.task.batch, answer.ended
+        batch.open_tasks -= 1
+        if ended.faults:
+            batch.note(ended.faults)
+        self._stall.note_task(ended.spent_ns)
+        if ended.stamps is not None and not isinstance(ended.result, protocol.OldEpoch):
+            batch.stamps.append(ended.stamps)
+            self._rates = self._trial.answered(ended.stamps, self._crew.under_way) or self._rates
+        match ended.result:
+            case protocol.Collated(packed):
+                self._wait.unpacked(partial(batch.take_parts, packed, answer.files))
+                self._whole_bytes = max(self._whole_bytes, packed.size_bytes)
+            case protocol.TaskError(position, kind, text):
+                if batch.error is None or position < batch.error[0]:
+                    batch.error = position, as_error(kind, answer.child.number, text)
+
+
+class PoolExecutor(_CrewExecutor):
+    """Fetches batches by index in ``processes`` side processes, which share out each of them."""
+
+    def __init__(
+        self,
+        plan: FetchPlan,
+        *,
+        processes: int,
+        pin_thread: PinThread | None = None,
+        trial: watches.CrewTrial | None = None,
+    ) -> None:
+        super().__init__(plan, processes=processes, pin_thread=pin_thread, trial=trial)
+        self._batches: deque[PendingBatch] = deque()
+        """Of the epoch, in its order."""
+        self._todo: deque[Task] = deque()
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        """Of side processes, by batch number and position of what was being read then."""
+        samples = plan.default_collation and plan.batched and not reads_together(plan.dataset)
+        self._is_known = not samples
+        """Whether samples are written in place; False until the first one was read."""
+        self._layout: SampleLayout | None = None
+        """Of all samples, by which they are written in place; None: they are collated."""
+        self._sample_ns: float | None = None
+
+    @property
+    def respawned(self) -> int:
+        """Side processes that died and were replaced."""
+        return self._crew.respawned
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
+        self._first = True
+        self._now = EpochRun(epoch, self._now.generation + 1, iter(batches))
+        for task in self._todo:
+            task.batch.open_tasks -= 1
+        for batch in self._batches:
+            if batch.is_ready:
+                batch.release()
+        self._todo.clear()
+        self._batches.clear()
+        self._crew.start_epoch(self._now.generation, epoch)
+        for child in self.children.values():
+            child.state = None  # which holds until they read again
+        self._deaths.clear()
+        self._trial.given_up()
+        self._fill()
+
+    def under_way(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many batches of the epoch were begun, and which were not handed over."""
+        return self._now.begun, tuple(batch.place for batch in self._batches)
+
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
         """Have so many side processes, and batches ahead; those too many finish their work."""
         if look_ahead is not None:
-            self.plan = self._splitter.plan = replace(self.plan, look_ahead=look_ahead)
+            self.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
         self._trial = self._trial.with_workers(workers)
 
@@ -172,18 +295,17 @@ class PoolExecutor:
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
-        self._crew.close()
-        self._slots.close()
+        super().close()
         self._batches.clear()
         self._todo.clear()
-        self._now.exhausted = True
 
     # What is under way
 
+    def _pending(self) -> Iterable[PendingBatch]:
+        return self._batches
+
     def _fill(self) -> None:
-        while len(self._batches) < self.plan.look_ahead:
-            if not self._splitter.has_place(self._batches, self._crew.wanted):
-                break
+        while len(self._batches) < self.plan.look_ahead and self._has_place():
             if self._now.exhausted:
                 break
             try:
@@ -191,62 +313,125 @@ class PoolExecutor:
             except StopIteration:
                 self._now.exhausted = True
                 break
-            self._count += 1
-            batch = self._splitter.begin(self._count, self._now, indices)
+            batch = self._begin(indices)
             self._batches.append(batch)
-            self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew.wanted))
+            self._todo.extend(self._tasks(batch))
         limit = self._trial.limit
         while self._todo and (limit is None or self._crew.under_way < limit):
             if not self._crew.give(self._todo[0]):
                 break
             self._todo.popleft()
 
+    def _first_ready(self) -> PendingBatch | None:
+        for batch in self._batches:
+            if batch.is_ready:
+                return batch
+            if self.plan.in_order:
+                break
+        return None
+
+    def _end(self) -> BaseException | None:
+        return StopIteration() if self._now.exhausted and not self._batches else None
+
+    def _deliver(self, batch: PendingBatch) -> Batch:
+        self._batches.remove(batch)
+        if batch.faults:
+            batch.report(self.plan.faults)
+        return self._wait.unpacked(batch.data)
+
+    def _reads(self, child: ChildProcess) -> str | None:
+        number, at = child.progress.being_read() or (-1, -1)
+        found = [batch for batch in self._batches if batch.number == number]
+        return f"sample {found[0].index_at(at)!r}" if found else None
+
+    # How a batch is divided, and where its samples are written
+
+    def _begin(self, indices: Any) -> PendingBatch:
+        """Return a batch that begins, with none of the samples in quarantine."""
+        plan = self.plan
+        if isinstance(indices, np.ndarray):
+            indices = list(indices)
+        indices = _own_memory(indices, batched=plan.batched)
+        indices, left_out = plan.faults.left_out(
+            plan.guard, indices, self._now.number, batched=plan.batched
+        )
+        batch = self._new_batch(indices, batched=plan.batched)
+        if left_out:
+            batch.note(left_out)
+        return batch
+
+    def _has_place(self) -> bool:
+        """Return whether another batch may be begun beside those that are under way."""
+        if not self._batches:
+            return True
+        if not self._is_known:  # until a sample was seen, each process has one to read
+            return self._open_tasks() < self._crew.wanted
+        size = self._whole_bytes
+        if self._layout is not None:
+            size = self._layout.offsets(len(self._batches[-1].indices))[1]
+        # Large batches take long to use, so that few of them bridge as much time.
+        count = len(self._batches)
+        if count >= max(2, self._crew.wanted) and (count + 1) * size > self.plan.ahead_bytes:
+            return False
+        return self._layout is None or self._slots.may_grow(size)
+
+    def _place(self, batch: PendingBatch) -> bool:
+        """Return whether the samples of a batch have a place to be written to.
+
+        Raises:
+            WorkerError: There is no memory for it.
+        """
+        if self._layout is not None and batch.slot is None:
+            batch.slot = self._slots.take(self._layout.offsets(len(batch.indices))[1])
+            batch.layout = None if batch.slot is None else self._layout
+        return batch.layout is not None
+
+    def _tasks(self, batch: PendingBatch) -> list[Task]:
+        """Return the tasks of one of the batches under way; none if there is no memory for it."""
+        try:
+            tasks = self._split(batch)
+        except WorkerError as error:  # raised when it is its turn
+            batch.error, tasks = (0, error), []
+        batch.open_tasks = len(tasks)
+        return tasks
+
+    def _split(self, batch: PendingBatch) -> list[Task]:
+        indices = batch.indices
+        several = batch.batched and len(indices) > 0  # a single index may be a tensor
+        if several and not self._is_known:
+            # Workers may wait for each other in their first samples: there is one for each.
+            free = max(1, self._crew.wanted - self._open_tasks())
+            return _parts("first", batch, -(-len(indices) // free))
+        if several and self._place(batch):
+            rows = rows_per_task(
+                len(indices),
+                self._sample_ns,
+                workers=self._crew.wanted,
+                before=self._batches.index(batch),
+                look_ahead=self.plan.look_ahead,
+            )
+            return _parts("rows", batch, rows)
+        return [self._whole_task(batch)]
+
+    def _open_tasks(self) -> int:
+        return sum(batch.open_tasks for batch in self._batches)
+
     # What comes back
 
-    def _receive(self, *, waiting: bool = True) -> None:
-        look_s = self._stall.next_look_s
-        events = self._crew.wait(look_s if waiting else 0.0)
-        for event in events or ():
-            if isinstance(event, Loss):
-                self._redo(event)
-            else:
-                self._answer(event)
-        if self._pin_thread is not None:
-            for batch in filter(self._is_current, self._batches):
-                batch.pin(self._pin_thread, self._slots, self._splitter.layout)
-        if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
-            return
-        children = list(self._crew.children.values())
-        tell = partial(faults.doing, self.plan, self._batches, children)
-        for child, hang in self._stall.look(children, tell, self._crew.owing):
-            faults.kill_hung(child, hang, self.plan, self._batches)
-
     def _answer(self, answer: Answer) -> None:
-        child, task, ended = answer.child, answer.task, answer.ended
-        batch, result = task.batch, ended.result
-        batch.open_tasks -= 1
-        if ended.faults:
-            batch.note(ended.faults)
-        self._stall.note_task(ended.spent_ns)
-        if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
-            batch.stamps.append(ended.stamps)
-            self._rates = self._trial.answered(ended.stamps, self._crew.under_way) or self._rates
-        match result:
+        super()._answer(answer)
+        task, ended = answer.task, answer.ended
+        match ended.result:
             case protocol.RowsWritten():
-                self._splitter.note_time(ended.spent_ns / len(task.indices))
+                known, sample_ns = self._sample_ns, ended.spent_ns / len(task.indices)
+                self._sample_ns = sample_ns if known is None else 0.9 * known + 0.1 * sample_ns
             case protocol.FirstSample(layout):
-                self._crew.go_on(child.number, self._learn(layout, task))
-            case protocol.Collated(packed):
-                self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
-                self._splitter.whole_bytes = max(self._splitter.whole_bytes, packed.size_bytes)
+                self._crew.go_on(answer.child.number, self._learn(layout, task))
             case protocol.NothingLeft():
-                batch.is_empty = True
+                task.batch.is_empty = True
             case protocol.Misfit():
-                batch.misfit, self._splitter.in_place = True, False
-            case protocol.TaskError(position, kind, text):
-                if batch.error is None or position < batch.error[0]:
-                    batch.error = position, as_error(kind, child.number, text)
-        self._finish_if_ready(batch)
+                task.batch.misfit, self._layout = True, None
+        self._finish_if_ready(task.batch)
 
     def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
         """Return what the process that read the first sample of a task, and kept it, is to do next.
@@ -254,13 +439,13 @@ class PoolExecutor:
         The first layout that is found is that of all samples.
         """
         batch = task.batch
-        if self._splitter.in_place is None:
-            self._splitter.in_place, self._splitter.layout = layout is not None, layout
+        if not self._is_known:
+            self._is_known, self._layout = True, layout
             self._crew.configure(protocol.SetLayout(layout))
         if batch.misfit or not self._is_current(batch):
             return None
         try:
-            placed = self._splitter.place(batch)
+            placed = self._place(batch)
         except WorkerError as error:  # no memory for it, which is raised when it is its turn
             batch.error = 0, error
             return None
@@ -274,26 +459,12 @@ class PoolExecutor:
         if not batch.is_ready:
             return
         if not self._is_current(batch):
-            batch.release(self._slots)
+            batch.release()
         elif batch.misfit and batch.error is None:
             # True collation decides what becomes of samples that differ, as it would in torch.
-            batch.release(self._slots)
-            batch.misfit = batch.in_place = False
-            tasks = self._splitter.tasks(batch, self._batches, self._crew.wanted)
-            self._todo.extendleft(tasks)
-
-    def _is_current(self, batch: PendingBatch) -> bool:
-        return batch.generation == self._now.generation
-
-    def _first_ready(self) -> PendingBatch | None:
-        for batch in self._batches:
-            if not self._is_current(batch):
-                break
-            if batch.is_ready:
-                return batch
-            if self.plan.in_order:
-                break
-        return None
+            batch.release()
+            batch.misfit, batch.layout = False, None
+            self._todo.extendleft(self._tasks(batch))
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
@@ -312,10 +483,223 @@ class PoolExecutor:
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
             if killer is not None and killer[0] == batch.number and task.reads(killer[1]):
-                error = faults.lost_sample(batch.index_at(killer[1]), loss.child, times)
+                error = watches.lost_sample(batch.index_at(killer[1]), loss.child, times)
                 went_on = batch.give_up(killer[1], self.plan, error)
             if went_on and self._is_current(batch):
                 self._todo.appendleft(task.renewed())
                 continue
             batch.open_tasks -= 1
             self._finish_if_ready(batch)
+
+
+def _parts(kind: protocol.TaskKind, batch: PendingBatch, size: int) -> list[Task]:
+    indices = batch.indices
+    return [Task(kind, batch, at, indices[at : at + size]) for at in range(0, len(indices), size)]
+
+
+def rows_per_task(
+    samples: int, sample_ns: float | None, *, workers: int, before: int, look_ahead: int
+) -> int:
+    """Return how many samples of a batch a process reads in one go.
+
+    ``before`` of the ``look_ahead`` batches under way are needed before this one.
+    """
+    spread = -(-samples // workers)
+    if sample_ns is None:
+        return spread
+    sample_ns = max(1.0, sample_ns)
+    at_once = max(1, round(_TASK_NS / sample_ns))
+    rows = samples if at_once >= samples else min(spread, at_once)
+    if before < 2:
+        return rows
+    share = -(-samples * look_ahead // (_TASKS_PER_WORKER * workers))
+    return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))
+
+
+def _own_memory(indices: Any, *, batched: bool) -> Any:
+    """Return indices that nobody else changes, and whose tensors do not lie in larger ones."""
+    if not batched:
+        return indices.clone() if isinstance(indices, torch.Tensor) else indices
+    if not any(isinstance(each, torch.Tensor) for each in indices[:1]):
+        return list(indices) if type(indices) is list else indices
+    return [each.clone() if isinstance(each, torch.Tensor) else each for each in indices]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What one side process has to give of its stream in this epoch."""
+
+    child: ChildProcess
+    batches: deque[PendingBatch] = field(default_factory=deque)
+    """Asked for and not delivered, the oldest first."""
+    delivered: int = 0
+    """Batches of this epoch that were handed over."""
+    ended: bool = False
+    """Its stream has no more batches than those in ``batches``."""
+    dead: bool = False
+    """It died before the end of its stream."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next batch is there."""
+        return bool(self.batches) and self.batches[0].is_ready
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was handed over."""
+        return self.ended and not self.batches
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it makes no batch that it was not asked for yet, before its end; None: it does."""
+        child = self.child
+        if child.failure is not None or not self.dead:
+            return child.failure
+        hint = "" if child.answers else f" {watches.MAIN}"
+        return WorkerError(
+            f"Side process {child.number} {watches.death(child.exitcode)} before the end of its "
+            f"stream. The {self.delivered} batches that it had made in this epoch were delivered; "
+            "the rest of its stream is missing, because a stream cannot be read again from its "
+            "middle. Begin the epoch anew, or use a dataset with __getitem__, whose samples are "
+            f"read again.{hint}"
+        )
+
+    def drop(self, tasks: Iterable[Task]) -> None:
+        """Drop tasks that its process, which has ended, did not do."""
+        for task in tasks:
+            task.batch.release()
+            if task.batch in self.batches:
+                self.batches.remove(task.batch)
+        self.dead = not self.ended
+
+
+class StreamExecutor(_CrewExecutor):
+    """Reads a stream in ``processes`` side processes, each of which iterates a copy of its own.
+
+    The order is torch's: one batch of each process in turn, those whose stream has ended left out.
+    """
+
+    def __init__(
+        self, plan: FetchPlan, *, processes: int, pin_thread: PinThread | None = None
+    ) -> None:
+        # What one process is asked for no other can read, so that half of them show nothing.
+        super().__init__(
+            plan, processes=processes, pin_thread=pin_thread, trial=watches.CrewTrial(0)
+        )
+        self._processes = processes
+        self._samples: int | None = 0
+        self._turn = 0
+        self._lanes: list[_Lane] = []
+        self.history = StreamHistory(plan.dataset)
+        """Where the stream was behind each of the last batches."""
+        self._resume: dict[int, LanePosition] = {}
+        """Where processes go on that were not asked for a batch yet, by their numbers."""
+
+    def start_epoch(
+        self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
+    ) -> None:
+        """Begin an epoch; what is left of the one before is dropped.
+
+        ``resume``: go on there, with the first epoch.
+        """
+        source, workers = iter(batches), self._processes
+        self._samples = next(source)
+        over = all(lane.done for lane in self._lanes)
+        self._now = EpochRun(epoch, self._now.generation + 1, source)
+        self._first = True
+        for lane in self._lanes:
+            for batch in lane.batches:
+                if batch.is_ready:
+                    batch.release()
+            lane.batches.clear()
+        if self._lanes:
+            self._receive(waiting=False)  # one that died after its last batch is found here
+        for lane in self._lanes:
+            child = lane.child
+            lives = self.children.get(child.number) is child
+            if lives and child.failure is not None:
+                self._crew.discard(child)
+                lane.drop(child.tasks.values())
+        self._resume, self._crew.wanted = dict(enumerate(resume or ())), workers
+        self._crew.start_epoch(self._now.generation, epoch)
+        earlier = {id(lane.child) for lane in self._lanes}
+        self._lanes = [_Lane(self.children[number]) for number in range(workers)]
+        going_on = [n for n, lane in enumerate(self._lanes) if id(lane.child) in earlier]
+        self.history.start_epoch(workers, resume, going_on=going_on, over=over)
+        self._turn = self.history.first_turn
+        self._fill()
+
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
+        """Do nothing: a stream is shared out among the processes that there are."""
+
+    def close(self) -> None:
+        """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        super().close()
+        self._lanes.clear()
+
+    def _pending(self) -> Iterable[PendingBatch]:
+        return [batch for lane in self._lanes for batch in lane.batches]
+
+    def _fill(self) -> None:
+        each = max(1, self.plan.look_ahead // max(1, len(self._lanes)))
+        for depth in range(each):
+            for lane in self._lanes:
+                if len(lane.batches) == depth and not lane.ended and lane.failure is None:
+                    start = self._resume.pop(lane.child.number, None)
+                    ask = StreamAsk(self._now.generation, self._samples, start)
+                    task = self._whole_task(self._new_batch(ask))
+                    task.batch.open_tasks = 1
+                    lane.batches.append(task.batch)
+                    self._crew.give(task, lane.child)
+
+    def _next_lane(self) -> _Lane | None:
+        """Return the lane whose turn it is; None when all have ended."""
+        count = len(self._lanes)
+        in_turn = [self._lanes[(self._turn + step) % count] for step in range(count)]
+        open_lanes = [lane for lane in in_turn if not lane.done]
+        if not open_lanes:
+            return None
+        if not self.plan.in_order:
+            # A loss is reported at once, since in an endless stream there is always a batch ready.
+            open_lanes.sort(key=lambda e: (bool(e.batches) or e.failure is None, not e.ready))
+        return open_lanes[0]
+
+    def _first_ready(self) -> PendingBatch | None:
+        lane = self._next_lane()
+        return lane.batches[0] if lane is not None and lane.ready else None
+
+    def _end(self) -> BaseException | None:
+        lane = self._next_lane()
+        if lane is None:
+            return StopIteration()
+        return None if lane.batches else lane.failure
+
+    def _deliver(self, batch: PendingBatch) -> Batch:
+        number = next(n for n, lane in enumerate(self._lanes) if batch in lane.batches)
+        lane = self._lanes[number]
+        self._turn = (number + 1) % len(self._lanes)
+        lane.batches.popleft()
+        delivered = self._wait.unpacked(batch.data)
+        lane.delivered += 1
+        self.history.handed_over(number)
+        return delivered
+
+    def _reads(self, child: ChildProcess) -> str | None:
+        return "its stream" if child.tasks else None
+
+    def _answer(self, answer: Answer) -> None:
+        super()._answer(answer)
+        lane, batch = self._lanes[answer.child.number], answer.task.batch
+        result = answer.ended.result
+        if not self._is_current(batch):
+            batch.release()
+        elif isinstance(result, protocol.Collated):
+            self.history.made(answer.child.number, result.note or StreamNote())
+        elif isinstance(result, protocol.StreamEnd):
+            lane.ended = True  # what it was asked for besides will be answered likewise
+            lane.batches = deque(b for b in lane.batches if b.is_ready and b is not batch)
+            batch.release()
+
+    def _redo(self, loss: Loss) -> None:
+        """Have no more of a stream whose process has died: nobody can read what was lost."""
+        self._lanes[loss.child.number].drop(loss.tasks)

@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES
 from lightning_fastdata.batches.libraries import tell_epoch
-from lightning_fastdata.batches.packed import pack, write_leaves
+from lightning_fastdata.batches.memory import pack, write_leaves
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
@@ -32,7 +32,7 @@ from lightning_fastdata.stamps.lines import LineWatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.executors.pool.process import Hang
+    from lightning_fastdata.executors.pool.watches import Hang
     from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 Made: TypeAlias = "tuple[protocol.TaskEnded, NDArray[np.uint8] | None]"

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
+from lightning_fastdata.batches.memory import create_shared_memory, map_shared_memory
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
+from lightning_fastdata.executors.pool.crew import Answer, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.watches import Hang
 from lightning_fastdata.ext.ray.actor import Call, Reader, stamped
 from lightning_fastdata.ext.ray.actors import Actors
 from lightning_fastdata.ext.ray.cluster import ClusterWatch, connect, offers, read_free_cpus
@@ -31,10 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_fastdata.batches.staged import PinThread
-    from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess
-    from lightning_fastdata.executors.pool.splitter import Task
+    from lightning_fastdata.executors.pool.crew import ChildProcess, Task
+    from lightning_fastdata.executors.pool.watches import CrewTrial
     from lightning_fastdata.ext.ray.actor import Made
 
 _LOOK_S: Final = 0.25

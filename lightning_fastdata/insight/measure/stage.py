@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lightning_fastdata.batches.layout import decodes_in_place
+from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device import has_streams
 from lightning_fastdata.host import clock

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES
-from lightning_fastdata.batches.packed import ALIGNMENT_BYTES, SMALL_BYTES, tensor_over
-from lightning_fastdata.batches.slots import SlotPool
+from lightning_fastdata.batches.memory import ALIGNMENT_BYTES, SMALL_BYTES, SlotPool, tensor_over
 from lightning_fastdata.caches.cached import was_given_up
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.columns import Rows, in_bounds, rows_of, whole_numbers
 from lightning_fastdata.executors.fetch import Fetcher, copy_limit_bytes
-from lightning_fastdata.executors.gather.columns import Rows, in_bounds, rows_of, whole_numbers
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 

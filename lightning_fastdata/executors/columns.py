@@ -6,9 +6,9 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.batches.layout import same_batch
+from lightning_fastdata.batches.memory import same_batch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_file import column_of
 from lightning_fastdata.errors import DatasetError
@@ -36,10 +36,8 @@ _FREE_SHARE: Final = 8
 _TypedArrays: TypeAlias = dict[str, tuple[NDArray[Any], torch.dtype]]
 _seen: weakref.WeakKeyDictionary[object, tuple[object, _TypedArrays]] = weakref.WeakKeyDictionary()
 """Columns of datasets, with the format they were read in: joining their pieces copies them."""
-_Part = TypeVar("_Part")
-_Parts: TypeAlias = "Mapping[str, _Part] | Iterable[_Part]"
 _LARGE_ROW_BYTES = 2**12
-_SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ColumnDataset(Dataset[Any]):
@@ -212,12 +210,6 @@ class NotRowsError(Exception):
     """Batches of the dataset have to be made sample by sample."""
 
 
-def is_hugging_face(dataset: object) -> bool:
-    """Return whether this is a ``datasets.Dataset`` and no subclass, without importing it."""
-    library = sys.modules.get("datasets")
-    return library is not None and type(dataset) is vars(library).get("Dataset")
-
-
 def arrays_of(dataset: Any) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
     """Return the columns of a ``datasets.Dataset`` in the torch or numpy format, as stored.
 
@@ -305,36 +297,32 @@ def _batch_type(array: NDArray[Any], value: object) -> torch.dtype:
     return batch.dtype
 
 
+@dataclass(slots=True, eq=False)
 class Column:
-    """One leaf of the samples, over all rows.
+    """One leaf of the samples, over all rows."""
 
-    Args:
-        array: Where the rows lie, [rows, *shape]; integers as wide where numpy has no such numbers.
-        dtype: What the default collation makes of them.
-        stored: How numpy writes a batch of ``dtype``; default: as the array.
-        select: Row of the array for each index of the dataset; None: they are the same.
-        lasts: No program changes the array, or all processes see it change: it is that of a file.
-    """
+    array: NDArray[Any]
+    """Where the rows lie, [rows, *shape]; integers as wide where numpy has no such numbers."""
+    dtype: torch.dtype
+    """What the default collation makes of them."""
+    stored: np.dtype[Any]
+    """How numpy writes a batch of ``dtype``."""
+    select: NDArray[np.int64] | None = None
+    """Row of the array for each index of the dataset; None: they are the same."""
+    lasts: bool = False
+    """No program changes the array, or all processes see it change: it is that of a file."""
+    row_bytes: int = field(init=False)
+    plain: bool = field(init=False)
 
-    __slots__ = ("array", "dtype", "lasts", "plain", "row_bytes", "select", "shape", "stored")
-
-    def __init__(
-        self,
-        array: NDArray[Any],
-        dtype: torch.dtype,
-        stored: np.dtype[Any] | None = None,
-        select: NDArray[np.int64] | None = None,
-        *,
-        lasts: bool = False,
-    ) -> None:
-        self.array = array
-        self.lasts = lasts or file_under(array) is not None
-        self.dtype = dtype
-        self.stored = array.dtype if stored is None else stored
-        self.select = select
-        self.shape = array.shape[1:]
+    def __post_init__(self) -> None:
+        self.lasts = self.lasts or file_under(self.array) is not None
         self.row_bytes = math.prod(self.shape) * self.stored.itemsize
-        self.plain = array.flags.c_contiguous and array.dtype == self.stored
+        self.plain = self.array.flags.c_contiguous and self.array.dtype == self.stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each row."""
+        return self.array.shape[1:]
 
     def __len__(self) -> int:
         return len(self.array if self.select is None else self.select)
@@ -343,7 +331,7 @@ class Column:
         """Return the same column over some of the rows, each within bounds and from 0."""
         if self.select is not None:
             select = self.select[select]
-        return Column(self.array, self.dtype, self.stored, select, lasts=self.lasts)
+        return replace(self, select=select)
 
     @property
     def own_bytes(self) -> int:
@@ -354,7 +342,7 @@ class Column:
         """Return a column that stays as this one is now."""
         array = self.array if self.lasts else self.array.copy()
         select = None if self.select is None else self.select.copy()
-        return Column(array, self.dtype, self.stored, select, lasts=True)
+        return replace(self, array=array, select=select, lasts=True)
 
     def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, whose indices are within bounds and from 0, into an array."""
@@ -456,7 +444,8 @@ def _form(dataset: Any, columns: list[Column]) -> Batch:
         return _leaf(_tensor_column(dataset), columns)
     if kind is np.ndarray or kind is np.memmap:
         return _leaf(_array_column(dataset), columns)
-    if not is_hugging_face(dataset):
+    library = sys.modules.get("datasets")  # which is not imported to see this
+    if library is None or kind is not vars(library).get("Dataset"):
         raise NotRowsError
     arrays, select = arrays_of(dataset)
     return {
@@ -465,7 +454,7 @@ def _form(dataset: Any, columns: list[Column]) -> Batch:
     }
 
 
-def _form_of_parts(parts: _Parts[_Part], form_of: Callable[[_Part], Batch]) -> Batch:
+def _form_of_parts(parts: Any, form_of: Callable[[Any], Batch]) -> Batch:
     if isinstance(parts, Mapping):
         return {name: form_of(part) for name, part in parts.items()}
     return [form_of(part) for part in parts]
@@ -500,15 +489,16 @@ def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
         raise NotRowsError
     arrays = iter(kept)
 
-    def of(form: dict[str, Any]) -> Batch:
+    def form_of(form: dict[str, Any]) -> Batch:
         if "of" not in form:
             numbers = column_of(form)
             assert numbers is not None
-            return _leaf(Column(next(arrays), numbers[0], lasts=True), columns)
-        parts = [of(part) for part in form["of"]]
+            array = next(arrays)
+            return _leaf(Column(array, numbers[0], array.dtype, lasts=True), columns)
+        parts = [form_of(part) for part in form["of"]]
         return dict(zip(form["keys"], parts, strict=True)) if form["is"] == "dict" else parts
 
-    return of(sample)
+    return form_of(sample)
 
 
 def whole_numbers(indices: object) -> NDArray[np.int64] | None:
@@ -550,8 +540,8 @@ def _tensor_column(tensor: torch.Tensor) -> Column:
         whole = _SAME_WIDTH.get(tensor.element_size())
         if whole is None:
             raise NotRowsError from None
-        array = tensor.view(torch.from_numpy(np.empty(0, whole)).dtype).numpy()
-    return Column(array, tensor.dtype)
+        array = tensor.view(whole).numpy()
+    return Column(array, tensor.dtype, array.dtype)
 
 
 def _typed_column(column: Numbers) -> Column:
@@ -559,7 +549,7 @@ def _typed_column(column: Numbers) -> Column:
     if isinstance(column, torch.Tensor):
         return _tensor_column(column)
     dtype = torch.as_tensor(np.empty(0, column.dtype)).dtype
-    return Column(np.asarray(column), dtype)
+    return Column(np.asarray(column), dtype, column.dtype)
 
 
 def _array_column(array: NDArray[Any]) -> Column:

@@ -1,4 +1,7 @@
-"""Side processes that fail, hang, die too often or grow: noticed, told of, and what to do."""
+"""What is watched of side processes: that they get nowhere, die, grow, or hold each other up.
+
+A watch takes figures, and says what follows from them: a warning, an error, or what is to be done.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,9 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import ChildProcess, Hang, Side
-from lightning_fastdata.executors.pool.splitter import PendingBatch
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import (
     read_host_memory,
@@ -23,6 +23,10 @@ from lightning_fastdata.host.memory import (
     read_own_bytes,
     size_text,
 )
+from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.pool.crew import ChildProcess, Side
 
 _LIMIT_S: Final = 60.0
 _LIMIT_TASKS: Final = 20
@@ -46,9 +50,30 @@ _SMALL_BYTES: Final = 256 * 2**20
 """Growth of a process by less than this is none."""
 _RENEW: Final = 4
 _MIB: Final = 2**20
-_MAIN: Final = (
+MAIN: Final = (
     'With the start methods "spawn" and "forkserver" the script needs `if __name__ == "__main__":`.'
 )
+_ROUNDS: Final = 3
+"""Tasks that each of the workers in the trial does."""
+_KEPT: Final = 6
+"""Tasks of each worker before the trial that it is compared with."""
+_MOST_OF_RUN: Final = 0.03
+"""Part of the time so far that a trial may cost; it is made once, so that most runs lose less."""
+_REQUESTS: Final = 16
+_LATE: Final = 12
+"""Of the newest 16 batches, so many have to be late: else the training sets the pace."""
+_BLOCKED: Final = 0.3
+"""Part of the time to read: where workers wait for less, nothing that is shared costs much."""
+
+
+class Hang(NamedTuple):
+    """What a side process gets nowhere with."""
+
+    sample: tuple[int, int] | None
+    """Batch number and position; None: it reads none, or which is not known."""
+    seconds: float
+    doing: str = ""
+    """With its stack, in words."""
 
 
 @dataclass(slots=True)
@@ -185,15 +210,12 @@ def _stalled(seconds: float) -> str:
     )
 
 
-def kill_hung(
-    child: ChildProcess, hang: Hang, plan: FetchPlan, batches: Iterable[PendingBatch]
-) -> None:
-    """Say what a process is stuck in, and kill it, so that others do what it had to do.
+def kill_hung(child: ChildProcess, hang: Hang, what: str) -> None:
+    """Say ``what`` a process is stuck in, and kill it, so that others do what it had to do.
 
     Raises:
         WorkerError: It was killed before, and has not died.
     """
-    what = doing(plan, batches, [child])[0]
     if child.hang is not None:
         raise WorkerError(
             f"A side process got nowhere, was killed, and has not died in {hang.seconds:g} s, as "
@@ -227,54 +249,18 @@ def cannot_start(number: int, error: OSError) -> WorkerError:
     return WorkerError(f"Side process {number} cannot be started: {error}. {remedy}")
 
 
-def died_starting(number: int, code: int | None, times: int) -> WorkerError:
-    """Return the error for a side process that dies before it has read a sample."""
-    return WorkerError(
-        f"Side process {number} {death(code)} {times} times before it read a sample. Its own "
-        f"message is on the standard error output. {_MAIN}"
-    )
-
-
-def stream_broken(number: int, code: int | None, delivered: int, *, answered: bool) -> WorkerError:
-    """Return the error for a side process that dies before the end of its stream."""
-    hint = "" if answered else f" {_MAIN}"
-    return WorkerError(
-        f"Side process {number} {death(code)} before the end of its stream. The {delivered} "
-        "batches that it had made in this epoch were delivered; the rest of its stream is "
-        "missing, because a stream cannot be read again from its middle. Begin the epoch anew, or "
-        f"use a dataset with __getitem__, whose samples are read again.{hint}"
-    )
-
-
-def doing_in_streams(children: Iterable[ChildProcess]) -> list[str]:
-    """Return what the side processes that read a stream are doing."""
-    return [_doing(child, "its stream") for child in children if child.tasks]
-
-
 def doing(
-    plan: FetchPlan, batches: Iterable[PendingBatch], children: list[ChildProcess]
+    children: Sequence[ChildProcess], reads: Callable[[ChildProcess], str | None]
 ) -> list[str]:
-    """Return what each side process is doing: the samples it reads, and its stacks."""
-    by_number = {batch.number: batch for batch in batches}
-    reading = dict[int, str]()
-    for child in children:
-        number, at = child.progress.being_read() or (-1, -1)
-        if number in by_number:
-            reading[child.number] = repr(by_number[number].indices[at] if plan.batched else at)
-    busy = [
-        child for child in children if child.number in reading or child.tasks or child.is_stopped()
-    ]
+    """Return what side processes are doing: what they read, as they are asked, and their stacks."""
+    reading = {child: reads(child) for child in children}
+    busy = [child for child in children if reading[child] or child.tasks or child.is_stopped()]
     # Where no process seems to have anything to do, some of them show what they do instead.
     return [
-        _doing(child, f"sample {reading.get(child.number, 'none')}")
-        for child in (busy or children[:_IDLE_SHOWN])
+        f"side process {child.number} (pid {child.pid}), reading "
+        f"{reading[child] or 'sample none'}:\n{child.stack()}"
+        for child in busy or children[:_IDLE_SHOWN]
     ]
-
-
-def _doing(child: ChildProcess, what: str) -> str:
-    return (
-        f"side process {child.number} (pid {child.process.pid}), reading {what}:\n{child.stack()}"
-    )
 
 
 def lost_sample(index: object, child: Side, times: int) -> WorkerError:
@@ -282,16 +268,13 @@ def lost_sample(index: object, child: Side, times: int) -> WorkerError:
 
     ``child`` was the last of so many.
     """
-    if child.hang is not None:
-        return _hung_sample(index, child.hang)
-    return WorkerError(
-        f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
-        f"process {death(child.exitcode)}. Read dataset[{index!r}] in a script of its own "
-        "to see why, and leave it out or repair it."
-    )
-
-
-def _hung_sample(index: object, hang: Hang) -> WorkerError:
+    hang = child.hang
+    if hang is None:
+        return WorkerError(
+            f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
+            f"process {death(child.exitcode)}. Read dataset[{index!r}] in a script of its own "
+            "to see why, and leave it out or repair it."
+        )
     return WorkerError(
         f"Sample {index!r} of the dataset was read twice, by two side processes that got nowhere "
         f"with it for {hang.seconds:g} s each. Where the stack shows a lock, another thread of the "
@@ -431,7 +414,7 @@ class Growth:
         self._next_s = now_s + _LOOK_S
         sizes = {child: self._own_bytes(child.pid) for child in children.values()}
         before, self._first = self._first, {}
-        growth = dict[ChildProcess, int]()
+        growth: dict[ChildProcess, int] = {}
         for child, size in sizes.items():
             if size is not None:
                 self._first[child.pid] = before.get(child.pid, size)
@@ -454,3 +437,95 @@ class Growth:
             stacklevel=2,
         )
         return child if renew else None
+
+
+class CrewTrial:
+    """Says how many tasks may be under way, and compares what is read with all and with half.
+
+    What workers wait for may be there for each of them, as the latency of a network is, or be
+    shared by all, as a lock or a full line is. With all of them at work all the time, both look the
+    same. So once in a run, while batches are waited for anyway, only half of them are given tasks
+    for a moment.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.limit: int | None = None
+        """Tasks that may be under way; None: as many as there are."""
+        self._began_ns: int | None = None
+        self._late: deque[bool] = deque(maxlen=_REQUESTS)
+        self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * workers)
+        self._with_half: list[TaskStamps] = []
+        self._since_ns: int | None = None
+        self._over = workers < 2
+
+    def with_workers(self, workers: int) -> CrewTrial:
+        """Return the trial of as many workers; none if it was made already."""
+        other = CrewTrial(workers)
+        other._over = other._over or (self._over and self.workers > 1)
+        return other
+
+    def delivered(self, *, late: bool) -> None:
+        """Note a batch that was delivered, and begin the trial if it is time for it."""
+        if self._over or self.limit is not None:
+            return
+        if self._began_ns is None:
+            self._began_ns = clock.monotonic_ns()
+        self._late.append(late)
+        if sum(self._late) >= _LATE and self._is_worth_it(self._began_ns):
+            self.limit = self.workers // 2
+
+    def answered(self, task: TaskStamps | None, under_way: int) -> ReadRates | None:
+        """Note a task that has ended, beside those still under way; return what a trial found."""
+        if self._over or task is None or not task.samples:
+            return None
+        if self.limit is None:
+            self._with_all.append(task)
+            return None
+        if self._since_ns is None:
+            if under_way < self.limit:  # those given before the trial have ended
+                self._since_ns = clock.monotonic_ns()
+            return None
+        if task.began_ns >= self._since_ns:
+            self._with_half.append(task)
+        if len(self._with_half) < _ROUNDS * self.limit:
+            return None
+        half, before = self._with_half, list(self._with_all)
+        # Between two tasks of the trial a worker may wait for the training to give it the next.
+        busy_ns = _length_ns(half) // self.limit
+        # With all at work, those that a lock leaves waiting longest have not ended yet.
+        span_ns = before[-1].ended_ns - before[0].ended_ns
+        rates = ReadRates(
+            self.limit, _per_s(half, busy_ns), self.workers, _per_s(before[1:], span_ns)
+        )
+        self._over, self.limit = True, None
+        return rates
+
+    def given_up(self) -> None:
+        """End a trial that is under way: another epoch begins, or no more stamps are taken."""
+        self.limit = self._since_ns = None
+        self._with_half.clear()
+        self._late.clear()
+
+    def _is_worth_it(self, began_ns: int) -> bool:
+        """Return whether workers wait in reading, and a trial costs little of the run so far."""
+        timed = [task for task in self._with_all if task.cpu_ns is not None]
+        length = _length_ns(timed)
+        busy = sum((task.cpu_ns or 0) + (task.runqueue_ns or 0) for task in timed)
+        full = len(self._with_all) == self._with_all.maxlen
+        if not (full and length > 0 and 1 - busy / length >= _BLOCKED):
+            return False
+        each_ns = _length_ns(self._with_all) / len(self._with_all)
+        lost_ns = (_ROUNDS + 0.5) * each_ns * (1 - (self.workers // 2) / self.workers)
+        return lost_ns <= _MOST_OF_RUN * (clock.monotonic_ns() - began_ns)
+
+
+def _length_ns(tasks: Iterable[TaskStamps]) -> int:
+    return sum(task.ended_ns - task.began_ns for task in tasks)
+
+
+def _per_s(tasks: Sequence[TaskStamps], span_ns: int) -> float:
+    """Return the samples a second read in a span, had there been a CPU whenever it was wanted."""
+    queued = sum(task.runqueue_ns or 0 for task in tasks)
+    samples = sum(task.samples for task in tasks)
+    return samples / max(1e-9, span_ns * (1 - queued / max(1, _length_ns(tasks)))) * 1e9

@@ -1,1 +1,0 @@
-"""Batches gathered from tensors and arrays, one call for each column."""
