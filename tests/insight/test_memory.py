@@ -16,7 +16,7 @@ import pytest
 from misses import Misses
 
 from lightning_fastdata.host.usage import Pages, pages_of, read_alone, read_batch_files
-from lightning_fastdata.insight.memory import (
+from lightning_fastdata.insight.machine import (
     Look,
     MemoryMeter,
     MemorySeen,
@@ -24,8 +24,7 @@ from lightning_fastdata.insight.memory import (
     memory_notes,
     memory_uses,
 )
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdict import Evidence, findings
 from lightning_fastdata.sources.attributes import HeldObjects, held_objects
 
 MIB, GIB = 2**20, 2**30

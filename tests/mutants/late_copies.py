@@ -22,7 +22,7 @@ from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.device import prefetch
 from lightning_fastdata.device.backend import DeviceStreams
 from lightning_fastdata.device.prefetch import Crossing, SideLane
-from lightning_fastdata.insight.measure.metrics import EventClock
+from lightning_fastdata.insight.steps import EventClock
 from mutants.mutant import Mutant
 
 

@@ -12,7 +12,7 @@ from verdicts import test_planted as planted
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import StallWatch
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.insight.verdicts import late_batches
+from lightning_fastdata.insight import late_batches
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.tuning import tuner
 from mutants.mutant import Mutant
