@@ -25,7 +25,7 @@ from lightning_fastdata.insight.finding import (
     make_finding,
 )
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
-from lightning_fastdata.insight.steps import StageSummary, times_of
+from lightning_fastdata.insight.steps import NO_STEPS, StageSummary, times_of
 from lightning_fastdata.insight.waits import (
     NO_CAUSES,
     OperationShare,
@@ -123,10 +123,10 @@ class LateBatches:
     Findings that rest on a fact which is None, or empty, are not made. Shares are from 0 to 1.
     """
 
-    times: StepTimes = field(default_factory=StepTimes)
+    summary: StageSummary = NO_STEPS
+    """Where the steps went; the causes are those of this loader."""
+    share: float = 1.0
     """Of the waits, those for this loader's batches: others are read in the same steps."""
-    causes: WaitCauses = NO_CAUSES
-    """Where its waits went."""
     setup: LoaderSetup | None = None
     """As it is; None: no predictions are made."""
     costs: tuple[BatchCost, ...] = ()
@@ -145,8 +145,24 @@ class LateBatches:
     """What few of the workers read together, and what all do, while batches were waited for."""
     free_cpus: float | None = None
     """CPUs of the cluster whose actors make the batches that nobody held, as last seen."""
-    device_could_augment: bool = False
-    """Workers transform samples beside a device that could, and that is not known to be slower."""
+
+    @property
+    def times(self) -> StepTimes:
+        """How long the steps take, and wait for this loader's batches."""
+        return times_of(self.summary).waiting_for(self.share)
+
+    @property
+    def causes(self) -> WaitCauses:
+        """Where its waits went."""
+        return self.summary.causes or NO_CAUSES
+
+    @property
+    def device_could_augment(self) -> bool:
+        """Workers transform samples beside a device that could, and was not found to be slower."""
+        place, operations = self.loader.augment_on, self.causes.operations
+        # That workers transform samples a loader does not know of its dataset; stamps may show it.
+        here = place == "cpu" or (place is None and any(each.augments for each in operations))
+        return here and self.summary.device != "cpu" and not self.loader.augment_settled
 
     @property
     def shares(self) -> dict[str, float]:
@@ -302,8 +318,6 @@ def late_batches_of(
     step_queued: float = 0.0,
     share: float = 1.0,
     machine: MachineSeen = NO_MACHINE,
-    read_rates: ReadRates | None = None,
-    stream_samples: tuple[int, ...] = (),
 ) -> LateBatches:
     """Return what is known of late batches in a stage, by its steps and by stamps.
 
@@ -315,34 +329,24 @@ def late_batches_of(
         step_queued: Part of the steps in which the training was ready but had no CPU.
         share: Of the waits, those for batches of this loader.
         machine: What the training had of it.
-        read_rates: Of its workers.
-        stream_samples: Of each of its workers.
     """
     if setup is not None:
         others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
         setup = replace(setup, other_cpus=others, worker_threads=threads)
-    causes = summary.causes or NO_CAUSES
-    # That workers transform samples a loader does not know of its dataset; stamps may show it.
-    seen = loader.augment_on is None and any(each.augments for each in causes.operations)
     tasks = [task for batch in stamps for task in batch.tasks]
     queued = [task for task in tasks if task.runqueue_ns is not None]
     length_ns = sum(task.ended_ns - task.began_ns for task in queued)
     free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
     return LateBatches(
-        times=times_of(summary).waiting_for(share),
-        causes=causes,
+        summary=summary,
+        share=share,
         setup=setup,
         costs=_recorded_costs(summary, stamps, step_queued),
         loader=loader,
-        stream_samples=stream_samples,
         busy_share=None if setup is None else _busy_share(stamps, setup.workers),
         runqueue_share=sum(t.runqueue_ns or 0 for t in queued) / length_ns if length_ns else None,
         machine=machine,
-        read_rates=read_rates,
         free_cpus=next((cpus for cpus in free if cpus is not None), None),
-        device_could_augment=summary.device != "cpu"
-        and (loader.augment_on == "cpu" or seen)
-        and not loader.augment_settled,
     )
 
 
