@@ -208,7 +208,7 @@ def _train_resnet(run, folder, photos, way, side, batch_size):
 
 
 def measure_overhead(run):
-    from lightning_fastdata.insight.measure.metrics import EventClock, StepTimeline
+    from lightning_fastdata.insight.steps import EventClock, StepTimeline
 
     name, steps = "overhead", 100 if run.quick else 2000
     timeline = StepTimeline(device=EventClock() if run.cuda else None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
     from lightning_fastdata.ext.images.folder import FastImageFolder as FastImageFolder
-    from lightning_fastdata.insight.report.run_report import RunReport as RunReport
+    from lightning_fastdata.insight.report import RunReport as RunReport
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.loading.prefetch import prefetch as prefetch
@@ -50,7 +50,7 @@ _HOME = {
     "LoaderOptions": "planning.options",
     "MixUp": "augment.mixing",
     "Mixture": "order.mixture",
-    "RunReport": "insight.report.run_report",
+    "RunReport": "insight.report",
     "SampleKey": "types",
     "StepTimer": "insight.step_timer",
     "as_batch_transform": "augment.transform",

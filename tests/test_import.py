@@ -43,7 +43,7 @@ LIGHT = (
 ROOMS = (
     "import lightning_fastdata.loading.loader",
     "import lightning_fastdata.augment.transform",
-    "import lightning_fastdata.insight.report.run_report",
+    "import lightning_fastdata.insight.report",
     "import lightning_fastdata.data",
     "import lightning_fastdata.sources",
     "from lightning_fastdata.tree import find_composes; find_composes([object()])",

@@ -36,7 +36,7 @@ assert installed.version == lightning_fastdata.__version__
 assert [entry.load() for entry in installed.entry_points]
 assert importlib.resources.files(lightning_fastdata).joinpath("py.typed").is_file()
 
-from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report import RunReport
 
 assert "nothing was measured" in RunReport(stages=()).write_html("page.html").read_text()
 """

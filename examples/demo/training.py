@@ -30,7 +30,7 @@ from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
 from lightning_fastdata.errors import FastDataError, require
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.report.run_report import RunReport, bar
+from lightning_fastdata.insight.report import RunReport, bar
 
 if TYPE_CHECKING:
     from albumentations import Compose

@@ -87,8 +87,7 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
 
 def report(run: str, *, open: bool = False) -> None:  # noqa: A002
     """Print the summary of a run again."""
-    from lightning_fastdata.insight.report.compare import read_report
-    from lightning_fastdata.insight.report.run_report import page_line, print_lines
+    from lightning_fastdata.insight.report import page_line, print_lines, read_report
 
     file = report_file(Path(run))
     print_lines(printable(line, keep="") for line in read_report(file)["summary"])
@@ -128,7 +127,7 @@ def takes_report(parser: ArgumentParser) -> None:
 
 def compare(a: str, b: str) -> None:
     """Print two runs side by side, and what differs."""
-    from lightning_fastdata.insight.report.compare import side_by_side
+    from lightning_fastdata.insight.report import side_by_side
 
     sys.stdout.write(f"{side_by_side(report_file(Path(a)), report_file(Path(b)))}\n")
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
+
+from torch.utils.data import DataLoader
 
 from lightning_fastdata.device import default_type, device_of
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.measure.stage import LoopStage
-from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.finding import LoaderFacts, read_loader
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.stage import StageMeter
+from lightning_fastdata.insight.step_costs import StepCosts
+from lightning_fastdata.insight.steps import StageSummary
+from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
+from lightning_fastdata.insight.wall import Pauses, loop_time
+from lightning_fastdata.loading.prefetch import Prefetched
 from lightning_fastdata.prove.settings import read_settings
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, B, Batch_co, Stage
 
 if TYPE_CHECKING:
@@ -168,13 +179,13 @@ class StepTimer:
             batches = iter(loader)
             while True:
                 try:
-                    held = [next(batches)]
+                    taken = [next(batches)]
                 except StopIteration:
                     return
                 stage.timeline.wait_ended()
-                stage.padding.look(held[0])
-                self._size = stage.size_of(held[0])
-                yield held.pop()  # so that the memory is free when the loop lets go of it
+                stage.padding.look(taken[0])
+                self._size = stage.size_of(taken[0])
+                yield taken.pop()  # so that the memory is free when the loop lets go of it
                 if self._reading.get(name) is not reader:
                     raise OptionsError(
                         f"Another loader of stage={name!r} was begun meanwhile. Read several in "
@@ -227,3 +238,64 @@ class TimedBatches(Generic[Batch_co]):
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+class LoopStage(StageMeter):
+    """A stage of a loop of one's own, whose loader is known while it is read."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        super().__init__(stage, device)
+        self._facts = LoaderFacts()
+        self._moved_by: dict[str, None] = {}
+
+    def epoch_began(self, loader: object) -> None:
+        """Note that a loader is about to be iterated, maybe within others."""
+        self.timeline.epoch_began()
+        loader, moves = _unwrapped(loader)
+        if moves:
+            self._moved_by[moves] = None
+        self._facts = read_loader(loader)
+        self.stamps.watch([loader])
+
+    def epoch_ended(self) -> None:
+        """Let go of the loader: what is read of it now is of no step."""
+        self.timeline.drop_open_step()
+        self.stamps.stop()
+        self.paused()
+
+    def verdict(self, summary: StageSummary, val: StageSummary | None = None) -> Verdict:
+        """Return what limits the stage, given its validation, if there is one."""
+        cpus = read_cpu_limit().usable_cpus
+        loader = replace(self._facts, usable_cpus=cpus)
+        if summary.augment is not None:
+            loader = replace(loader, augment_on="device")
+        late = self.late_batches(summary, loader, cpus=float(cpus))
+        step = StepCosts(summary=summary, loader=loader, padding=self.padding.padding())
+        pauses = Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader)
+        return judge(Evidence(late=late, step=step, pauses=pauses))
+
+    def not_known(self) -> tuple[str, ...]:
+        """Return what is not known, and why; several stages may say the same."""
+        transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
+        notes = [transfer.format(moves) for moves in self._moved_by]
+        missing = self.stamps.missing()
+        if missing is not None:
+            notes.append(f"Why batches were late is not known: {missing}.")
+        return tuple(notes)
+
+
+def _unwrapped(loader: object) -> tuple[object, str]:
+    """Return the loader within others, and what moves its batches to a device; empty: nothing."""
+    moves = ""
+    while True:
+        if isinstance(loader, Prefetched):
+            moves, loader = moves or "prefetch()", loader.loader
+            continue
+        # Fabric's wrapper copies its loader's attributes, but the loader itself has no public name.
+        # A version without this one is taken for a loader without stamps, and a test fails.
+        inner = held(loader, "_dataloader")
+        if not isinstance(inner, DataLoader):
+            return loader, moves
+        if held(loader, "_device") is not None:
+            moves = moves or "Fabric"
+        loader = inner

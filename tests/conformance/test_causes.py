@@ -22,8 +22,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.insight.measure.metrics import TIMED
-from lightning_fastdata.insight.measure.stage import sample_path
+from lightning_fastdata.insight.stage import sample_path
+from lightning_fastdata.insight.steps import TIMED
 
 
 @pytest.fixture(autouse=True)

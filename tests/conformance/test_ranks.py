@@ -14,8 +14,8 @@ from processes import hang
 from virtual_time import VirtualClock
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.waits.ranks import RankRecords
+from lightning_fastdata.insight.ranks import RankRecords
+from lightning_fastdata.insight.steps import StepHistory, StepTiming
 
 pytestmark = pytest.mark.timeout(600)
 

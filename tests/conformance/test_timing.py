@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.errors import FastDataError, TransformError
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.metrics import Cold
 
 pytestmark = pytest.mark.usefixtures("virtual")
 
@@ -311,5 +310,5 @@ def test_the_call_that_compiles_is_in_the_cold_first_step(tmp_path):
 
     callback = fit(tmp_path, Compiled(), loader())
     assert callback.spent("compute_ms") == {0: SLEEP_MS}
-    assert callback.train["cold"].tolist() == [Cold.EPOCH] + [Cold.NO] * 7
+    assert callback.train["cold"].tolist() == [1] + [0] * 7
     assert callback.report.stages[0].compute.max_ms == 0

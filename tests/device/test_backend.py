@@ -18,7 +18,7 @@ from thoroughness import max_examples
 
 from lightning_fastdata import device as backend
 from lightning_fastdata import prefetch
-from lightning_fastdata.insight.measure.metrics import EventClock
+from lightning_fastdata.insight.steps import EventClock
 from lightning_fastdata.loading.prefetch import drawn_under
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 

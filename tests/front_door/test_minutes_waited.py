@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.insight.report.compare import read_report
+from lightning_fastdata.insight.report import read_report
 
 ROWS, BATCH, EPOCHS, READ_S = 16, 4, 3, 0.75
 

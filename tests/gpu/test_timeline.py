@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu.device import DeviceWork, needs_cuda, no_waiting
 
-from lightning_fastdata.insight.measure.metrics import EventClock, StepTimeline
+from lightning_fastdata.insight.steps import EventClock, StepTimeline
 
 pytestmark = needs_cuda
 

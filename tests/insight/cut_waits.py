@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import NamedTuple
 
-from lightning_fastdata.insight.waits.attribution import WaitCutter, WaitParts
+from lightning_fastdata.insight.waits import WaitCutter, WaitParts
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 

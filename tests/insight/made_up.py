@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory, StepTiming
+from lightning_fastdata.insight.steps import StageSummary, StepHistory, StepTiming
 
 
 def timing(step: int = 0, stall: float | None = 0.0, compute: float = 10.0, **known: Any) -> Any:

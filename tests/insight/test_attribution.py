@@ -10,8 +10,7 @@ from misses import each
 from stamps.made_up import MS, batch, ns_of, task
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.waits import CauseTotals, WaitParts
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
 from lightning_fastdata.tuning.simulate import batch_costs
 

@@ -10,10 +10,10 @@ import pytest
 from insight.made_up import stage
 from stamps import made_up
 from stamps.made_up import MS
+from verdicts.known import judge
 
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.causes import CauseTotals, cause_lines
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.waits import CauseTotals, cause_lines
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.lines import LineTime
 

@@ -8,8 +8,7 @@ import pytest
 from insight.made_up import stage
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.compare import side_by_side
-from lightning_fastdata.insight.report.run_report import SCHEMA_VERSION, RunReport
+from lightning_fastdata.insight.report import SCHEMA_VERSION, RunReport, side_by_side
 
 
 def report(stall=32.1, **facts):

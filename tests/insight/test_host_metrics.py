@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.host.cpu import CpuThrottling, HostUsage
-from lightning_fastdata.insight.measure import host_metrics
-from lightning_fastdata.insight.measure.host_metrics import HostMeter, MachineSeen
-from lightning_fastdata.insight.memory import MemoryMeter
+from lightning_fastdata.insight import machine
+from lightning_fastdata.insight.machine import HostMeter, MachineSeen, MemoryMeter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
 
@@ -77,7 +76,7 @@ def test_pages_are_read_at_the_end_of_an_epoch_while_its_workers_live(tmp_path, 
         seen.append((trainer.current_epoch, len(workers)))
 
     monkeypatch.setattr(MemoryMeter, "read", read)
-    monkeypatch.setattr(host_metrics, "_REST", 0)
+    monkeypatch.setattr(machine, "_REST", 0)
     gc.collect()
     loader = DataLoader(Rows(8), 4, num_workers=1)
     callback = DataThroughputCallback(summary=False, report=False)

@@ -8,14 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 from insight.made_up import history_of, timing
+from verdicts.known import judge
 
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report.html import report_html, timeline_chart
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
-from lightning_fastdata.insight.waits.ranks import RankTiming
+from lightning_fastdata.insight.html import report_html, timeline_chart
+from lightning_fastdata.insight.ranks import RankTiming
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.steps import StepHistory, StepTiming
+from lightning_fastdata.insight.waits import OperationShare, SlowSample, WaitCauses, WaitParts
 
 HOSTILE = """/data/<script>alert(1)</script>"'&.jpg"""
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from misses import each
 
-from lightning_fastdata.insight.waits.causes import (
+from lightning_fastdata.insight.waits import (
     LineShare,
     LineTotals,
     lock_between_processes,

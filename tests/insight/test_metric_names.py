@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 from lightning_fastdata.batches.bad_samples import FaultLog
-from lightning_fastdata.insight.measure.host_metrics import fault_scalars
-from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
-from lightning_fastdata.insight.measure.stage import window_means
-from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.waits.attribution import PART_WORDS
-from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
+from lightning_fastdata.insight.machine import fault_scalars
+from lightning_fastdata.insight.ranks import RankTiming, rank_metrics
+from lightning_fastdata.insight.stage import window_means
+from lightning_fastdata.insight.steps import StepTiming, columns_of
+from lightning_fastdata.insight.waits import PART_WORDS
+from lightning_fastdata.insight.wall import WallTime
 from lightning_fastdata.plugin.loggers.boards import MAIN, wall_scalars
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()

@@ -12,8 +12,8 @@ from thoroughness import max_examples
 from virtual_time import virtual_time
 
 from lightning_fastdata import StepTimer
-from lightning_fastdata.insight.measure.metrics import StepHistory
-from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.steps import StepHistory
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.integers(0, 1)), min_size=1, max_size=50))

@@ -12,13 +12,14 @@ from insight.made_up import stage
 from ragged import Sequences, pad
 from torch.utils.data import DataLoader
 from trainers import Learner, quiet_trainer
+from verdicts.known import evidence_with, judge
 
 from benchmarks.lengths import drawn
 from lightning_fastdata import BucketBatchSampler, DataThroughputCallback, StepTimer, pack
 from lightning_fastdata.batches.staged import StagedBatch, batch_samples
-from lightning_fastdata.insight.measure.padding import Padding, PaddingMeter
-from lightning_fastdata.insight.model.evidence import Evidence, closed_options
-from lightning_fastdata.insight.verdicts.catalogue import judge
+from lightning_fastdata.insight.finding import closed_options
+from lightning_fastdata.insight.step_costs import Padding, PaddingMeter
+from lightning_fastdata.insight.verdict import judge as judge_all
 from lightning_fastdata.plugin.watch import measured_run
 
 LENGTHS = drawn("chat", 64 * 8).reshape(64, 8) // 40 + 1
@@ -63,7 +64,7 @@ def met(form, lengths=LENGTHS):
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_padding_is_seen(name) -> None:
     meter = met(FORMS[name])
-    found = meter.found()
+    found = meter.padding()
     assert found.shown_by == f"{name} of 24 batches"
     places = 200 * 24 * 8 if name == "text_lengths" else 8 * LENGTHS[:24].max(1).sum()
     assert found.share == pytest.approx(1 - LENGTHS[:24].sum() / places)
@@ -77,9 +78,9 @@ def test_what_is_padding_is_seen(name) -> None:
 
 
 def test_a_batch_that_is_staged_is_looked_into_and_one_on_a_device_is_not() -> None:
-    assert met(lambda n: StagedBatch(named_mask(n), None, "train")).found() is not None
+    assert met(lambda n: StagedBatch(named_mask(n), None, "train")).padding() is not None
     away = met(lambda n: {name: each.to("meta") for name, each in named_mask(n).items()})
-    assert away.found() is None
+    assert away.padding() is None
 
 
 def rows(*values):
@@ -102,18 +103,18 @@ NOTHING = {
 @pytest.mark.parametrize("name", NOTHING)
 def test_silent_where_it_cannot_be_shown(name) -> None:
     meter = met(NOTHING[name])
-    assert meter.found() is None
+    assert meter.padding() is None
     assert meter.tokens_of(NOTHING[name](LENGTHS[0])) == 0
 
 
 def test_a_last_batch_of_one_sample_is_no_objection_and_other_forms_are() -> None:
     few = [*LENGTHS[:11], LENGTHS[0, :1], *LENGTHS[11:22]]
-    assert met(FORMS["pad id 0"], few).found().shown_by == "pad id 0 of 22 batches"
-    assert met(FORMS["pad id 0"], LENGTHS[:3]).found() is None
+    assert met(FORMS["pad id 0"], few).padding().shown_by == "pad id 0 of 22 batches"
+    assert met(FORMS["pad id 0"], LENGTHS[:3]).padding() is None
     meter = met(FORMS["attention_mask"], LENGTHS[:12])
     for row in LENGTHS[:12]:
         meter.look(FORMS["lengths"](row))
-    assert meter.found() is None
+    assert meter.padding() is None
 
 
 def planted(share=0.4, least_share=0.04, *, one_width=False):
@@ -124,7 +125,7 @@ def planted(share=0.4, least_share=0.04, *, one_width=False):
 def judged(padding, *, stall_ms=0.0, closed=None):
     step_ms = stall_ms + 20.0
     how = {"stall_ms": stall_ms, "wait_ms": stall_ms, "step_ms": step_ms, "closed": closed or {}}
-    return judge(stage(stall_ms, 20.0), None, Evidence(padding=padding, **how))
+    return judge(stage(stall_ms, 20.0), None, evidence_with(padding=padding, **how))
 
 
 def test_the_verdict_has_the_share_the_remedy_and_its_gain() -> None:
@@ -150,13 +151,13 @@ def test_of_one_width_for_all_the_remedy_is_the_longest_of_each_batch() -> None:
     # Batches of one width that is the longest sample of each are not padded to a fixed one.
     lengths = LENGTHS.copy()
     lengths[:, 0] = LENGTHS.max()
-    assert not met(named_mask, lengths).found().one_width
+    assert not met(named_mask, lengths).padding().one_width
 
 
 def test_what_is_no_matter_or_cannot_be_helped_is_no_finding() -> None:
     few = LENGTHS.ravel()[:40]
     loader = loader_of(few, batch_sampler=BucketBatchSampler(few, batch_size=8))
-    of_few = met(named_mask, [few[batch] for batch in loader.batch_sampler]).found()
+    of_few = met(named_mask, [few[batch] for batch in loader.batch_sampler]).padding()
     assert of_few.share > 0.1
     cases = {
         "little padding": judged(planted(0.09, 0.0)),
@@ -193,7 +194,7 @@ def fitted(tmp_path, monkeypatch):
     def fit(loader):
         evidence = []
         monkeypatch.setattr(
-            measured_run, "judge", lambda *known: evidence.append(known[2]) or judge(*known)
+            measured_run, "judge", lambda known: evidence.append(known.step) or judge_all(known)
         )
         callback = DataThroughputCallback(summary=False, report=False)
         model = Logs()
@@ -208,12 +209,12 @@ def test_a_plain_loader_is_told_of_its_padding_and_one_of_buckets_is_not(fitted)
     report, evidence, _ = fitted(loader_of(LENGTHS.ravel(), batch_size=8))
     assert evidence.padding.share == pytest.approx(SHARE)
     assert evidence.padding.shown_by == "pad id 0 of 24 batches"
-    assert "batch_sampler" not in evidence.closed
+    assert "batch_sampler" not in evidence.loader.closed
     assert report.stages[0].tokens_per_s > 0
     assert report.stages[0].words[-1].endswith("tokens/s")
     sampler = BucketBatchSampler(LENGTHS.ravel(), batch_size=8)
     _, evidence, _ = fitted(loader_of(LENGTHS.ravel(), batch_sampler=sampler))
-    assert "like length" in evidence.closed["batch_sampler"]
+    assert "like length" in evidence.loader.closed["batch_sampler"]
 
 
 @pytest.mark.filterwarnings("error:Trying to infer the `batch_size`")

@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from insight.made_up import stage
+from verdicts.known import evidence_with, judge
 
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import findings, judge
-from lightning_fastdata.insight.waits.ranks import (
+from lightning_fastdata.insight.finding import LoaderFacts
+from lightning_fastdata.insight.ranks import (
     RankTiming,
     mean_stall_ms,
     rank_metrics,
     ranks_line,
     slowest,
 )
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.verdict import findings
 
 MS = st.none() | st.floats(0, 1e4)
 
@@ -66,7 +67,7 @@ def test_ranks_that_stall_alike_are_told_so():
 
 def evidence(*stalls, own=None, **arguments):
     own = stalls[0] if own is None else own
-    return Evidence(step_ms=30.0, wait_ms=own, stall_ms=own, ranks=ranks(*stalls), **arguments)
+    return evidence_with(step_ms=30.0, wait_ms=own, stall_ms=own, ranks=ranks(*stalls), **arguments)
 
 
 def test_a_slower_rank_is_the_first_finding_and_data_is_not_called_free():
@@ -91,7 +92,7 @@ def test_ranks_that_stall_alike_give_no_finding():
 
 def test_the_reason_is_that_of_the_slow_rank():
     told = [replace(each, reason=f"reason {each.rank}") for each in ranks(0.1, 21.0)]
-    found = findings(Evidence(step_ms=30.0, stall_ms=0.1, ranks=tuple(told)))
+    found = findings(evidence_with(step_ms=30.0, stall_ms=0.1, ranks=tuple(told)))
     assert found[0].cause.endswith("; there, reason 1")
 
 

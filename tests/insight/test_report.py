@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from insight.made_up import history_of, stage, timing
 from misses import each
+from verdicts.known import judge, of_loop
 
-from lightning_fastdata.insight.measure.stage import window_means
-from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
-from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
-from lightning_fastdata.insight.report.run_report import RunReport, as_ascii, bar
-from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
-from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
+from lightning_fastdata.insight.finding import Finding, Gain, LoaderFacts, duration_text
+from lightning_fastdata.insight.late_batches import late_batches_of
+from lightning_fastdata.insight.report import RunReport, as_ascii, bar
+from lightning_fastdata.insight.stage import window_means
+from lightning_fastdata.insight.verdict import Verdict
+from lightning_fastdata.insight.waits import OperationShare, WaitCauses, WaitParts
 
 FLIP = OperationShare(name="albumentations Flip", share=0.6, augments=True)
 
@@ -89,7 +89,7 @@ def test_too_few_steps_are_told_as_such_and_more_are_asked_for_where_more_would_
 @pytest.mark.parametrize(("phase", "code"), [("transfer", "FD312"), ("augment", "FD313")])
 def test_what_makes_steps_longer_is_told_of_any_loader(phase, code):
     measured = summary(**{"stall": 0.1, "augment": 1.0, phase: 9.0})
-    verdict = judge(measured, evidence=stage_evidence(measured))
+    verdict = judge(measured, evidence=of_loop(measured))
     assert (verdict.code, verdict.kind) == (code, "balanced")
 
 
@@ -118,8 +118,7 @@ def test_a_device_could_augment_what_workers_do_beside_it_unless_they_were_found
             batches=20, wait=WaitParts(), overtaken_share=0.0, operations=transforms
         )
         measured = replace(measured, causes=causes)
-    evidence = stage_evidence(measured, facts=LoaderFacts(**facts))
-    assert evidence.device_could_augment is could
+    assert late_batches_of(measured, LoaderFacts(**facts)).device_could_augment is could
 
 
 def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
@@ -129,7 +128,7 @@ def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
     assert (s.cold_steps, s.cold_wait_ms) == (4, 2000.0)
     for kept in (None, True, False):
         facts = LoaderFacts(persistent_workers=kept)
-        first = judge(s, facts, stage_evidence(s, facts=facts)).findings[0]
+        first = judge(s, facts, of_loop(s, facts)).findings[0]
         assert first.code == "FD310"
         assert ("persistent_workers=True" in first.remedy) is (kept is False)
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.stage import StageStamps
+from lightning_fastdata.insight.stage import StageStamps
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 
 pytestmark = pytest.mark.usefixtures("virtual")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.measure.metrics import EventClock, HostClock, StepTimeline
+from lightning_fastdata.insight.steps import EventClock, HostClock, StepTimeline
 
 US = 1e-3
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
+from verdicts.known import evidence_with
 from virtual_time import VirtualClock
 
-from lightning_fastdata.insight.measure.wall import (
+from lightning_fastdata.insight.verdict import findings, ranked
+from lightning_fastdata.insight.wall import (
     PART_NAMES,
     Activity,
     WallClock,
     WallTime,
     wall_text,
 )
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.verdicts.catalogue import findings, ranked
 
 PARTS = st.sampled_from(sorted(PART_NAMES))
 MOVES = st.lists(
@@ -110,10 +110,10 @@ def test_the_rate_of_the_run_is_without_the_setup():
 )
 def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severity, first):
     wall = wall_of(compute=10.0 - callbacks_s - wait_s, callbacks=callbacks_s, wait=wait_s)
-    evidence = Evidence(step_ms=100.0, stall_ms=10 * wait_s, wall=wall)
+    evidence = evidence_with(step_ms=100.0, stall_ms=10 * wait_s, wall=wall)
     found = {each.code: each for each in findings(evidence)}
     assert ("FD320" in found) == (severity is not None)
-    assert (ranked(evidence).pause is not None) == first
+    assert (ranked(evidence)[1] is not None) == first
     if severity is not None:
         told = found["FD320"]
         assert told.severity == severity

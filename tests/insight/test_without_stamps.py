@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from insight.made_up import stage
+from verdicts.known import evidence_with, judge
 
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.verdicts.without_stamps import largest_cost
-from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.finding import LoaderFacts
+from lightning_fastdata.insight.late_batches import LateBatches
+from lightning_fastdata.insight.verdict import largest_cost
+from lightning_fastdata.insight.waits import WaitParts
 
 
 def waiting(stall_ms):
@@ -26,7 +27,7 @@ def waiting(stall_ms):
 )
 def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, code, after_ms):
     facts = LoaderFacts(num_workers=workers, usable_cpus=cpus)
-    found = largest_cost(Evidence(summary=waiting(50.0), loader=facts)).finding
+    found = largest_cost(LateBatches(summary=waiting(50.0), loader=facts)).finding
     assert found.code == code
     assert found.gain.before_ms == pytest.approx(60.0)
     assert found.gain.after_ms == pytest.approx(after_ms)
@@ -35,7 +36,7 @@ def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, c
 def test_who_takes_stamps_is_not_told_to_take_some():
     facts = LoaderFacts(num_workers=4, usable_cpus=4)
     parts = WaitParts(collate_ms=1.2, queued_ms=1.5, handover_ms=0.5, unpack_ms=0.6)
-    seen = Evidence(step_ms=60.0, wait_ms=20.0, stall_ms=20.0, parts=parts)
+    seen = evidence_with(step_ms=60.0, wait_ms=20.0, stall_ms=20.0, parts=parts)
     blind, told = (judge(waiting(20.0), facts, each).findings[0] for each in (None, seen))
     assert blind.code == told.code == "FD104"
     assert "FastDataModule" in blind.remedy

@@ -28,7 +28,7 @@ PARTS = (
     + """
 import torch
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.insight.measure.stage import StageMeter
+from lightning_fastdata.insight.stage import StageMeter
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 steps = int(sys.argv[1])

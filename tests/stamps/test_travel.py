@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.insight.waits.attribution import PARTS, WaitCutter
+from lightning_fastdata.insight.waits import PARTS, WaitCutter
 from lightning_fastdata.stamps.batch_stamps import (
     BatchStamps,
     ClockOffset,

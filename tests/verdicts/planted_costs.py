@@ -6,14 +6,14 @@ FD316 are processes of one machine, which wait for each other after each step.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rig.machine import VirtualBarrier, machine, sleep, work
 
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.waits.ranks import RankTiming
+from lightning_fastdata.insight.ranks import RankTiming
+from lightning_fastdata.insight.verdict import Evidence
+from verdicts.known import evidence_with
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.workloads import Samples, Training, train
 
@@ -71,10 +71,10 @@ def _straggling_rank(magnitude: tuple[int, float]) -> Evidence:
     while len(found) < ranks:
         sleep(0.001)
     timings = tuple(
-        RankTiming(rank=rank, host="a", steps=_STEPS, stall_ms=found[rank].stall_ms)
+        RankTiming(rank=rank, host="a", steps=_STEPS, stall_ms=found[rank].late.times.stall_ms)
         for rank in range(ranks)
     )
-    return replace(found[0], ranks=timings)
+    return evidence_with(found[0], ranks=timings)
 
 
 COSTS: tuple[Plant, ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,17 +15,23 @@ from thoroughness import max_examples
 from tuning.made_up import cost, setup
 
 import lightning_fastdata
-from lightning_fastdata.insight.measure.host_metrics import MachineSeen
-from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.model.finding import KEEP, SMALL_COSTS, gain_text
-from lightning_fastdata.insight.verdicts import without_stamps
-from lightning_fastdata.insight.verdicts.catalogue import RULES, findings
-from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
-from lightning_fastdata.insight.waits.ranks import RankTiming
+from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall
+from lightning_fastdata.insight.finding import KEEP, SMALL_COSTS, LoaderFacts, gain_text
+from lightning_fastdata.insight.machine import MachineSeen
+from lightning_fastdata.insight.ranks import RankTiming
+from lightning_fastdata.insight.verdict import COSTS, findings
+from lightning_fastdata.insight.waits import LineShare, OperationShare, SlowSample, WaitParts
+from lightning_fastdata.insight.wall import Activity, WallTime
 from lightning_fastdata.stamps.batch_stamps import ReadRates
+from verdicts.known import UNKNOWN, evidence_with
 
+RULES = (
+    *late_batches.RULES,
+    *step_costs.RULES,
+    *ranks.RULES,
+    *wall.RULES,
+    *machine.RULES,
+)
 CODES = [
     *("FD302", "FD303", "FD304", "FD305", "FD306", "FD307", "FD308", "FD315", "FD323", "FD324"),
     *("FD310", "FD312", "FD313", "FD316", "FD318", "FD320"),
@@ -41,7 +47,7 @@ def costs(**each):
 def late(parts, *, share=0.6, **other):
     """A step of 40 ms which waits for a share of it."""
     values = {"step_ms": 40.0, "wait_ms": 40 * share, "stall_ms": 40 * share}
-    return Evidence(**{**values, "parts": WaitParts(**parts), **other})
+    return evidence_with(**{**values, "parts": WaitParts(**parts), **other})
 
 
 def run_of(**parts_s):
@@ -85,18 +91,25 @@ TABLE = {
     "FD307": (late({"collate_ms": 20.0}, costs=costs(collate=30.0), setup=setup()), "100%"),
     "FD308": (late({"handover_ms": 6.0, "read_ms": 4.0, "collate_ms": 4.0, "read_cpu_ms": 4.0,
                     "read_blocked_ms": 1.0}), "32%"),
-    "FD310": (Evidence(**FINE, epochs=2, wall=run_of(epoch_starts=0.8, compute=9.2)), "0.8 s each"),
-    "FD312": (Evidence(**FINE, transfer_ms=4.0), "10%"),
-    "FD313": (Evidence(**FINE, augment_ms=8.0), "20%"),
+    "FD310": (
+        evidence_with(**FINE, epochs=2, wall=run_of(epoch_starts=0.8, compute=9.2)),
+        "0.8 s each",
+    ),
+    "FD312": (evidence_with(**FINE, transfer_ms=4.0, device="cuda"), "10%"),
+    "FD313": (evidence_with(**FINE, augment_ms=8.0), "20%"),
     "FD315": (
         late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}, runqueue_share=0.6, **CPU),
         "1.0 of 8 CPUs",
     ),
-    "FD316": (Evidence(**FINE, ranks=stalling(0.1, 9.0, 0.2, 0.1)), "rank 1 on a stalls 9.0 ms"),
-    "FD320": (
-        Evidence(**FINE, wall=run_of(checkpoints=2.0, gc=1.0, compute=7.0)), "checkpoints took 2.0"
+    "FD316": (
+        evidence_with(**FINE, ranks=stalling(0.1, 9.0, 0.2, 0.1)),
+        "rank 1 on a stalls 9.0 ms",
     ),
-    "FD318": (Evidence(**FINE, wall=run_of(validation=2.0, compute=8.0)), "0.8 s of its 2.0"),
+    "FD320": (
+        evidence_with(**FINE, wall=run_of(checkpoints=2.0, gc=1.0, compute=7.0)),
+        "checkpoints took 2.0",
+    ),
+    "FD318": (evidence_with(**FINE, wall=run_of(validation=2.0, compute=8.0)), "0.8 s of its 2.0"),
     "FD323": (late({"sampler_ms": 18.0, "handover_ms": 1.0, "read_cpu_ms": 5.0}), "75%"),
     "FD324": (late({"unpack_ms": 12.0, "handover_ms": 4.0, "read_cpu_ms": 8.0}), "50%"),
 }  # fmt: skip
@@ -114,7 +127,7 @@ def test_the_first_finding_is_what_the_evidence_is_about(code):
 
 @each(("workers", "free"), [(0, 1), (1, 1), (1, 4), (4, 4), (9, 4)])
 def test_validation_is_never_told_to_have_the_workers_that_it_has(workers, free):
-    evidence = replace(
+    evidence = evidence_with(
         TABLE["FD318"][0],
         val_workers=workers,
         loader=LoaderFacts(usable_cpus=4),
@@ -127,12 +140,12 @@ def test_validation_is_never_told_to_have_the_workers_that_it_has(workers, free)
 
 
 def test_nothing_measured_gives_no_findings():
-    assert findings(Evidence()) == ()
+    assert findings(evidence_with()) == ()
 
 
 @each("code", CODES)
 def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
-    evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
+    evidence = evidence_with(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
     assert not LATE_BATCHES & {found.code for found in findings(evidence)}
 
 
@@ -143,15 +156,13 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
     evidence, _ = TABLE[code]
     before = {found.code for found in findings(evidence)}
     gone = set()
-    for field in fields(Evidence):
-        if field.default is None or field.name in ("wall", "machine"):
-            left = {f.code for f in findings(replace(evidence, **{field.name: field.default}))}
-            gone |= before - left
+    for name, unknown in UNKNOWN.items():
+        gone |= before - {f.code for f in findings(evidence_with(evidence, **{name: unknown}))}
     assert code in gone
 
 
 def test_findings_come_by_severity_then_by_clearly_larger_gains_then_by_the_table():
-    everything = replace(
+    everything = evidence_with(
         TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, epochs=3,
         wall=run_of(epoch_starts=75.0, validation=20.0, compute=5.0), ranks=stalling(1.0, 20.0),
     )  # fmt: skip
@@ -176,13 +187,13 @@ def test_neighbours_that_hold_up_what_would_be_late_anyway_come_second():
 
 
 def test_a_storage_at_its_limit_is_slow_to_single_readers_and_no_sample_is_to_blame():
-    evidence = replace(
+    evidence = evidence_with(
         TABLE["FD304"][0], busy_share=0.99, slow_samples=(SLOW,),
         parts=WaitParts(read_blocked_ms=12.0, slow_sample_ms=10.0),
     )  # fmt: skip
     assert [found.code for found in findings(evidence)] == ["FD304"]
     # Behind a sample that is slow by itself, workers run out of work.
-    assert "FD302" in {found.code for found in findings(replace(evidence, busy_share=0.6))}
+    assert "FD302" in {found.code for found in findings(evidence_with(evidence, busy_share=0.6))}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +229,7 @@ PINNED, KEPT = LoaderFacts(pinned=True), LoaderFacts(persistent_workers=True)
     ],
 )
 def test_a_remedy_is_what_can_still_be_set_for_a_loader_as_it_is(code, known, told, left_out):
-    found = findings(replace(TABLE[code][0], **known))[0]
+    found = findings(evidence_with(TABLE[code][0], **known))[0]
     assert found.code == code
     assert re.match(told, found.remedy)
     assert left_out is None or left_out not in found.remedy
@@ -235,7 +246,7 @@ def test_storage_latency_is_answered_by_as_many_workers_as_hide_it():
 
 
 def test_no_workers_are_recommended_where_none_help():
-    slow_storage = replace(TABLE["FD303"][0], setup=setup(8), costs=costs(blocked=40.0))
+    slow_storage = evidence_with(TABLE["FD303"][0], setup=setup(8), costs=costs(blocked=40.0))
     found = findings(slow_storage)[0]
     assert "num_workers" not in found.remedy
     assert "more than 8" in found.leave_alone
@@ -250,12 +261,13 @@ def test_saturated_cpus_are_answered_by_the_operation_that_costs_most():
 
 @pytest.mark.parametrize("code", ["FD305", "FD306"])
 def test_a_device_is_advised_to_augment_only_where_it_could(code):
-    evidence = replace(TABLE[code][0], setup=None)
-    for could in (True, False, None):
-        found = findings(replace(evidence, device_could_augment=could))[0]
+    evidence = evidence_with(TABLE[code][0], setup=None)
+    for could in (True, False):
+        facts = {"loader": LoaderFacts(augment_on="cpu"), "device": "cuda" if could else "cpu"}
+        found = findings(evidence_with(evidence, **facts))[0]
         assert found.code == code
         assert "cheaper transforms" in found.remedy
-        assert ("augmentation on the device" in found.remedy) is (could is True)
+        assert ("augmentation on the device" in found.remedy) is could
 
 
 def test_a_used_up_quota_counts_as_own_work_on_many_cpus():
@@ -274,7 +286,7 @@ def test_a_used_up_quota_counts_as_own_work_on_many_cpus():
     ],
 )
 def test_what_half_of_the_workers_read_tells_whether_more_of_them_would_help(rates, code, basis):
-    found = findings(replace(TABLE["FD304"][0], read_rates=rates))[0]
+    found = findings(evidence_with(TABLE["FD304"][0], read_rates=rates))[0]
     assert (found.code, found.gain.basis) == (code, basis)
     assert ("num_workers" in found.remedy) == (code == "FD303")
 
@@ -284,7 +296,7 @@ def test_what_the_training_process_does_itself_is_told_from_a_millisecond_on(par
     small = late({part: 0.9}, share=0.9 / 40)
     told = late({part: 2.4}, share=2.4 / 40)
     codes = {"FD323", "FD324", "FD308"}
-    assert not codes & {found.code for found in findings(replace(small, stall_ms=0.9))}
+    assert not codes & {found.code for found in findings(evidence_with(small, stall_ms=0.9))}
     assert len(codes & {found.code for found in findings(told)}) == 1
 
 
@@ -311,7 +323,7 @@ def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to(
 
 def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
     index, rules = (DOCS / "index.md").read_text(), {rule.code: rule for rule in reversed(RULES)}
-    costs = {rule.code: rule.title for rule in without_stamps.RULES}
+    costs = {rule.code: rule.title for rule in COSTS}
     titles = {code: rule.title for code, rule in rules.items()} | costs
     for code, title in titles.items():
         assert (DOCS / f"{code}.md").read_text().startswith(f"# {code}: {title}\n")
@@ -336,7 +348,7 @@ def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
     ],
 )
 def test_what_moves_and_augments_batches_is_named(code, known, cause):
-    assert cause in findings(replace(TABLE[code][0], **known))[0].cause
+    assert cause in findings(evidence_with(TABLE[code][0], **known))[0].cause
 
 
 @each(
@@ -352,21 +364,21 @@ def test_what_moves_and_augments_batches_is_named(code, known, cause):
 def test_a_device_that_augments_while_no_batch_is_waited_for_may_leave_it_to_the_workers(
     changes, told
 ):
-    shown = {each.code: each for each in findings(replace(TABLE["FD313"][0], **changes))}
+    shown = {each.code: each for each in findings(evidence_with(TABLE["FD313"][0], **changes))}
     remedy = shown["FD313"].remedy
     assert ("FastDataModule(augment_on='cpu')" in remedy) is told
     assert "fewer or cheaper transforms" in remedy
 
 
 def test_workers_that_end_are_to_be_kept_first_and_a_stream_keeps_what_its_iter_opens():
-    evidence = replace(TABLE["FD310"][0], loader=LoaderFacts(persistent_workers=False))
+    evidence = evidence_with(TABLE["FD310"][0], loader=LoaderFacts(persistent_workers=False))
     assert findings(evidence)[0].remedy.startswith("LoaderOptions(persistent_workers=True)")
     keep, opens = KEEP.text, "have the dataset keep what its __iter__ opens"
     for kept, told in ((False, f"{keep}, or {opens}"), (True, opens)):
         stream = LoaderFacts(persistent_workers=kept, streamed=True)
-        assert findings(replace(evidence, loader=stream))[0].remedy == told
-    closed = replace(evidence, loader=LoaderFacts(persistent_workers=False, streamed=True))
-    closed = replace(closed, closed={"persistent_workers": "as it was chosen"})
+        assert findings(evidence_with(evidence, loader=stream))[0].remedy == told
+    closed = evidence_with(evidence, loader=LoaderFacts(persistent_workers=False, streamed=True))
+    closed = evidence_with(closed, closed={"persistent_workers": "as it was chosen"})
     assert findings(closed)[0].remedy == opens
 
 
@@ -374,7 +386,7 @@ def test_workers_that_end_are_to_be_kept_first_and_a_stream_keeps_what_its_iter_
 def test_where_reading_waits_only_a_line_is_named_that_waits(computes, named):
     """Where 45 % of reading compute, a line of 60 % may wait for less than a fifth of it."""
     for code in ("FD303", "FD304"):
-        evidence = replace(
+        evidence = evidence_with(
             TABLE[code][0],
             parts=WaitParts(read_cpu_ms=20 * computes, read_blocked_ms=20 * (1 - computes)),
             lines=(LineShare(file="a.py", line=3, function="get", calls="", share=0.6),),
@@ -398,7 +410,7 @@ def test_hand_over_beside_busy_cpus_is_waiting_for_them():
 def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues():
     for others, code in ((1.0, "FD315"), (0.3, "FD306")):
         machine = MachineSeen(machine_cpus=2.0, other_cpus=others)
-        assert findings(replace(TABLE["FD315"][0], machine=machine))[0].code == code
+        assert findings(evidence_with(TABLE["FD315"][0], machine=machine))[0].code == code
 
 
 def test_more_actors_are_told_up_to_the_cpus_that_are_free():
@@ -406,6 +418,6 @@ def test_more_actors_are_told_up_to_the_cpus_that_are_free():
                setup=setup(2, scheduling="actors"))  # fmt: skip
     assert findings(few)[0].remedy == "LoaderOptions(num_workers=8)"
     for free, told in ((1.0, "num_workers=3"), (0.0, ""), (None, "")):
-        remedy = findings(replace(few, free_cpus=free))[0].remedy
+        remedy = findings(evidence_with(few, free_cpus=free))[0].remedy
         assert ("num_workers" in remedy) == bool(told)
         assert told in remedy

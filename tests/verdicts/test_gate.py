@@ -23,31 +23,28 @@ from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.host_metrics import MachineSeen
-from lightning_fastdata.insight.measure.metrics import StageSummary, StepHistory
-from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import (
-    Evidence,
-    LoaderFacts,
-    closed_options,
-    stage_evidence,
-)
-from lightning_fastdata.insight.model.finding import (
+from lightning_fastdata.insight.finding import (
     FAMILIES,
     Advice,
     Finding,
     Gain,
+    LoaderFacts,
+    closed_options,
     family_of,
     passed,
 )
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts import without_stamps
-from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, judge
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.late_batches import late_batches_of
+from lightning_fastdata.insight.machine import MachineSeen
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.steps import StageSummary, StepHistory
+from lightning_fastdata.insight.verdict import COSTS, findings
+from lightning_fastdata.insight.waits import CauseTotals, WaitParts
+from lightning_fastdata.insight.wall import Activity, WallTime
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.tuning.tuner import Move, Tuner
 from verdicts.healthy import Stream
-from verdicts.test_findings import CODES, TABLE, late
+from verdicts.known import evidence_with, judge
+from verdicts.test_findings import CODES, RULES, TABLE, late
 from verdicts.workloads import Samples, Training, sleep_for
 from verdicts.workloads import Stage as RunningStage
 
@@ -167,7 +164,7 @@ def test_what_this_run_has_tried_is_not_told_again():
     )  # fmt: skip
     closed = closed_options(loader)
     assert "num_workers 2 -> 4 at batch 51" in closed["num_workers"]
-    first = findings(replace(TABLE["FD303"][0], closed=closed))[0]
+    first = findings(evidence_with(TABLE["FD303"][0], closed=closed))[0]
     assert "num_workers" not in first.remedy
     assert "2 -> 4 at batch 51" in first.leave_alone
 
@@ -182,7 +179,7 @@ def run_of(**parts_s):
     )
 
 
-STARVED = Evidence(step_ms=50.0, wait_ms=0.1, stall_ms=0.1, val_workers=0,
+STARVED = evidence_with(step_ms=50.0, wait_ms=0.1, stall_ms=0.1, val_workers=0,
                    loader=LoaderFacts(usable_cpus=4),
                    wall=run_of(compute=5.0, validation=4.0, val_waits=3.5))  # fmt: skip
 
@@ -192,8 +189,8 @@ def test_validation_that_the_package_loads_is_no_fault_of_the_user():
     assert told.kind == "starved in validation"
     assert "num_workers 0 -> 4" in told.findings[0].remedy
     for own in (
-        replace(STARVED, closed=closed_options(of_module(Fixed())[1], prefix="val.")),
-        replace(STARVED, val_workers=4),
+        evidence_with(STARVED, closed=closed_options(of_module(Fixed())[1], prefix="val.")),
+        evidence_with(STARVED, val_workers=4),
     ):
         told = judge(stage(stall=0.1), evidence=own)
         assert told.kind == "compute-bound"
@@ -213,9 +210,9 @@ def stage(stall=20.0, step=40.0, **how):
 )  # fmt: skip
 def test_a_wait_as_long_as_handing_over_takes_is_not_blamed(stall, step, workers, part):
     facts = LoaderFacts(num_workers=workers, usable_cpus=4)
-    seen = Evidence()
+    seen = evidence_with()
     if part is not None:
-        seen = replace(late({part: stall}), step_ms=step, wait_ms=stall, stall_ms=stall)
+        seen = evidence_with(late({part: stall}), step_ms=step, wait_ms=stall, stall_ms=stall)
     told = judge(stage(stall, step), facts, seen)
     assert told.kind in ("balanced", "compute-bound")
     assert not [
@@ -275,8 +272,10 @@ def test_causes_and_costs_are_without_the_batch_that_took_long():
     with on_machine():
         once = trained(Samples(60 * 16, cpu_s=0.001, slow_s=3.0, slow_every=1000))
     assert len(once[0].long_steps) == 1
-    assert once[1].parts.total_ms == pytest.approx(usual[1].parts.total_ms, rel=0.1)
-    assert max(cost.blocked_ns for cost in once[1].costs) < 1e9
+    assert once[1].late.causes.wait.total_ms == pytest.approx(
+        usual[1].late.causes.wait.total_ms, rel=0.1
+    )
+    assert max(cost.blocked_ns for cost in once[1].late.costs) < 1e9
     assert [f.code for f in findings(once[1])] == [f.code for f in findings(usual[1])]
 
 
@@ -291,9 +290,9 @@ def test_no_cost_is_of_a_batch_whose_step_took_long_by_waiting_or_by_computing(w
         now = ended + compute * ms
     long = timing(30, wait_ms, compute_ms)
     summary = StageSummary(stage="train", steps=40, samples=160, duration_s=2.0)
-    usual = stage_evidence(summary, stamps).costs
+    usual = late_batches_of(summary, LoaderFacts(), stamps).costs
     assert len(usual) == 39, "of the last one the step is not known"
-    costs = stage_evidence(replace(summary, long_steps=(long,)), stamps).costs
+    costs = late_batches_of(replace(summary, long_steps=(long,)), LoaderFacts(), stamps).costs
     assert [each.cpu_ns for each in costs] == [20 * ms] * 38
 
 
@@ -319,14 +318,14 @@ def beside_others(**more):
 
 
 def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
-    plain = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, machine=beside_others())
+    plain = evidence_with(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, machine=beside_others())
     facts = LoaderFacts(num_workers=1, usable_cpus=2)
-    ours = replace(TABLE["FD315"][0], machine=MachineSeen(machine_cpus=2.0, other_cpus=1.8))
+    ours = evidence_with(TABLE["FD315"][0], machine=MachineSeen(machine_cpus=2.0, other_cpus=1.8))
     for evidence in (plain, ours):
         told = judge(stage(24.0), facts, evidence)
         assert (told.kind, told.code) == ("held up by other programs", "FD315")
         assert told.findings[0].gain.factor > 1.03
-    alone = replace(plain, machine=beside_others(other_cpus=0.1, queued_share=0.05))
+    alone = evidence_with(plain, machine=beside_others(other_cpus=0.1, queued_share=0.05))
     assert judge(stage(24.0), facts, alone).code == "FD102"
 
 
@@ -335,7 +334,7 @@ def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
     [(1, {"queued_share": 0.05}), (1, {"other_cpus": 0.3}), (0, {"queued_share": 0.4})],
 )
 def test_other_programs_are_blamed_only_for_what_would_go_without_them(workers, known):
-    seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, machine=beside_others(**known))
+    seen = evidence_with(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, machine=beside_others(**known))
     told = judge(stage(24.0), LoaderFacts(num_workers=workers, usable_cpus=4), seen)
     assert told.kind == "data-bound"
 
@@ -343,19 +342,21 @@ def test_other_programs_are_blamed_only_for_what_would_go_without_them(workers, 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_number_of_workers_that_the_package_chose_is_not_called_too_few(workers):
     facts = LoaderFacts(num_workers=workers, usable_cpus=8)
-    for parts in (None, late({"read_cpu_ms": 24.0}).parts):
-        seen = Evidence(step_ms=40.0, stall_ms=24.0, parts=parts)
+    for parts in (None, WaitParts(read_cpu_ms=24.0)):
+        seen = evidence_with(step_ms=40.0, stall_ms=24.0, parts=parts)
         blamed = judge(stage(24.0), facts, seen).findings
-        own = judge(stage(24.0), facts, replace(seen, closed={"num_workers": "chosen"})).findings
+        own = judge(
+            stage(24.0), facts, evidence_with(seen, closed={"num_workers": "chosen"})
+        ).findings
         assert any(each.family == "too few workers" for each in blamed) is (parts is None)
         assert not any(each.family == "too few workers" for each in own)
 
 
 def test_workers_are_not_told_to_take_the_cpus_of_others():
     facts, seen = LoaderFacts(num_workers=0, usable_cpus=8), {"step_ms": 40.0, "stall_ms": 24.0}
-    busy = Evidence(**seen, machine=MachineSeen(other_cpus=5.0, machine_cpus=8.0))
+    busy = evidence_with(**seen, machine=MachineSeen(other_cpus=5.0, machine_cpus=8.0))
     alone, beside = (
-        judge(stage(24.0), facts, each).findings[0] for each in (Evidence(**seen), busy)
+        judge(stage(24.0), facts, each).findings[0] for each in (evidence_with(**seen), busy)
     )
     assert "num_workers 0 -> 8" in alone.remedy
     assert "num_workers 0 -> 3" in beside.remedy
@@ -441,7 +442,7 @@ def test_little_of_them_is_not_told(tmp_path, how, trainer):
 
 def test_about_a_dozen_families_have_every_code_once():
     codes = " ".join(FAMILIES.values()).split()
-    assert sorted(codes) == sorted({rule.code for rule in (*RULES, *without_stamps.RULES)})
+    assert sorted(codes) == sorted({rule.code for rule in (*RULES, *COSTS)})
     assert len(codes) == len(set(codes))
     assert 10 <= len(FAMILIES) <= 14
     assert all(family_of(code) for code in codes)

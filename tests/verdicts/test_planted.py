@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from misses import each
 from rig.virtual_crew import on_machine
 from thoroughness import some
 
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import findings, judge
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.verdict import findings
 from verdicts.healthy import HEALTHY, blames_data, healthy
+from verdicts.known import evidence_with, judge
 from verdicts.planted import LOADING
 from verdicts.planted_costs import COSTS
 from verdicts.test_gate import OPTIONS, stage, unlawful
@@ -22,7 +21,7 @@ PLANTS = sorted(LOADING + COSTS, key=lambda plant: plant.code)
 def planted(plant, magnitude):
     """Return what was measured, but for lines: who looks for them goes by real time."""
     with plant.machine(magnitude):
-        return replace(plant.run(magnitude), lines=(), operations=())
+        return evidence_with(plant.run(magnitude), lines=(), operations=())
 
 
 def check_findings(plant):
@@ -32,10 +31,14 @@ def check_findings(plant):
         if magnitude == plant.magnitudes[0]:
             assert planted(plant, magnitude) == evidence
         found = findings(evidence)
-        assert [each.code for each in found][:1] == [plant.code], (magnitude, found, evidence.parts)
+        assert [each.code for each in found][:1] == [plant.code], (
+            magnitude,
+            found,
+            evidence.late.causes,
+        )
         assert found[0].remedy, (magnitude, found[0])
     for closed in ({}, dict.fromkeys(OPTIONS, "chosen")) if plant in LOADING else ():
-        told = judge(stage(), evidence=replace(evidence, closed=closed))
+        told = judge(stage(), evidence=evidence_with(evidence, closed=closed))
         verdict = RunReport(stages=(stage(),), verdict=told).as_dict()["verdict"]
         assert unlawful(verdict, chosen=closed) == []
 
@@ -50,7 +53,7 @@ def test_data_of_a_healthy_training_are_not_blamed():
     for number in range(HEALTHY):
         with on_machine():
             evidence = train(healthy(number))
-        assert not blames_data(evidence), (number, findings(evidence), evidence.parts)
+        assert not blames_data(evidence), (number, findings(evidence), evidence.late.causes)
 
 
 def test_every_cause_is_planted_in_five_magnitudes():

@@ -9,11 +9,12 @@ import pytest
 from tuning import made_up
 from tuning.made_up import cost
 
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.finding import LoaderFacts
+from lightning_fastdata.insight.verdict import findings
+from lightning_fastdata.insight.waits import WaitParts
 from lightning_fastdata.plugin.seams.loaders import labelled
 from lightning_fastdata.tuning.simulate import simulate
+from verdicts.known import evidence_with
 
 COSTS = (cost(blocked=40.0, samples=4),) * 40
 setup = partial(made_up.setup, scheduling="batch")
@@ -22,7 +23,7 @@ setup = partial(made_up.setup, scheduling="batch")
 def late(**other):
     """A step of 40 ms that waits for 30 of them, all of it reading."""
     values = {"step_ms": 40.0, "wait_ms": 30.0, "stall_ms": 30.0, "costs": COSTS}
-    return Evidence(**{**values, "parts": WaitParts(read_blocked_ms=30.0), **other})
+    return evidence_with(**{**values, "parts": WaitParts(read_blocked_ms=30.0), **other})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,9 @@ def test_shares_are_uneven_if_few_make_nearly_everything_or_one_twice_its_share(
     evidence = late(setup=setup(max(2, len(samples))), stream_samples=samples)
     codes = [each.code for each in findings(evidence)]
     assert codes == (["FD325"] if uneven else ["FD303"])
-    assert "FD325" not in {f.code for f in findings(replace(evidence, stall_ms=1.0, wait_ms=1.0))}
+    assert "FD325" not in {
+        f.code for f in findings(evidence_with(evidence, stall_ms=1.0, wait_ms=1.0))
+    }
 
 
 def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():
@@ -54,7 +57,7 @@ def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():
     gain = findings(evidence)[0].gain
     alone, all_four = (simulate(COSTS, replace(setup(4), workers=n)).step_ms for n in (1, 4))
     assert gain.after_ms == pytest.approx(40.0 * all_four / alone)
-    assert findings(replace(evidence, costs=()))[0].gain is None
+    assert findings(evidence_with(evidence, costs=()))[0].gain is None
 
 
 def test_what_is_wrong_with_one_of_several_loaders_is_told_of_it():

@@ -16,11 +16,14 @@ from rig.machine import machine, sleep, work
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.metrics import StepTimeline
-from lightning_fastdata.insight.model.evidence import Evidence, read_loader, stage_evidence
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.finding import read_loader
+from lightning_fastdata.insight.late_batches import late_batches_of
+from lightning_fastdata.insight.steps import StepTimeline
+from lightning_fastdata.insight.verdict import Evidence
+from lightning_fastdata.insight.waits import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
+from verdicts.known import evidence_with, of_loop
 
 CPUS = 2
 SLEEPING = 0.05
@@ -129,10 +132,10 @@ class Stage:
         """Return what is known of the stage; further facts may be given."""
         setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=SLEEPING)
         rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
-        found = stage_evidence(
-            self.summary(), list(self.records), setup, read_loader(self.loader), val=val
-        )
-        return replace(found, read_rates=rates[-1] if rates else None, **measured)
+        summary, loader = self.summary(), replace(read_loader(self.loader), closed={})
+        late = late_batches_of(summary, loader, list(self.records), setup)
+        measured["read_rates"] = rates[-1] if rates else None
+        return evidence_with(of_loop(summary, loader, late, val), **measured)
 
 
 def train(training: Training) -> Evidence:

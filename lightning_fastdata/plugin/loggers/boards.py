@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import require
-from lightning_fastdata.insight.measure.metrics import Columns, StepTiming, Values, columns_of
-from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime
-from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
+from lightning_fastdata.insight.report import WIDTH, RunReport
+from lightning_fastdata.insight.steps import Columns, StepTiming, Values, columns_of
+from lightning_fastdata.insight.wall import STEP_PARTS, WallTime
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger

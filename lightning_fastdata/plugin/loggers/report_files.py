@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.insight.report.run_report import RunReport, page_line, print_lines
+from lightning_fastdata.insight.report import RunReport, page_line, print_lines
 
 _Given = ParamSpec("_Given")
 

@@ -14,12 +14,19 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, fault_notes, fault_scalars
-from lightning_fastdata.insight.memory import MemorySeen, memory_notes
-from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
-from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming, slowest
+from lightning_fastdata.insight.finding import LoaderFacts, closed_options, read_loader
+from lightning_fastdata.insight.machine import (
+    NO_MACHINE,
+    MemorySeen,
+    fault_notes,
+    fault_scalars,
+    memory_notes,
+)
+from lightning_fastdata.insight.ranks import RankRecords, RankStalls, RankTiming, slowest
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.step_costs import StepCosts
+from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
+from lightning_fastdata.insight.wall import Pauses, WallTime
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
@@ -34,9 +41,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.batches.bad_samples import FaultLog
-    from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.stage import StageMeter
-    from lightning_fastdata.insight.measure.wall import WallTime
+    from lightning_fastdata.insight.stage import StageMeter
+    from lightning_fastdata.insight.steps import StageSummary
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 _COMPARED_WITHIN_S: Final = 0.01
@@ -56,7 +62,7 @@ class RunJudge:
         self._began_s = clock_s()
         self._spent_s = self._dearest_s = 0.0
         self.ranks: RankRecords | None = None
-        self.memory: MemorySeen | None = None
+        self.memory = MemorySeen()
         """Of this process and its workers, as it was judged last."""
         self._read: Fingerprint | None = None
         self._epochs = 0
@@ -113,30 +119,40 @@ class RunJudge:
             host.read_memory(at_once=ended)
             dataset = getattr(loader, "dataset", None)
             self.memory = host.memory.seen(dataset, forked=_forks(loader))
-        evidence = self._recording.main.evidence(
-            train,
-            facts,
-            cpus=float(self._usable_cpus),
-            machine=NO_MACHINE if host is None else host.seen(),
-        )
-        evidence = replace(
-            evidence,
-            val_loader=None if val is None else val_label,
-            val_workers=getattr(of_val, "num_workers", None),
-            wall=wall,
+        machine = NO_MACHINE if host is None else host.seen()
+        facts = replace(facts, closed=self._closed(facts, of_val))
+        cpus = float(self._usable_cpus)
+        late = recording.main.late_batches(train, facts, cpus=cpus, machine=machine)
+        step = StepCosts(
+            summary=train,
+            loader=facts,
             transfer_hook=written_hook(trainer, "transfer_batch_to_device"),
             augment_hook=written_hook(trainer, "on_after_batch_transfer"),
             settings_in="FastDataLoader" if own_datamodule(trainer) is None else "LoaderOptions",
-            closed=self._closed(loader, of_val),
-            loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
-            memory=self.memory,
-            ranks=() if ranks is None else ranks.complete,
+            padding=recording.main.padding.padding(),
         )
-        return judge(train, facts, evidence)
+        pauses = Pauses(
+            wall=wall,
+            epochs=train.cold_steps,
+            loader=facts,
+            machine=machine,
+            loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
+            val_workers=getattr(of_val, "num_workers", None),
+            val_loader=None if val is None else val_label,
+        )
+        return judge(
+            Evidence(
+                late=late,
+                step=step,
+                pauses=pauses,
+                ranks=RankStalls(times=step.times, ranks=() if ranks is None else ranks.complete),
+                memory=self.memory,
+            )
+        )
 
-    def _closed(self, loader: object, of_val: object) -> dict[str, str]:
+    def _closed(self, facts: LoaderFacts, of_val: object) -> dict[str, str]:
         """Return the options that nobody is told to change, and why."""
-        found = {**closed_options(loader), **closed_options(of_val, prefix="val.")}
+        found = {**facts.closed, **closed_options(of_val, prefix="val.")}
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
             found["cache"] = "cache= is set"

@@ -10,9 +10,9 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.insight.measure.host_metrics import HostMeter
-from lightning_fastdata.insight.measure.stage import StageMeter
-from lightning_fastdata.insight.measure.wall import Activity, WallClock
+from lightning_fastdata.insight.machine import HostMeter
+from lightning_fastdata.insight.stage import StageMeter
+from lightning_fastdata.insight.wall import Activity, WallClock
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -22,7 +22,7 @@ from lightning_fastdata.plugin.seams.trainer import STAGES_OF
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.insight.measure.padding import PaddingMeter
+    from lightning_fastdata.insight.step_costs import PaddingMeter
     from lightning_fastdata.types import Batch, Stage
 
 _OTHER: Final = Activity("other")

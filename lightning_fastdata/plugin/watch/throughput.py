@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
-from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
+from lightning_fastdata.insight.ranks import RankRecords, rank_metrics, shared_store
+from lightning_fastdata.insight.report import RunReport, verdict_line
 from lightning_fastdata.planning.options import check
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import wall_scalars

@@ -17,16 +17,16 @@ import torch
 from ext.ray.clusters import wait_until
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import Dataset, Subset
+from verdicts.known import NO_LOADER, of_loop
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.ext.ray.actors import room_for_actors
 from lightning_fastdata.ext.ray.cluster import ClusterWatch
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
-from lightning_fastdata.insight.model.finding import Finding
-from lightning_fastdata.insight.verdicts.catalogue import findings
-from lightning_fastdata.insight.waits.attribution import WaitCutter
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.finding import Finding
+from lightning_fastdata.insight.late_batches import late_batches_of
+from lightning_fastdata.insight.steps import StepHistory, StepTiming
+from lightning_fastdata.insight.verdict import Evidence, findings
+from lightning_fastdata.insight.waits import CauseTotals, WaitCutter
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.simulate import LoaderSetup
@@ -106,7 +106,7 @@ def evidence_of(stamps: list[BatchStamps], setup: LoaderSetup | None) -> Evidenc
     for batch in stamps:
         totals.add(batch)
     summary = replace(history.summarize("train", duration_s=1.0), causes=totals.summary())
-    return stage_evidence(summary, stamps, setup)
+    return of_loop(summary, late=late_batches_of(summary, NO_LOADER, stamps, setup))
 
 
 @pytest.fixture(scope="module")

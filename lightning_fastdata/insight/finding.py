@@ -1,17 +1,24 @@
 """A finding is one cause of a slow step, its remedy, and what it would gain; a rule looks for one.
 
-All that rules advise passes one gate before anybody is told of it.
+Each family of causes has rules, and evidence of its own type that they look at. All that they
+advise passes one gate before anybody is told of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.caches.cached import caches_in
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.lengths import BucketBatchSampler
+from lightning_fastdata.tuning.simulate import GOOD_ENOUGH
+
+E = TypeVar("E")
 
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
 Kind: TypeAlias = Literal[
@@ -24,7 +31,6 @@ Kind: TypeAlias = Literal[
     "held up",
     "held up by other programs",
 ]
-
 
 STALL_LOW, STALL_HIGH = 0.03, 0.10
 HANDING_OVER_MS: Final = 1.5
@@ -40,6 +46,122 @@ SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD104"}
 """All findings without stamps: a cause of late batches replaces them."""
+_DECIDED: Final = frozenset(
+    {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}
+)
+"""What follows from dataset and machine; other options have one default for all."""
+_CHOSEN: Final = "which was chosen for this dataset and this machine"
+_TUNED: Final = "which is tuned while it trains"
+_DRAWN: Final = "its samples are drawn at random, or nobody has looked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """How long the steps of a stage take, and wait: the means. None: was not measured.
+
+    Findings that rest on a time which is None are not made.
+    """
+
+    step_ms: float | None = None
+    """From the begin of one step to the begin of the next."""
+    wait_ms: float | None = None
+    """Of that, the time the training process waited for the batch."""
+    stall_ms: float | None = None
+    """Of the wait, what the device saw: the part that hid behind no work of it."""
+
+    def share(self, ms: float | None) -> float | None:
+        """Return a time as a share of the step; None if either was not measured."""
+        return None if ms is None or not self.step_ms else ms / self.step_ms
+
+    def waiting_for(self, share: float) -> StepTimes:
+        """Return the times with no more than a share of the waits, 0 to 1."""
+        wait_ms, stall_ms = (ms and share * ms for ms in (self.wait_ms, self.stall_ms))
+        return replace(self, wait_ms=wait_ms, stall_ms=stall_ms)
+
+    def without(self, ms: float | None) -> Gain | None:
+        """Return the step without a measured cost: no less is possible."""
+        if self.step_ms is None or ms is None:
+            return None
+        after_ms = max(0.0, self.step_ms - ms)
+        return Gain(before_ms=self.step_ms, after_ms=after_ms, basis="floor")
+
+    @property
+    def stall_share(self) -> float | None:
+        """Part of the step in which the device waited for data."""
+        return self.share(self.stall_ms)
+
+    @property
+    def stalls(self) -> bool:
+        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        share = self.stall_share or 0.0
+        return share >= STALL_LOW and costs_much(self.stall_ms or 0.0, share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """What is known about how batches are made. None: not known, e.g. of a foreign loader."""
+
+    num_workers: int | None = None
+    """0: the training process loads."""
+    usable_cpus: int | None = None
+    """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
+    augment_on: Literal["cpu", "device"] | None = None
+    augment_settled: bool = False
+    """No other place is to be advised: this one was measured to be the faster, or nothing of the
+    transforms can be deferred to a device."""
+    pinned: bool | None = None
+    """Batches arrive in page-locked memory."""
+    persistent_workers: bool | None = None
+    """None: there are none, or they must not be kept, as what they read changes with the epochs."""
+    streamed: bool | None = None
+    """The dataset is an iterable one."""
+    loader: str | None = None
+    """Which of several loaders this is about, e.g. ``loader 'images'``, the one that is waited for
+    most; None: there is one."""
+    closed: Mapping[str, str] = field(default_factory=dict)
+    """Option -> why nobody is told to change it: the package chose it, this run has tried another
+    value, or the package would not take one. Those of validation begin with ``"val."``."""
+
+
+def read_loader(loader: object) -> LoaderFacts:
+    """Return what a loader of any kind says about itself, which may be nothing."""
+    names = ("num_workers", "pin_memory", "persistent_workers", "dataset")
+    workers, pinned, kept, dataset = (getattr(loader, name, None) for name in names)
+    augment_on: Literal["cpu", "device"] | None = None
+    settled = False
+    if isinstance(loader, FastDataLoader) and loader.transform is not None:
+        augment_on = "device" if loader.on_device else "cpu"
+        settled = not loader.transform.defers
+    return LoaderFacts(
+        augment_on=augment_on,
+        augment_settled=settled,
+        num_workers=workers,
+        pinned=pinned,
+        persistent_workers=kept if workers else None,
+        streamed=isinstance(dataset, IterableDataset),
+        closed=closed_options(loader),
+    )
+
+
+def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
+    """Return the options of a loader of any kind that are closed, each with the reason."""
+    ours = loader if isinstance(loader, FastDataLoader) else None
+    plan = None if ours is None else ours.plan
+    found = {}
+    if plan is not None:
+        found = dict.fromkeys(sorted(_DECIDED - plan.asked.set_by_user()), _CHOSEN)
+    if ours is not None and ours.tuner is not None:
+        back = [move for move in ours.tuner.moves if move.outcome == "taken back"]
+        found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
+    if ours is None or plan is None or plan.draws is not False:
+        found["cache"] = _DRAWN
+    elif isinstance(ours.dataset, IterableDataset):
+        found["cache"] = "a stream has no index to keep samples by"
+    elif caches_in(ours.dataset):
+        found["cache"] = "samples are kept already"
+    if isinstance(getattr(loader, "batch_sampler", None), BucketBatchSampler):
+        found["batch_sampler"] = "its batches are of samples of like length"
+    return {f"{prefix}{option}": why for option, why in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +190,6 @@ class Gain:
     @property
     def worthwhile(self) -> bool:
         """It is more than what is good enough."""
-        from lightning_fastdata.tuning.simulate import GOOD_ENOUGH  # loads torch
-
         return self.factor > GOOD_ENOUGH
 
 
@@ -100,13 +220,13 @@ PIN: Final = Advice(text="LoaderOptions(pin_memory=True)", changes=("pin_memory"
 class Finding:
     """One cause, in words for people and a code for programs."""
 
-    code: str
-    """Stable code; ``docs/verdicts`` has a page for each."""
+    code: str = ""
+    """Stable code, which it has of its rule; ``docs/verdicts`` has a page for each."""
     severity: Severity
     """``"fine"``: nothing to do; ``"moderate"`` up to 10 % of the step; ``"high"`` above."""
     cause: str
     """One sentence with the figures it rests on."""
-    remedy: str
+    remedy: str = ""
     """What to change, options as they are written in code; empty if there is nothing to do."""
     gain: Gain | None = None
     """What the remedy makes of a step; None: not known."""
@@ -176,14 +296,15 @@ def steps_text(steps: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Generic[E]):
     """One cause: how it is looked for, and how what was found goes with other findings."""
 
     code: str
     """Stable code; it keeps its meaning for ever. ``docs/verdicts`` has a page for it."""
     title: str
-    find: Callable[[Evidence], Finding | None]
-    """None where the facts do not show the cause, or were not measured."""
+    find: Callable[[E], Finding | None]
+    """Looks at the evidence of its family. None where the facts do not show the cause, or were not
+    measured."""
     about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
     """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
     which the finding names. ``"machine"``: the same, but the remedy is no option of a loader.
@@ -200,12 +321,19 @@ class Rule:
 class Found(NamedTuple):
     """A finding, and the rule that made it."""
 
-    rule: Rule
+    rule: Rule[Any]
     finding: Finding
 
 
-def found(
-    code: str,
+def seen_by(rules: Iterable[Rule[E]], evidence: E) -> Iterator[Found]:
+    """Yield what the rules of a family find."""
+    for rule in rules:
+        finding = rule.find(evidence)
+        if finding is not None:
+            yield Found(rule, replace(finding, code=rule.code))
+
+
+def make_finding(
     share: float | None,
     cause: str,
     remedy: str | Advice | tuple[Advice, ...],
@@ -218,26 +346,19 @@ def found(
     """
     remedy = Advice(text=remedy) if isinstance(remedy, str) else remedy
     return Finding(
-        code=code,
         severity="high" if share is not None and share > STALL_HIGH else "moderate",
         cause=cause,
-        remedy="",
         gain=gain,
         leave_alone=leave_alone,
         advice=remedy if isinstance(remedy, tuple) else (remedy,),
     )
 
 
-def of_wait(e: Evidence, share: float, what: str) -> str:
-    """Return in words that something is a share of the wait, 0 to 1, and what that costs."""
-    stall = e.stall_share or 0.0
-    return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
-
-
 def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
     """Return a finding whose remedy is the first advice that may be given; with none, it is fine.
 
-    What ``joins`` is told beside it, unless it has a gain of its own. ``closed``: of ``Evidence``.
+    What ``joins`` is told beside it, unless it has a gain of its own.
+    ``closed``: option -> why nobody is told to change it.
     """
     given: list[Advice] = []
     for advice in finding.advice:

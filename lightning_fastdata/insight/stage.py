@@ -9,11 +9,10 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.memory import decodes_in_place
@@ -21,9 +20,11 @@ from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device import has_streams
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter
-from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
-from lightning_fastdata.insight.measure.metrics import (
+from lightning_fastdata.insight.finding import LoaderFacts
+from lightning_fastdata.insight.late_batches import LateBatches, late_batches_of
+from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
+from lightning_fastdata.insight.step_costs import PaddingMeter
+from lightning_fastdata.insight.steps import (
     Columns,
     EventClock,
     StageSummary,
@@ -32,23 +33,16 @@ from lightning_fastdata.insight.measure.metrics import (
     p50_and_p95,
     warm_steps,
 )
-from lightning_fastdata.insight.measure.padding import PaddingMeter
-from lightning_fastdata.insight.model.evidence import (
-    Evidence,
-    LoaderFacts,
-    closed_options,
-    read_loader,
-    stage_evidence,
-    stage_times,
-)
-from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
-from lightning_fastdata.insight.waits.causes import CauseTotals, WaitCauses
+from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.prefetch import Prefetched
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tree import held
+from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.types import Batch, Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -143,110 +137,62 @@ class StageMeter:
             tokens_per_s=rate * tokens / samples if rate is not None and samples else None,
         )
 
-    def evidence(
+    def late_batches(
         self,
         summary: StageSummary,
-        facts: LoaderFacts,
+        loader: LoaderFacts,
         *,
         cpus: float,
         machine: MachineSeen = NO_MACHINE,
-        val: StageSummary | None = None,
-    ) -> Evidence:
-        """Return everything that is known of the stage; as of :func:`stage_evidence`.
+    ) -> LateBatches:
+        """Return what is known of late batches, of the loader that is waited for most.
 
-        Causes are those of the loader that is waited for most: a finding names no other one.
+        ``loader`` is what it says about itself; ``machine``: as of `LateBatches`.
         """
         slowest = None if summary.causes is None else self.stamps.slowest()
-        share = 1.0
-        if slowest is not None:
-            causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
-            summary = dataclasses.replace(summary, causes=causes)
-        stamps = [] if slowest is None else list(slowest.newest)
-        times = stage_times(summary, stamps, self._cpu.used())
-        loader = None if slowest is None else slowest.loader()
+        if slowest is None:
+            return late_batches_of(summary, loader, machine=machine)
+        causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
+        stamps, source = list(slowest.newest), slowest.loader()
+        times = self._training_times(summary, stamps)
         setup = None
-        if loader is not None and stamps:
-            setup = setup_of(loader, cpus=cpus, step_cpus=times.step_cpus)
-        return dataclasses.replace(
-            stage_evidence(
-                summary,
-                stamps,
-                setup,
-                facts,
-                machine=machine,
-                step_queued=times.step_queued,
-                val=val,
-            ),
-            loader_share=share,
-            read_rates=None if slowest is None else slowest.rates,
-            padding=self.padding.found(),
-            stream_samples=() if slowest is None else slowest.stream_samples(),
+        if source is not None and stamps:
+            setup = setup_of(source, cpus=cpus, step_cpus=times.step_cpus)
+        late = late_batches_of(
+            dataclasses.replace(summary, causes=causes),
+            loader,
+            stamps,
+            setup,
+            step_queued=times.step_queued,
+            share=share,
+            machine=machine,
+        )
+        made = slowest.stream_samples()
+        return dataclasses.replace(late, read_rates=slowest.rates, stream_samples=made)
+
+    def _training_times(
+        self, summary: StageSummary, stamps: Sequence[BatchStamps]
+    ) -> TrainingTimes:
+        """Return what the training process did: with its newest stamps, and what it used."""
+        warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
+        warm = summary.steps - summary.cold_steps
+        waited_ms = warm_ms * warm + (summary.cold_wait_ms or 0.0) * summary.cold_steps
+        own_ns = [
+            task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
+            for batch in stamps
+            for task in batch.tasks
+            if task.process < 0
+        ]
+        return TrainingTimes(
+            **self._cpu.used()._asdict(),
+            waited_s=waited_ms / 1e3,
+            loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
         )
 
 
 def _long_waits(summary: StageSummary) -> int:
     """Return how many of the long steps, which are no part of the means, are long waits."""
     return sum((t.stall_ms or 0.0) > (t.compute_ms or 0.0) for t in summary.long_steps)
-
-
-class LoopStage(StageMeter):
-    """A stage of a loop of one's own, whose loader is known while it is read."""
-
-    def __init__(self, stage: Stage, device: torch.device) -> None:
-        super().__init__(stage, device)
-        self._facts = LoaderFacts()
-        self._closed: dict[str, str] = {}
-        self._moved_by: dict[str, None] = {}
-
-    def epoch_began(self, loader: object) -> None:
-        """Note that a loader is about to be iterated, maybe within others."""
-        self.timeline.epoch_began()
-        loader, moves = _unwrapped(loader)
-        if moves:
-            self._moved_by[moves] = None
-        self._facts, self._closed = read_loader(loader), closed_options(loader)
-        self.stamps.watch([loader])
-
-    def epoch_ended(self) -> None:
-        """Let go of the loader: what is read of it now is of no step."""
-        self.timeline.drop_open_step()
-        self.stamps.stop()
-        self.paused()
-
-    def verdict(self, summary: StageSummary, val: StageSummary | None = None) -> Verdict:
-        """Return what limits the stage, given its validation, if there is one."""
-        cpus = read_cpu_limit().usable_cpus
-        facts = dataclasses.replace(self._facts, usable_cpus=cpus)
-        if summary.augment is not None:
-            facts = dataclasses.replace(facts, augment_on="device")
-        evidence = self.evidence(summary, facts, cpus=float(cpus), val=val)
-        return judge(summary, facts, dataclasses.replace(evidence, closed=self._closed))
-
-    def not_known(self) -> tuple[str, ...]:
-        """Return what is not known, and why; several stages may say the same."""
-        transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
-        notes = [transfer.format(moves) for moves in self._moved_by]
-        missing = self.stamps.missing()
-        if missing is not None:
-            notes.append(f"Why batches were late is not known: {missing}.")
-        return tuple(notes)
-
-
-def _unwrapped(loader: object) -> tuple[object, str]:
-    """Return the loader within others, and what moves its batches to a device; empty: nothing."""
-    moves = ""
-    while True:
-        if isinstance(loader, Prefetched):
-            moves, loader = moves or "prefetch()", loader.loader
-            continue
-        # Fabric's wrapper copies its loader's attributes, but the loader itself has no public name.
-        # A version without this one is taken for a loader without stamps, and a test fails.
-        inner = held(loader, "_dataloader")
-        if not isinstance(inner, torch.utils.data.DataLoader):
-            return loader, moves
-        if held(loader, "_device") is not None:
-            moves = moves or "Fabric"
-        loader = inner
 
 
 _MEANS: Final = {
@@ -350,35 +296,29 @@ class StageStamps:
 
     def watch(self, loaders: Iterable[object]) -> None:
         """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
-        shown = [(loader, self._recognized(loader)) for loader in loaders]
+        newest = [self._recording(loader) for loader in loaders]
         self.cut()
         self._watched = [each for each in self._watched if each.loader() is not None]
-        found = [known or self._recording(loader) for loader, known in shown]
-        self._newest = [each for each in found if each is not None]
-
-    def _recognized(self, loader: object) -> _Watched | None:
-        """Note a loader that records for us: maybe one that Lightning made from one of ours."""
-        if isinstance(loader, FastDataLoader):
-            for watched in self._watched:
-                if loader.records is watched.records:
-                    watched.loader = weakref.ref(loader)
-                    return watched
-        return None
+        self._newest = [each for each in newest if each is not None]
 
     def _recording(self, loader: object) -> _Watched | None:
         """Have a loader record its stamps, or note why it does not."""
         if not isinstance(loader, FastDataLoader):
             self._unwatched[f"a {type(loader).__name__} does not tell, FastDataLoader does"] = None
             return None
+        for watched in self._watched:
+            if loader.records is watched.records:
+                watched.loader = weakref.ref(loader)  # Lightning may have made it from one of ours
+                return watched
         if loader.records is not None:
             self._unwatched["other code takes the stamps of its loader"] = None
             return None
-        watched = next((each for each in self._watched if each.loader() is loader), None)
-        if watched is None:  # else it was let go of in between
-            watched = _Watched(next(self._numbers), loader)
-            self._watched.append(watched)
-        loader.record_stamps(watched.records)
-        return watched
+        known = next((each for each in self._watched if each.loader() is loader), None)
+        if known is None:  # else it was let go of in between
+            known = _Watched(next(self._numbers), loader)
+            self._watched.append(known)
+        loader.record_stamps(known.records)
+        return known
 
     def restart(self) -> None:
         """Forget what was recorded so far; loaders are to be shown anew."""

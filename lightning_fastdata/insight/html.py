@@ -18,11 +18,11 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.metrics import MOST_RECENT, PHASES, Columns, Values
-from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
-from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.waits.attribution import PART_WORDS, WaitParts
+from lightning_fastdata.insight.finding import Gain, duration_text, gain_text
+from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.steps import MOST_RECENT, PHASES, Columns, Values
+from lightning_fastdata.insight.waits import PART_WORDS, WaitParts
+from lightning_fastdata.insight.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.types import STAGE_WORDS
 
 _HEIGHT: Final = 1000
@@ -183,7 +183,7 @@ def _shown(value: object) -> object:
 
 
 _TEMPLATES: Final = Environment(
-    loader=PackageLoader("lightning_fastdata.insight.report"),
+    loader=PackageLoader("lightning_fastdata.insight"),
     autoescape=True,
     finalize=_shown,
     trim_blocks=True,

@@ -1,16 +1,38 @@
-"""How many tokens batches have, and how much of them is padding, as a few of them show it."""
+"""What a step costs apart from waiting: the copy to the device, augmentation there, and padding.
+
+How many tokens batches have, and how much of them is padding, a few of them show.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.insight.finding import (
+    AUGMENT_HIGH,
+    PIN,
+    TRANSFER_HIGH,
+    Advice,
+    Finding,
+    LoaderFacts,
+    Rule,
+    StepTimes,
+    make_finding,
+    may_be_given,
+)
+from lightning_fastdata.insight.steps import (
+    NO_STEPS,
+    PhaseSummary,
+    StageSummary,
+    mean_ms,
+    times_of,
+)
 from lightning_fastdata.tree import Path, replace_leaves
 from lightning_fastdata.types import Batch
 
@@ -27,6 +49,7 @@ _LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
 """Last words of the names of lengths."""
 _OTHERS: Final = 0.1
 """Part of the batches that may show something else, as a last one of a single sample does."""
+_PADDING_HIGH: Final = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +93,7 @@ class PaddingMeter:
         self._seen: list[_Seen] = []
         self._others = 0
         """Batches that showed nothing, or something else."""
-        self._found: Padding | None = None
+        self._padding: Padding | None = None
 
     @property
     def looks(self) -> bool:
@@ -86,18 +109,18 @@ class PaddingMeter:
             self._others += 1
         else:
             self._seen.append(seen)
-            self._found = _summed(self._seen)
+            self._padding = _summed(self._seen)
 
-    def found(self) -> Padding | None:
+    def padding(self) -> Padding | None:
         """Return how much is padding; None: that was not shown."""
-        return self._found if self._others <= _OTHERS * len(self._seen) else None
+        return self._padding if self._others <= _OTHERS * len(self._seen) else None
 
     def tokens_of(self, batch: Batch) -> float:
         """Return the tokens of a batch on any device without padding; 0: not known.
 
         What of it is padding is taken to be as in the batches that were looked at.
         """
-        padding = self.found()
+        padding = self.padding()
         tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
         if padding is None or tensor is None or tensor.ndim < 2:
             return 0.0
@@ -187,3 +210,110 @@ def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:
             runs -= runs.min() > 0  # where every row ends with it, it ends the text, too
             if not inside and runs.min() == 0 and (runs > 1).any():
                 yield _Seen(path, f"pad id {pad}", ids.shape[1] - runs, ids.shape[1], named=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What is known of the parts of a step."""
+
+    summary: StageSummary = NO_STEPS
+    loader: LoaderFacts = field(default_factory=LoaderFacts)
+    """What the loader says about itself."""
+    transfer_hook: str = ""
+    """The user's hook that moves a batch, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
+    augment_hook: str = ""
+    """The user's hook that augments, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
+    settings_in: Literal["LoaderOptions", "FastDataLoader"] = "LoaderOptions"
+    """Where the loader's settings are written."""
+    padding: Padding | None = None
+    """How much of the batches is padding."""
+
+    @property
+    def times(self) -> StepTimes:
+        """How long the steps take, and wait."""
+        return times_of(self.summary)
+
+
+def _phase(
+    e: StepCosts,
+    phase: PhaseSummary | None,
+    high: float,
+    what: str,
+    remedy: str | tuple[Advice, ...],
+    leave: str,
+) -> Finding | None:
+    """Return the finding that a phase takes ``high`` of a step or more."""
+    ms = mean_ms(phase)
+    share = e.times.share(ms)
+    if share is None or share < high:
+        return None
+    cause = f"{what} takes {ms:.1f} ms, {share:.0%} of a step"
+    return make_finding(share, cause, remedy, e.times.without(ms), leave)
+
+
+def _transfer(e: StepCosts) -> Finding | None:
+    what = "copying a batch to the device"
+    small = Advice(text="send uint8 and normalize on the device", joins=True)
+    remedy: str | tuple[Advice, ...] = (small,) if e.loader.pinned else (PIN, small)
+    if e.transfer_hook:
+        what = e.transfer_hook
+        remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
+        remedy += "dataset or in collate_fn"
+    elif e.summary.device == "cpu":  # where nothing is copied
+        what = "looking for tensors in the many objects of a batch"
+        remedy = "batches of few tensors, or lists of objects within a class of your own, into "
+        remedy += "which Lightning does not look"
+    leave = "the number of workers"
+    return _phase(e, e.summary.transfer, TRANSFER_HIGH, what, remedy, leave)
+
+
+def _augmentation(e: StepCosts) -> Finding | None:
+    what = e.augment_hook or "augmenting on the device"
+    where = "there" if e.augment_hook else "on the device, or on uint8"
+    fewer = Advice(text=f"fewer or cheaper transforms {where}", joins=True)
+    elsewhere = Advice(
+        text="FastDataModule(augment_on='cpu') if the workers keep up with the whole pipeline",
+        changes=("augment_on",),
+    )
+    # Whether another place is faster was not known before the steps were.
+    idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.times.stalls
+    remedy = (elsewhere, fewer) if idle else (fewer,)
+    return _phase(e, e.summary.augment, AUGMENT_HIGH, what, remedy, "the loader")
+
+
+def _padding(e: StepCosts) -> Finding | None:
+    """Return the finding that steps compute on padding, if there is a remedy that pays.
+
+    Where they wait for data, that is first.
+    """
+    padding, compute = e.padding, e.summary.compute
+    if padding is None or padding.share < _PADDING_HIGH or compute is None or e.times.stalls:
+        return None
+    then = f"{padding.least_share:.0%} would be padding"
+    advice = Advice(
+        text="batches of samples of like length, batch_sampler=BucketBatchSampler(lengths, "
+        f"tokens={padding.tokens}), of which {then}; or pack() for a language model",
+        changes=("batch_sampler",),
+    )
+    if padding.one_width:
+        text = "pad to the longest sample of each batch in collate_fn, and not all to one width"
+        advice = Advice(text=f"{text}: {then}", changes=("collate_fn",))
+    left = (1 - padding.share) / (1 - padding.least_share)  # of the tokens, with the remedy
+    saved_ms = (1 - left) * compute.mean_ms
+    gain = e.times.without(saved_ms)
+    if not may_be_given(advice, gain, e.loader.closed):
+        return None
+    return make_finding(
+        e.times.share(saved_ms),
+        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by})",
+        advice,
+        gain,
+        "the loader's workers",
+    )
+
+
+RULES: Final = (
+    Rule("FD312", "the copy to the device takes long", _transfer),
+    Rule("FD313", "augmentation on the device takes long", _augmentation),
+    Rule("FD337", "batches are padded", _padding, after="FD313"),
+)

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.waits.causes import cause_lines
+from lightning_fastdata.insight.finding import STALL_LOW, Finding, Rule, StepTimes, make_finding
+from lightning_fastdata.insight.waits import cause_lines
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.steps import StageSummary
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
 def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
     """Return the mean over the ranks whose stall was measured; None if it was on none."""
     timed = _with_stall(ranks)
-    return sum(each.stall_ms or 0.0 for each in timed) / len(timed) if timed else None
+    return statistics.fmean(each.stall_ms or 0.0 for each in timed) if timed else None
 
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
@@ -102,6 +103,52 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
 
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return [each for each in ranks if each.stall_ms is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStalls:
+    """What is known of the ranks that train together with this one."""
+
+    times: StepTimes = field(default_factory=StepTimes)
+    """Of this rank."""
+    ranks: tuple[RankTiming, ...] = ()
+    """What the steps of each took, by rank; empty where that of one is not known."""
+
+    @property
+    def late(self) -> RankTiming | None:
+        """The rank that stalls longest, if 3 % of the step longer than the mean of all."""
+        worst, mean_ms = slowest(self.ranks), mean_stall_ms(self.ranks)
+        late_ms = ((worst and worst.stall_ms) or 0.0) - (mean_ms or 0.0)
+        return worst if (self.times.share(late_ms) or 0.0) >= STALL_LOW else None
+
+    @property
+    def held_up(self) -> bool:
+        """Whether that rank stalls 3 % of the step longer than this one."""
+        late, stall_ms = self.late, self.times.stall_ms
+        if late is None or late.stall_ms is None or stall_ms is None:
+            return False
+        return (self.times.share(late.stall_ms - stall_ms) or 0.0) >= STALL_LOW
+
+
+def _late_rank(e: RankStalls) -> Finding | None:
+    late = e.late
+    if late is None:
+        return None
+    *others, worst = sorted(each.stall_ms or 0.0 for each in e.ranks)
+    mean = statistics.fmean((*others, worst))
+    return make_finding(
+        e.times.share(worst - mean),
+        f"rank {late.rank} on {late.host} stalls {worst:.1f} ms a step, all of them {mean:.1f} on "
+        "average, and every rank waits for the last one"
+        + (f"; there, {late.reason}" if late.reason else ""),
+        f"look at the data and the host of rank {late.rank}: its share of the files, its CPUs, its "
+        "disk",
+        e.times.without(worst - max(others)),
+        "the loaders of the other ranks",
+    )
+
+
+RULES: Final = (Rule("FD316", "one rank holds up the others", _late_rank, about="rank"),)
 
 
 class RankRecords:

@@ -1,24 +1,164 @@
-"""What takes the host memory of a training: seen now and then, told apart by cause, and said."""
+"""What a training takes of its machine, CPUs and memory: seen now and then, and told apart."""
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
 from math import ceil, prod
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from lightning_fastdata.host import memory
+from lightning_fastdata.batches.bad_samples import FaultLog
+from lightning_fastdata.host import clock, memory
+from lightning_fastdata.host.cpu import HostUsage, read_host_usage, read_queued, worker_processes
 from lightning_fastdata.host.memory import Few, Pages, read_host_memory, size_text
-from lightning_fastdata.insight.model.finding import Advice, Finding, Rule
+from lightning_fastdata.insight.finding import Advice, Finding, Rule
 from lightning_fastdata.sources.shared import HeldObjects, held_objects
 
-if TYPE_CHECKING:
-    from lightning_fastdata.insight.model.evidence import Evidence
+_FAULTS: Final = {
+    "samples": "bad samples were replaced or left out {} times",
+    "retries": "reads were repeated {} times",
+    "deaths": "{} workers died and were replaced",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSeen:
+    """What a training had of its machine. None: not known; shares are from 0 to 1."""
+
+    queued_share: float | None = None
+    """Of the time of the training process, and of a worker, that in which they were ready to run,
+    but had no CPU; known of any loader."""
+    throttled_share: float | None = None
+    """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
+    throttled_cpus: float | None = None
+    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
+    other_cpus: float | None = None
+    """CPUs of the machine that other programs used, the mean over time."""
+    machine_cpus: float | None = None
+    """CPUs of the machine; more than there are for this training, maybe."""
+
+    @classmethod
+    def between(cls, begin: HostUsage, end: HostUsage) -> MachineSeen:
+        """Return what the machine reports between two readings."""
+        seconds = end.at_s - begin.at_s
+        seen: dict[str, float] = {}
+        if begin.throttling is not None and end.throttling is not None:
+            periods, used_up, held_us = map(operator.sub, end.throttling, begin.throttling)
+            if periods > 0:
+                seen["throttled_share"] = min(1.0, max(0, used_up) / periods)
+            if seconds > 0:
+                seen["throttled_cpus"] = max(0, held_us) / seconds / 1e6
+        if begin.cpu is not None and end.cpu is not None and seconds > 0:
+            others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
+            seen["other_cpus"] = max(0.0, others_s) / seconds
+            seen["machine_cpus"] = float(end.cpu.cpus)
+        return cls(**seen)
+
+    def taken_of(self, cpus: float | None) -> float:
+        """Return how many of so many CPUs for this training other programs use."""
+        if cpus is None or self.other_cpus is None or self.machine_cpus is None:
+            return 0.0
+        return min(cpus, max(0.0, cpus - (self.machine_cpus - self.other_cpus)))
+
+    def left_of(self, cpus: int) -> int:
+        """Return how many of so many CPUs for this training other programs leave it, 1 at least."""
+        return max(1, cpus - round(self.taken_of(cpus)))
+
+
+NO_MACHINE: Final = MachineSeen()
+"""Nothing is known of it."""
+_LOOK_EACH_S: Final = 0.25
+"""Workers may be gone when the machine is read for the next time."""
+_REST: Final = 1000
+"""Memory that took a second to read is read again after so many: a thousandth of the time goes."""
+
+
+class HostMeter:
+    """The machine's side of one training, from its construction on."""
+
+    def __init__(self, workers: Callable[[], list[int]] = worker_processes) -> None:
+        self.memory = MemoryMeter()
+        self.epoch = self._steps = 0
+        """Those of the training that have begun."""
+        self._workers = workers
+        self._began = read_host_usage(workers(), at_s=clock.monotonic())
+        self._memory_due_s = self._look_due_s = clock.monotonic()
+        self._first: dict[int, tuple[float, int]] = {}
+        """Of each process, when it was seen first, and for how many ns it had queued by then."""
+        self._queued: dict[int, tuple[float, float]] = {}
+        """Process -> the seconds for which it was seen, and of these, those in which it was ready
+        to run and had no CPU; also of workers that have ended."""
+
+    def step_ended(self) -> None:
+        """Look, now and then, at what this process and its workers have of CPUs and memory."""
+        self._steps += 1
+        now_s = clock.monotonic()
+        if now_s >= self._look_due_s:
+            self._look(now_s)
+
+    def read_memory(self, *, at_once: bool = False) -> None:
+        """Look at the pages of all processes, if it is time for it; ``at_once``: it is."""
+        began_s = clock.monotonic()
+        if began_s < self._memory_due_s and not at_once:
+            return
+        self.memory.read(self._workers())
+        self._memory_due_s = clock.monotonic() + _REST * (clock.monotonic() - began_s)
+
+    def seen(self) -> MachineSeen:
+        """Return what the machine reports of the training so far."""
+        self._look(clock.monotonic())
+        now = read_host_usage(self._workers(), at_s=clock.monotonic())
+        return replace(MachineSeen.between(self._began, now), queued_share=self._queued_share())
+
+    def _queued_share(self) -> float | None:
+        """Return the part of its time in which what a step goes through had no CPU; None: not seen.
+
+        That is the training process, and a worker, where there are any: their mean.
+        """
+        own, workers = list[tuple[float, float]](), list[tuple[float, float]]()
+        for process, times in self._queued.items():
+            (own if process == os.getpid() else workers).append(times)
+        sums = [map(sum, zip(*group, strict=True)) for group in (own, workers) if group]
+        shares = [queued_s / lasted_s for lasted_s, queued_s in sums if lasted_s > 0]
+        return min(1.0, sum(shares)) if shares else None
+
+    def _look(self, now_s: float) -> None:
+        workers = self._workers()
+        self.memory.look(workers, step=self._steps, epoch=self.epoch)
+        for process, queued_ns in read_queued([os.getpid(), *workers]).items():
+            first_s, first_ns = self._first.setdefault(process, (now_s, queued_ns))
+            self._queued[process] = now_s - first_s, (queued_ns - first_ns) / 1e9
+        self._look_due_s = now_s + _LOOK_EACH_S
+
+
+def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
+    """Return what went wrong in reading so far, in all loaders; without what has not."""
+    counts = _faults(logs)
+    return {f"data_faults/{n}": float(counts[n]) for n in ("samples", "deaths") if n in counts}
+
+
+def _faults(logs: Iterable[FaultLog]) -> dict[str, int]:
+    logs = list(logs)
+    counts = {name: sum(getattr(log, name) for log in logs) for name in _FAULTS}
+    return {name: count for name, count in counts.items() if count}
+
+
+def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:
+    """Return in one sentence what went wrong in reading; empty: nothing has."""
+    logs = list(logs)
+    said = [_FAULTS[name].format(count) for name, count in _faults(logs).items()]
+    if not said:
+        return ()
+    files = sorted({str(log.rule.quarantine_file) for log in logs if log.samples} - {"None"})
+    listed = f" Bad samples are listed in {', '.join(files)}." if files else ""
+    return (f"Faults in reading: {', '.join(said)}.{listed}",)
+
 
 MemoryCause: TypeAlias = Literal["copied", "leak", "cache", "ahead", "page cache"]
 
@@ -35,7 +175,6 @@ _EARLY: Final = 0.25
 _TELLING: Final = 0.8
 """If a cache grew by more than this in the last epoch, of the first, it would look as a leak."""
 _NEARLY: Final = 0.9
-_CODES: Final[dict[MemoryCause, str]] = {"copied": "FD334", "leak": "FD335", "cache": "FD336"}
 _REMEDIES: Final[dict[MemoryCause, str]] = {
     "copied": "from lightning_fastdata import share; dataset = share(dataset)",
     "leak": "look for what each sample adds to: a list of the dataset, a log, a global; "
@@ -259,9 +398,8 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
     }[use.cause]
 
 
-def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
+def memory_notes(seen: MemorySeen) -> tuple[str, ...]:
     """Return what takes memory and is nothing to act upon, a sentence each."""
-    seen = seen or MemorySeen()
     uses = [use for use in memory_uses(seen) if _finding(seen, use) is None]
     return tuple(f"Memory: {memory_text(seen, use)}." for use in uses)
 
@@ -271,19 +409,16 @@ def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
     if use.objects is not None:  # what is copied now is copied as a whole in the end
         more = seen.workers * use.objects.counted_bytes - use.size_bytes
     short = seen.left_bytes is not None and more > seen.left_bytes
-    if use.cause not in _CODES or (use.cause == "cache" and not short):
+    if use.cause not in _REMEDIES or (use.cause == "cache" and not short):
         return None
     return Finding(
-        code=_CODES[use.cause],
         severity="high" if short else "moderate",
         cause=memory_text(seen, use),
-        remedy="",
         advice=(Advice(text=_REMEDIES[use.cause], for_speed=False),),
     )
 
 
-def _find(e: Evidence, cause: MemoryCause) -> Finding | None:
-    seen = e.memory or MemorySeen()
+def _find(seen: MemorySeen, cause: MemoryCause) -> Finding | None:
     return next((_finding(seen, use) for use in memory_uses(seen) if use.cause == cause), None)
 
 

@@ -11,10 +11,10 @@ Any of them may be missing; what was not marked is None, never 0.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -25,28 +25,18 @@ import torch
 
 from lightning_fastdata.device import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.model.finding import (
+from lightning_fastdata.insight.finding import (
     STALL_LOW,
+    StepTimes,
     costs_much,
     duration_text,
     steps_text,
 )
-from lightning_fastdata.insight.waits.causes import WaitCauses
+from lightning_fastdata.insight.waits import WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]
 """Field name of `StepTiming` -> one float64 per step, oldest first; NaN = not measured."""
-
-
-class Cold(IntEnum):
-    """Why a step is counted apart from the others."""
-
-    NO = 0
-    """It is not: a warm step."""
-    EPOCH = 1
-    """The first of an epoch: workers start, queues are empty. In the first one of a run memory is
-    allocated and ``torch.compile`` compiles, too. That it compiles anew later on, as for a last
-    batch of another size, has no public sign and counts as warm."""
 
 
 class StepTiming(NamedTuple):
@@ -57,7 +47,9 @@ class StepTiming(NamedTuple):
     samples: int
     """Samples in the batch."""
     cold: int
-    """One of `Cold`: 0 for a warm step."""
+    """1 for the first step of an epoch, which is counted apart: workers start, queues are empty. In
+    the first one of a run memory is allocated and ``torch.compile`` compiles, too. That it compiles
+    anew later on, as for a last batch of another size, has no public sign and counts as warm."""
     wait_ms: float | None = None
     """Host time spent asking for the batch, some of it maybe while the device is busy."""
     stall_ms: float | None = None
@@ -89,7 +81,6 @@ MOST_RECENT: Final = 512
 _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
-_STEP_MS = TIMED.index("step_ms")
 _MOST_LONG: Final = 3
 """More of them come again and again, and are what the training is like."""
 _LONG_TIMES: Final = 2
@@ -118,7 +109,7 @@ class PhaseSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StageSummary:
-    """Where the warm steps of one stage went; the others (`Cold`) are counted apart."""
+    """Where the warm steps of one stage went; the first ones of epochs are counted apart."""
 
     stage: str
     """``train``, ``val``, ``test`` or ``predict``."""
@@ -203,18 +194,76 @@ class StageSummary:
         return self.samples_per_s_if_data_were_free / self.samples_per_s
 
 
+NO_STEPS: Final = StageSummary(stage="train", steps=0, samples=0, duration_s=0.0)
+
+
+def mean_ms(phase: PhaseSummary | None) -> float | None:
+    """Return the mean time of a phase; None: it was not measured."""
+    return None if phase is None else phase.mean_ms
+
+
+def times_of(summary: StageSummary) -> StepTimes:
+    """Return how long the steps of a stage take, and wait."""
+    step_ms = mean_ms(summary.step)
+    return StepTimes(
+        step_ms=None if step_ms is None else step_ms + (mean_ms(summary.gap) or 0.0),
+        wait_ms=mean_ms(summary.wait),
+        stall_ms=mean_ms(summary.stall),
+    )
+
+
+class _Totals:
+    """Sums over steps of one kind."""
+
+    # Plain numbers: a step has few of them, and numpy's price is one per call.
+    def __init__(self) -> None:
+        self.steps = self.samples = 0
+        """All steps, and the samples in those that were timed."""
+        self.sums, self.largest = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, -np.inf)
+        self.counts = dict.fromkeys(TIMED, 0)
+
+    def add(self, timing: StepTiming) -> None:
+        self.steps += 1
+        for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
+            if value is not None:
+                self.sums[name] += value
+                self.counts[name] += 1
+                self.largest[name] = max(self.largest[name], value)
+        if timing.step_ms is not None:
+            self.samples += timing.samples
+
+    def take_away(self, timing: StepTiming) -> None:
+        """Undo that a timed step was added, but for what was largest."""
+        self.samples -= timing.samples
+        for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
+            if value is not None:
+                self.sums[name] -= value
+                self.counts[name] -= 1
+
+    def phase(self, name: str, newest: Values) -> PhaseSummary | None:
+        """Return a phase by its newest values, too; None: it was not measured."""
+        count, total, step_ms = self.counts[name], self.sums[name], self.sums["step_ms"]
+        if not count:
+            return None
+        values = measured(newest)
+        if not values.size:  # measured once, but not in the window: the mean is all that is known
+            values = np.array([total / count])
+        p50, p95 = p50_and_p95(values)
+        return PhaseSummary(
+            mean_ms=total / count,
+            p50_ms=p50,
+            p95_ms=p95,
+            max_ms=self.largest[name],
+            share=total / step_ms if step_ms > 0 else 0.0,
+        )
+
+
 class StepHistory:
     """Totals over all steps, and single values of the newest, in memory that never grows."""
 
     def __init__(self, window: int = 1024) -> None:
         self._rows: deque[StepTiming] = deque(maxlen=window)
-        # Plain lists: a step has few numbers, and numpy's price is one per call.
-        # One entry for each member of Cold.
-        self._steps = [0 for _ in Cold]
-        self._sum = [[0.0] * len(TIMED) for _ in Cold]
-        self._count = [[0] * len(TIMED) for _ in Cold]
-        self._max = [[-np.inf] * len(TIMED) for _ in Cold]
-        self._measured_samples = [0 for _ in Cold]
+        self._warm, self._cold = _Totals(), _Totals()
         self._longest: list[StepTiming] = []
         """The warm steps that took longest, the longest first."""
         self.steps = self.samples = 0
@@ -222,24 +271,13 @@ class StepHistory:
     def append(self, timing: StepTiming) -> None:
         """Count one step; the oldest leaves the window when it is full."""
         self._rows.append(timing)
-        kind = int(timing.cold)
-        total, count, largest = self._sum[kind], self._count[kind], self._max[kind]
-        for i, value in enumerate(timing[_FIRST_TIMED:]):
-            if value is not None:
-                total[i] += value
-                count[i] += 1
-                largest[i] = max(largest[i], value)
-        if timing.step_ms is not None:
-            self._measured_samples[kind] += timing.samples
-            if kind == Cold.NO:
-                self._note_longest(timing, timing.step_ms)
-        self._steps[kind] += 1
+        (self._cold if timing.cold else self._warm).add(timing)
         self.steps += 1
         self.samples += timing.samples
-
-    def _note_longest(self, timing: StepTiming, step_ms: float) -> None:
         longest = self._longest
-        if len(longest) < _MOST_LONG or step_ms > (longest[-1].step_ms or 0.0):
+        if timing.cold or timing.step_ms is None:
+            return
+        if len(longest) < _MOST_LONG or timing.step_ms > (longest[-1].step_ms or 0.0):
             longest.append(timing)
             longest.sort(key=lambda each: -(each.step_ms or 0.0))
             del longest[_MOST_LONG:]
@@ -250,7 +288,7 @@ class StepHistory:
         None where three would not do, or where they cost next to nothing.
         """
         values = measured(columns["step_ms"])
-        whole_ms, count = self._sum[Cold.NO][_STEP_MS], self._count[Cold.NO][_STEP_MS]
+        whole_ms, count = self._warm.sums["step_ms"], self._warm.counts["step_ms"]
         p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
         total_ms, taken = whole_ms, list[StepTiming]()
         for timing in self._longest:
@@ -268,11 +306,10 @@ class StepHistory:
         Steps whose figures were given up count as the mean of the others. ``cold``: with the first
         steps of epochs.
         """
-        stall = TIMED.index("stall_ms")
         return sum(
-            self._sum[kind][stall] / self._count[kind][stall] * self._steps[kind] / 1e3
-            for kind in Cold
-            if self._count[kind][stall] and (cold or kind is not Cold.EPOCH)
+            each.sums["stall_ms"] / each.counts["stall_ms"] * each.steps / 1e3
+            for each in ((self._warm, self._cold) if cold else (self._warm,))
+            if each.counts["stall_ms"]
         )
 
     def newest(self, steps: int | None = None) -> Columns:
@@ -283,36 +320,27 @@ class StepHistory:
 
     def summarize(self, stage: str, *, duration_s: float, device: str = "cpu") -> StageSummary:
         """Return where all steps so far went: the warm ones, unless there are none."""
-        kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
-        columns = warm_steps(self.newest())
-        totals, counts = [*self._sum[kind]], [*self._count[kind]]
-        samples = self._measured_samples[kind]
-        long_steps = self._long_steps(columns) if kind is Cold.NO else []
+        columns, cold = warm_steps(self.newest()), self._cold
+        totals, long_steps = cold, list[StepTiming]()
+        if any(self._warm.counts.values()):
+            totals, long_steps = copy.deepcopy(self._warm), self._long_steps(columns)
         for timing in long_steps:
-            samples -= timing.samples
-            for i, value in enumerate(timing[_FIRST_TIMED:]):
-                totals[i] -= value or 0.0
-                counts[i] -= value is not None
-        step_total = totals[_STEP_MS]
-        phases = {
-            name.removesuffix("_ms"): _phase(
-                columns[name], totals[i], counts[i], self._max[kind][i], step_total
-            )
-            for i, name in enumerate(TIMED)
-        }
+            totals.take_away(timing)
+        sums = totals.sums
+        phases = {name.removesuffix("_ms"): totals.phase(name, columns[name]) for name in TIMED}
         free_rate = None
         if phases["stall"] is not None:
-            free_rate = _per_second(samples, step_total - totals[TIMED.index("stall_ms")])
-        first_waits = self._count[Cold.EPOCH][0]
+            free_rate = _per_second(totals.samples, sums["step_ms"] - sums["stall_ms"])
+        first_waits = cold.counts["wait_ms"]
         return StageSummary(
             stage=stage,
             device=device,
             steps=self.steps,
             samples=self.samples,
             duration_s=duration_s,
-            cold_steps=self._steps[Cold.EPOCH],
-            cold_wait_ms=self._sum[Cold.EPOCH][0] / first_waits if first_waits else None,
-            samples_per_s=_per_second(samples, step_total),
+            cold_steps=cold.steps,
+            cold_wait_ms=cold.sums["wait_ms"] / first_waits if first_waits else None,
+            samples_per_s=_per_second(totals.samples, sums["step_ms"]),
             samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
             causes=None,
@@ -346,25 +374,7 @@ def warm_steps(columns: Columns) -> Columns:
 
 
 def _per_second(samples: int, total_ms: float) -> float | None:
-    return float(samples * 1e3 / total_ms) if total_ms > 0 and samples else None
-
-
-def _phase(
-    newest: Values, total: float, count: int, largest: float, step_total: float
-) -> PhaseSummary | None:
-    if not count:
-        return None
-    values = measured(newest)
-    if not values.size:  # measured once, but not in the window: the mean is all that is known
-        values = np.array([total / count])
-    p50, p95 = p50_and_p95(values)
-    return PhaseSummary(
-        mean_ms=float(total / count),
-        p50_ms=p50,
-        p95_ms=p95,
-        max_ms=largest,
-        share=float(total / step_total) if step_total > 0 else 0.0,
-    )
+    return samples * 1e3 / total_ms if total_ms > 0 and samples else None
 
 
 class HostClock:
@@ -438,27 +448,12 @@ in the middle of a training step, where nothing of this is in the processor's ca
 class _Step:
     """One step between its first mark and the moment the device has passed its last one."""
 
-    began: dict[str, Any] = field(default_factory=dict)
-    """Phase -> the mark of its begin, while it is under way."""
-    pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
-    """Phase -> its intervals."""
-    wait_began: int | None = None
-    """Host mark of the wait that is under way."""
-    wait_ms: float | None = None
-    marks: list[Any] = field(default_factory=list)
-    """Those of a device with a clock of its own."""
-    compute_began: Any = None
-    """Newest completed end mark: what follows it is compute."""
-    before_work: tuple[Any, Any] | None = None
-    """What lay between the batch's arrival and the work on it: a part of the gap."""
+    index: int = 0
+    cold: int = 0
+    marks: list[tuple[str, Any, int]] = field(default_factory=list)
+    """What began or ended, and the marks of the device and of the host."""
     work_ended: Any = None
     """Mark of the end of the step, where it came before the end was counted."""
-    augment_is_outer: bool = False
-    """The transfer began within an augmentation."""
-    touched: bool = False
-    """Whether any mark was made."""
-    index: int = 0
-    cold: Cold = Cold.NO
     # Filled at the end of the step.
     samples: int = 0
     ended: Any = None
@@ -472,24 +467,17 @@ class StepTimeline:
     `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
     ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
     step is recorded when the device has passed its last mark, in order, with no synchronisation.
-    Without a clock of the ``device`` the host is it; so many of the newest steps as ``window`` says
-    keep their single values.
+    Without a clock of the ``device`` the host is it.
     """
 
-    def __init__(
-        self,
-        *,
-        host: HostClock | None = None,
-        device: DeviceClock | None = None,
-        window: int = 1024,
-    ) -> None:
+    def __init__(self, *, host: HostClock | None = None, device: DeviceClock | None = None) -> None:
         self._host = HostClock() if host is None else host
         self._device: DeviceClock = self._host if device is None else device
         self._same = self._device is self._host
-        self._step = _Step(cold=Cold.EPOCH)
+        self._step = _Step(cold=1)
         self._pending: deque[_Step] = deque()
         self._previous_end: Any = None
-        self._history = StepHistory(window)
+        self._history = StepHistory()
 
     @property
     def history(self) -> StepHistory:
@@ -499,7 +487,7 @@ class StepTimeline:
 
     def epoch_began(self) -> None:
         """The next step to end is the first of an epoch; the first step of all is one anyway."""
-        self._step.cold = Cold.EPOCH
+        self._step.cold = 1
 
     def paused(self) -> None:
         """What lies between the last step and the next one is no gap."""
@@ -507,64 +495,42 @@ class StepTimeline:
 
     def wait_began(self) -> None:
         """The host asks for a batch."""
-        step = self._step
-        step.wait_began = self._host.mark()
-        step.began["stall"] = self._mark(host_mark=step.wait_began)
+        self._mark("wait_began")
 
     def wait_ended(self) -> None:
         """The host has the batch."""
-        step = self._step
-        if step.wait_began is None:
-            return
-        now = self._host.mark()
-        step.wait_ms = (step.wait_ms or 0.0) + self._host.elapsed_ms(step.wait_began, now)
-        step.wait_began = None
-        self._close("stall", self._mark(host_mark=now))
+        self._mark("wait_ended")
 
     def transfer_began(self) -> None:
         """The batch starts its way to the device."""
-        step = self._step
-        step.augment_is_outer = "augment" in step.began
-        step.began["transfer"] = self._mark()
+        self._mark("transfer_began")
 
     def transfer_ended(self) -> None:
         """The batch is on the device; an augmentation within is taken off the transfer."""
-        self._close("transfer", self._mark())
+        self._mark("transfer_ended")
 
     def augment_began(self) -> None:
         """Transforms start on the device."""
-        self._step.began["augment"] = self._mark()
+        self._mark("augment_began")
 
     def augment_ended(self) -> None:
         """Transforms on the device are done."""
-        step = self._step
-        began, end = step.began.get("augment"), self._mark()
-        self._close("augment", end)
-        if began is not None and "transfer" in step.began:
-            # During a transfer: cut it there, so that the two never count the same time.
-            if not step.augment_is_outer:
-                step.pairs.setdefault("transfer", []).append((step.began["transfer"], began))
-            step.began["transfer"] = end
+        self._mark("augment_ended")
 
     def work_began(self) -> None:
         """The step itself starts; what was done since the batch arrived is gap."""
-        step = self._step
-        began = self._mark()
-        if step.compute_began is not None:
-            step.before_work = step.compute_began, began
-            step.compute_began = began
+        self._mark("work_began")
 
     def work_ended(self) -> None:
         """The last work of the step is given to the device; what comes after it is gap."""
-        self._step.work_ended = self._mark()
+        self._step.work_ended = self._mark("work_ended")
 
     def compute_ended(self, samples: int) -> None:
         """The step with so many samples is over; it ended at the last `work_ended`, or else now."""
         step = self._step
-        end = self._mark() if step.work_ended is None else step.work_ended
         step.samples, step.previous_end = samples, self._previous_end
-        self._step = _Step(index=step.index + 1)
-        step.ended = self._previous_end = end
+        step.ended = self._mark("over") if step.work_ended is None else step.work_ended
+        self._step, self._previous_end = _Step(index=step.index + 1), step.ended
         self._pending.append(step)
         if len(self._pending) >= _POLL_AT:
             self.poll()
@@ -572,9 +538,9 @@ class StepTimeline:
     def drop_open_step(self) -> None:
         """Forget the marks since the last `compute_ended`: an exhausted loader, an aborted step."""
         step = self._step
-        if not step.touched:
+        if not step.marks:
             return
-        self._device.reuse(step.marks)
+        self._device.reuse(mark for _, mark, _ in step.marks)
         # What lay between is not a gap: part of it was a step.
         self._previous_end = None
         self._step = _Step(index=step.index, cold=step.cold)
@@ -584,42 +550,56 @@ class StepTimeline:
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
-            if not self._same:
-                # The last mark stays: the gap to the next step begins there.
-                marks = [*step.marks, *([] if step.previous_end is None else [step.previous_end])]
-                self._device.reuse([mark for mark in marks if mark is not step.ended])
+            # The last mark stays: the gap to the next step begins there.
+            over = [mark for _, mark, _ in step.marks if mark is not step.ended]
+            self._device.reuse(over if step.previous_end is None else [*over, step.previous_end])
 
-    def _mark(self, host_mark: int | None = None) -> Any:
-        step = self._step
-        step.touched = True
-        if self._same:
-            return self._device.mark() if host_mark is None else host_mark
-        mark = self._device.mark()
-        step.marks.append(mark)
+    def _mark(self, what: str) -> Any:
+        step, now = self._step, self._host.mark()
+        mark = now if self._same else self._device.mark()
+        step.marks.append((what, mark, now))
+        if what.endswith("_ended"):
+            step.work_ended = None  # what is done after the work goes on with it
         return mark
 
-    def _close(self, phase: str, end: Any) -> None:
-        step = self._step
-        began = step.began.pop(phase, None)
-        if began is not None:
-            step.pairs.setdefault(phase, []).append((began, end))
-            step.compute_began, step.work_ended = end, None
-
     def _timing(self, step: _Step) -> StepTiming:
-        clock = self._device
-        known = step.index, step.samples, step.cold, step.wait_ms
-        stall_ms = step.wait_ms if self._same else self._spent_ms(step, "stall")
-        transfer_ms, augment_ms = self._spent_ms(step, "transfer"), self._spent_ms(step, "augment")
-        compute_ms = gap_ms = step_ms = None
-        if step.compute_began is not None:
-            compute_ms = clock.elapsed_ms(step.compute_began, step.ended)
-            step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
-        if step.previous_end is not None and "stall" in step.pairs:
-            gap_ms = clock.elapsed_ms(step.previous_end, step.pairs["stall"][0][0])
-            if step.before_work is not None:
-                gap_ms += clock.elapsed_ms(*step.before_work)
-        return StepTiming(*known, stall_ms, transfer_ms, augment_ms, compute_ms, gap_ms, step_ms)
+        elapsed_ms = self._device.elapsed_ms
+        began: dict[str, tuple[Any, int]] = {}
+        """Phase -> the marks of its begin, while it is under way."""
+        spent_ms: dict[str, float] = {}
+        wait_ms = waited_from = compute_from = None
+        before_work_ms, augment_is_outer = 0.0, False
 
-    def _spent_ms(self, step: _Step, phase: str) -> float | None:
-        pairs = step.pairs.get(phase)
-        return sum([self._device.elapsed_ms(*pair) for pair in pairs]) if pairs else None
+        def spend(phase: str, since: Any, until: Any) -> None:
+            spent_ms[phase] = spent_ms.get(phase, 0.0) + elapsed_ms(since, until)
+
+        for what, mark, now in step.marks:
+            phase, _, edge = what.partition("_")
+            if what == "work_began" and compute_from is not None:
+                before_work_ms, compute_from = elapsed_ms(compute_from, mark), mark
+            elif edge == "began":
+                if phase == "transfer":
+                    augment_is_outer = "augment" in began
+                began[phase] = mark, now
+            elif phase in began and phase != "work":
+                since, then = began.pop(phase)
+                spend(phase, since, mark)
+                compute_from = mark  # what follows the newest end is compute
+                if phase == "wait":
+                    wait_ms = (wait_ms or 0.0) + self._host.elapsed_ms(then, now)
+                    waited_from = since if waited_from is None else waited_from
+                elif phase == "augment" and "transfer" in began:
+                    # During a transfer: cut it there, so that the two never count the same time.
+                    if not augment_is_outer:
+                        spend("transfer", began["transfer"][0], since)
+                    began["transfer"] = mark, now
+        known = step.index, step.samples, step.cold, wait_ms
+        stall_ms = wait_ms if self._same else spent_ms.get("wait")
+        transfer_ms, augment_ms = spent_ms.get("transfer"), spent_ms.get("augment")
+        compute_ms = gap_ms = step_ms = None
+        if compute_from is not None:
+            compute_ms = elapsed_ms(compute_from, step.ended)
+            step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
+        if step.previous_end is not None and waited_from is not None:
+            gap_ms = elapsed_ms(step.previous_end, waited_from) + before_work_ms
+        return StepTiming(*known, stall_ms, transfer_ms, augment_ms, compute_ms, gap_ms, step_ms)

@@ -1,0 +1,787 @@
+"""Batches that came late, from workers of this machine or actors of a cluster: why, and what helps.
+
+What the stamps of batches show is the evidence. A model replays the recorded batches for what
+another loader would gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Final, Literal
+
+from lightning_fastdata.errors import printable, rounded
+from lightning_fastdata.insight.finding import (
+    ALL_COSTS,
+    Advice,
+    Finding,
+    Gain,
+    LoaderFacts,
+    Rule,
+    StepTimes,
+    make_finding,
+)
+from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
+from lightning_fastdata.insight.steps import NO_STEPS, StageSummary, times_of
+from lightning_fastdata.insight.waits import (
+    NO_CAUSES,
+    OperationShare,
+    WaitCauses,
+    lock_between_processes,
+    where_text,
+)
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+from lightning_fastdata.tuning.simulate import (
+    WORKERS,
+    BatchCost,
+    LoaderSetup,
+    batch_costs,
+    by_epoch,
+    choose,
+    scaled,
+    simulate,
+)
+
+_MOST_WORKERS: Final = 32
+_BATCHES_AHEAD: Final = 2
+_LEAST_AHEAD: Final = 8
+"""The loader is so many batches ahead even if a worker would be fewer."""
+_RUNQUEUE_HIGH: Final = 0.20
+"""Of the time of workers or of the wait: CPUs are short."""
+_OTHERS_LOW: Final = 0.2
+"""CPUs: if other programs use less, they hold up nothing."""
+_OTHERS_LOW_PART: Final = 0.2
+"""Of the machine's CPUs: likewise."""
+_HANDED_OVER_ALONE: Final = 0.1
+_MUCH: Final = 0.25
+_OTHERS_MOST: Final = 0.5
+"""If more than this part of the wait would go on a free machine, others are the cause."""
+_SEVERAL_THREADS: Final = 1.3
+"""CPUs: up to there, what sends batches away explains it."""
+_NEARLY: Final = 0.9
+_MOST_COSTS: Final = 400
+"""The model replays no more of the newest batches: more make it slower, hardly better."""
+_DOMINANT: Final = 0.4
+_SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
+_SHARED, _BY_THEMSELVES = 0.35, 0.75
+"""Of what more workers should bring if each waits by itself: below, they wait for something that
+they share; above, they do not."""
+_OTHERS: Final = "held up by other programs"
+_CACHE: Final = Advice(
+    text="cache samples (FastDataModule(cache='auto'))", changes=("cache",), joins=True
+)
+_ON_DEVICE: Final = Advice(text="augmentation on the device", changes=("augment_on",), joins=True)
+_NAMED: Final = 0.2
+"""Of reading: an operation that takes less is not named."""
+_COLLATE_LESS: Final = (
+    "samples of few arrays, and one torch.stack or np.stack for each of them in collate_fn; or a "
+    "__getitems__ of the dataset that reads a batch at once"
+)
+_HIGH: Final = 0.20
+"""Part of the wait: what takes less is no finding."""
+_LEAST_MS, _OF_STEP = 1.0, 0.05
+"""What costs a step less is no finding, however short the wait is."""
+_NEARLY_ALL: Final = 0.9
+"""Of the samples."""
+_FEW: Final = 0.5
+"""Of the workers: if no more make nearly everything, the shares are uneven."""
+_TWICE: Final = 2.0
+"""Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
+_IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305"}
+"""What the last four recommend or conclude is right where all workers work."""
+_FEW_ARRAYS: Final = Advice(text="batches of few tensors or arrays")
+_AS_MEMORY: Final = Advice(
+    text=f"{_FEW_ARRAYS.text}, with LoaderOptions(executor='workers'), which hands over memory",
+    changes=("executor",),
+)
+_FEWER_BYTES: Final = Advice(
+    text="samples of fewer bytes (images as uint8, made float on the device)"
+)
+_WAYS: Final[dict[str, tuple[str, tuple[Advice, ...]]]] = {
+    "handover": ("handing complete batches over", (_AS_MEMORY, _FEW_ARRAYS)),
+    "pin": (
+        "copying batches into page-locked memory",
+        (
+            _FEWER_BYTES,
+            Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
+        ),
+    ),
+    "network": (
+        "the way of complete batches from their actors",
+        (_FEWER_BYTES, Advice(text="actors on nearer nodes (Ray(resources={...}))", joins=True)),
+    ),
+}
+"""Part of the wait in which a batch is made and not here -> in words, and what to try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateBatches:
+    """What is known of why batches were late, of the loader that is waited for most.
+
+    Findings that rest on a fact which is None, or empty, are not made. Shares are from 0 to 1.
+    """
+
+    summary: StageSummary = NO_STEPS
+    """Where the steps went; the causes are those of this loader."""
+    share: float = 1.0
+    """Of the waits, those for this loader's batches: others are read in the same steps."""
+    setup: LoaderSetup | None = None
+    """As it is; None: no predictions are made."""
+    costs: tuple[BatchCost, ...] = ()
+    """Of recorded batches, for predictions; none are made without."""
+    loader: LoaderFacts = field(default_factory=LoaderFacts)
+    """What the loader says about itself."""
+    stream_samples: tuple[int, ...] = ()
+    """Samples of a stream that each of its workers made; empty: no stream, or not several."""
+    busy_share: float | None = None
+    """Of the time, that in which a worker had a task: the mean over workers."""
+    runqueue_share: float | None = None
+    """Of the workers' busy time, that in which they were ready to run but had no CPU."""
+    machine: MachineSeen = NO_MACHINE
+    """What the training had of its machine."""
+    read_rates: ReadRates | None = None
+    """What few of the workers read together, and what all do, while batches were waited for."""
+    free_cpus: float | None = None
+    """CPUs of the cluster whose actors make the batches that nobody held, as last seen."""
+
+    @property
+    def times(self) -> StepTimes:
+        """How long the steps take, and wait for this loader's batches."""
+        return times_of(self.summary).waiting_for(self.share)
+
+    @property
+    def causes(self) -> WaitCauses:
+        """Where its waits went."""
+        return self.summary.causes or NO_CAUSES
+
+    @property
+    def device_could_augment(self) -> bool:
+        """Workers transform samples beside a device that could, and was not found to be slower."""
+        place, operations = self.loader.augment_on, self.causes.operations
+        # That workers transform samples a loader does not know of its dataset; stamps may show it.
+        here = place == "cpu" or (place is None and any(each.augments for each in operations))
+        return here and self.summary.device != "cpu" and not self.loader.augment_settled
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of the wait, 0 to 1; reading of unknown kind counts as blocked.
+
+        Empty while data is no matter.
+        """
+        shares = self.causes.wait.shares() if self.times.stalls else {}
+        if shares:
+            shares["read_blocked"] += shares.pop("read")
+        return shares
+
+    @property
+    def stall_ms(self) -> float:
+        """What the waits cost a step; 0: that is not known."""
+        return self.times.stall_ms or 0.0
+
+    @property
+    def wanted_cpus(self) -> float | None:
+        """CPUs that the busy workers and the training would use if they were alone, from costs."""
+        if self.setup is None or not self.costs:
+            return None
+        cpu = sum(cost.cpu_ns + cost.collate_ns for cost in self.costs)
+        whole = cpu + sum(cost.blocked_ns for cost in self.costs)
+        cpu *= self.setup.worker_threads
+        busy = 1.0 if self.busy_share is None else self.busy_share
+        own = self.setup.step_cpus * (1 - min(1.0, self.times.stall_share or 0.0))
+        here = 0 if self.setup.scheduling == "actors" else self.setup.workers
+        return here * busy * cpu / max(1.0, whole) + own
+
+    @property
+    def waits_for_cpu(self) -> float:
+        """How much of the wait went because workers or the training had no CPU."""
+        return self.shares.get("read_runqueue", 0.0) + self.shares.get("queued", 0.0)
+
+    @property
+    def without_cpu(self) -> float:
+        """How much of the wait, or of the workers' time, is spent ready but without a CPU."""
+        known = (self.runqueue_share or 0.0, self.machine.queued_share or 0.0)
+        return max(self.waits_for_cpu, *known)
+
+    @property
+    def alone_wait_ms(self) -> float:
+        """What would be waited for a batch if nobody had to wait for a CPU; a bound.
+
+        Workers make one batch in a step, beside it; the training process makes it in the wait.
+        """
+        left, wait_ms = 1 - min(1.0, self.without_cpu), self.times.wait_ms or 0.0
+        workers = self.loader.num_workers if self.setup is None else self.setup.workers
+        if workers == 0:
+            return left * wait_ms
+        return max(0.0, (self.times.step_ms or 0.0) * (left - 1) + wait_ms)
+
+    @property
+    def throttled(self) -> bool:
+        """Whether a fifth of the wait or more could go if no quota held anything back.
+
+        A thread lost no more than its part of the time in which CPUs were held back, and no more
+        than the periods in which the quota was used up. No wait gets shorter by more than that.
+        """
+        lost, times = self.machine.throttled_share, self.times
+        if not lost or not times.step_ms or not times.wait_ms:
+            return False
+        if self.machine.throttled_cpus is not None and self.setup is not None:
+            busy = 1.0 if self.busy_share is None else self.busy_share
+            threads = self.setup.workers * busy + self.setup.step_cpus
+            lost = min(lost, self.machine.throttled_cpus / max(1.0, threads))
+        return lost * times.step_ms >= _RUNQUEUE_HIGH * times.wait_ms
+
+    @property
+    def overcommitted(self) -> bool:
+        """Whether own work wants more CPUs than there are, or a quota stopped it.
+
+        If it waits for CPUs although no other program uses them, it does, whatever the model says.
+        """
+        if self.throttled:
+            return True
+        few = max(_OTHERS_LOW, _OTHERS_LOW_PART * (self.machine.machine_cpus or 0.0))
+        if self.machine.other_cpus is not None and self.machine.other_cpus < few:
+            return self.without_cpu >= _RUNQUEUE_HIGH
+        wanted = self.wanted_cpus
+        return self.setup is None or wanted is None or wanted > self.setup.cpus
+
+    @property
+    def crowded(self) -> bool:
+        """Whether own work would fit, and most of the wait would go if it were alone.
+
+        Complete batches wait for a CPU on their way, too. Where there is no model, the counters of
+        the machine tell: others use a good part of the CPUs, and loading had none for so long.
+        """
+        wait_ms = self.times.wait_ms or 0.0
+        if not self.times.stalls or self.throttled or self.without_cpu < _RUNQUEUE_HIGH:
+            return False
+        if self.setup is None or not self.setup.workers:
+            few = _MUCH * (self.machine.machine_cpus or math.inf)
+            others = self.machine.other_cpus is not None and self.machine.other_cpus >= few
+            return others and self.alone_wait_ms <= _OTHERS_MOST * wait_ms
+        if self.overcommitted or not self.costs or not wait_ms:
+            return False
+        alone = scaled(self.costs, handover=_HANDED_OVER_ALONE)
+        alone_ms = simulate(alone, replace(self.setup, other_cpus=0.0)).wait_ms
+        return wait_ms - alone_ms > _OTHERS_MOST * wait_ms
+
+    def gain_without(self, share: float) -> Gain | None:
+        """Return the step without a share of the wait: no less is possible."""
+        return self.times.without(share * self.stall_ms)
+
+    def gain(
+        self, setup: LoaderSetup | None = None, *, costs: Sequence[BatchCost] | None = None
+    ) -> Gain | None:
+        """Return what another setup gains, or batches of other costs; None without recorded ones.
+
+        The model's ratio of the two is applied to the measured step, so that what the model misses
+        of both counts for neither. No less is possible than what batches of other costs take.
+        """
+        step_ms, now = self.times.step_ms, self.setup
+        if step_ms is None or now is None or not self.costs:
+            return None
+        now_ms = simulate(self.costs, now).step_ms
+        then_ms = simulate(self.costs if costs is None else costs, setup or now).step_ms
+        after_ms = step_ms * (then_ms / now_ms if now_ms > 0 else 1.0)
+        basis: Literal["simulated", "floor"] = "simulated" if costs is None else "floor"
+        return Gain(before_ms=step_ms, after_ms=after_ms, basis=basis)
+
+    def best_workers(self, *, computing: bool = False) -> LoaderSetup | None:
+        """Return the setup with the fewest workers within 3 % of the best; None without costs.
+
+        ``computing``: no more workers than there are CPUs.
+        """
+        now, most = self.setup, _MOST_WORKERS
+        if now is None or not self.costs:
+            return None
+        if now.scheduling == "actors":
+            most = now.workers + int(self.free_cpus or 0.0)
+        elif computing:
+            most = min(most, max(1, int(now.cpus)))
+        numbers = {n for n in WORKERS if n <= most} | {now.workers}
+        candidates = [now if n == now.workers else _with_workers(now, n) for n in sorted(numbers)]
+        return choose(self.costs, candidates)[0]
+
+    def of_wait(self, share: float, what: str) -> str:
+        """Return in words that something is a share of the wait, and what that costs."""
+        stall = self.times.stall_share or 0.0
+        return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
+
+
+def late_batches_of(
+    summary: StageSummary,
+    loader: LoaderFacts,
+    stamps: Sequence[BatchStamps] = (),
+    setup: LoaderSetup | None = None,
+    *,
+    step_queued: float = 0.0,
+    share: float = 1.0,
+    machine: MachineSeen = NO_MACHINE,
+) -> LateBatches:
+    """Return what is known of late batches in a stage, by its steps and by stamps.
+
+    Args:
+        summary: Where the steps went; the causes are those of this loader.
+        loader: What it says about itself.
+        stamps: The newest of it, in the order in which batches were delivered.
+        setup: The loader as it was; None: no predictions are made.
+        step_queued: Part of the steps in which the training was ready but had no CPU.
+        share: Of the waits, those for batches of this loader.
+        machine: What the training had of it.
+    """
+    if setup is not None:
+        others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
+        setup = replace(setup, other_cpus=others, worker_threads=threads)
+    tasks = [task for batch in stamps for task in batch.tasks]
+    queued = [task for task in tasks if task.runqueue_ns is not None]
+    length_ns = sum(task.ended_ns - task.began_ns for task in queued)
+    free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
+    return LateBatches(
+        summary=summary,
+        share=share,
+        setup=setup,
+        costs=_recorded_costs(summary, stamps, step_queued),
+        loader=loader,
+        busy_share=None if setup is None else _busy_share(stamps, setup.workers),
+        runqueue_share=sum(t.runqueue_ns or 0 for t in queued) / length_ns if length_ns else None,
+        machine=machine,
+        free_cpus=next((cpus for cpus in free if cpus is not None), None),
+    )
+
+
+def _recorded_costs(
+    summary: StageSummary, stamps: Sequence[BatchStamps], step_queued: float
+) -> tuple[BatchCost, ...]:
+    """Return what the newest batches cost, without those that took, or whose step did, too long.
+
+    That is nearly as long as a step that is no part of the means.
+    """
+    halves = ((each.stall_ms or 0.0, each.step_ms or 0.0) for each in summary.long_steps)
+    long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
+    costs = [
+        cost
+        for epoch in by_epoch(stamps)
+        for batch, cost in zip(epoch, batch_costs(epoch, step_queued=step_queued), strict=False)
+        if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * long_ms * 1e6
+    ]
+    return tuple(costs[-_MOST_COSTS:])
+
+
+def _busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
+    """Return the busy part of the time that steady batches took, 0 to 1; None for 0 workers."""
+    busy = span = 0.0
+    for epoch in by_epoch(stamps):
+        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+        span += ended - began
+        for batch in epoch:
+            for task in batch.tasks:
+                busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
+    return min(1.0, busy / span / workers) if workers and span > 0 else None
+
+
+def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
+    """Return how many CPUs a worker uses while its reading thread computes, at least 1."""
+    known = [task for batch in stamps for task in batch.tasks if task.helpers_ns is not None]
+    own = sum(task.cpu_ns or 0 for task in known)
+    threads = 1 + sum(task.helpers_ns or 0 for task in known) / own if own else 1.0
+    return threads if threads >= _SEVERAL_THREADS else 1.0
+
+
+def _with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
+    """Return the setup with another number of workers.
+
+    Where each makes whole batches, each is as many ahead as before; where all make one together,
+    all of them are.
+    """
+    least = min(setup.look_ahead, _LEAST_AHEAD) if setup.workers else _LEAST_AHEAD
+    if setup.scheduling == "sample":
+        return replace(setup, workers=workers, look_ahead=max(least, setup.look_ahead))
+    each = _BATCHES_AHEAD
+    if setup.workers and setup.look_ahead > _LEAST_AHEAD:
+        each = math.ceil(setup.look_ahead / setup.workers)
+    return replace(setup, workers=workers, look_ahead=max(least, each * workers))
+
+
+def _advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
+    """Return the change as it is written in code, e.g. ``LoaderOptions(num_workers=6)``."""
+    changes: dict[str, object] = {}
+    if now.inline and wanted.workers:
+        changes["executor"] = "workers"
+    if wanted.workers != now.workers:
+        changes["num_workers"] = wanted.workers
+    written = ", ".join(f"{option}={value!r}" for option, value in changes.items())
+    return Advice(text=f"LoaderOptions({written})", changes=tuple(changes), gain=gain)
+
+
+def largest(e: LateBatches) -> tuple[str, float]:
+    """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs.
+
+    Returns:
+        A field of :class:`WaitParts` without its unit, and its share of the wait; ``""`` and 0 if
+        none is 40 % of it.
+    """
+    shares = e.shares
+    if shares:
+        shares["read_cpu"] += shares.pop("read_runqueue") + shares.pop("queued")
+        if _at_limit(e):
+            shares["read_blocked"] += shares.pop("slow_sample")
+    name = max(shares, key=shares.__getitem__, default="")
+    share = shares.get(name, 0.0)
+    return (name, share) if share >= _DOMINANT else ("", 0.0)
+
+
+def _more_workers(
+    e: LateBatches, otherwise: Finding, *, together: bool = False, computing: bool = False
+) -> Finding:
+    """Return the finding with the number of workers that the model recommends, if one helps.
+
+    ``together``: they may wait for something that they share, of which the model knows nothing.
+    ``computing``: they compute, so that no more of them are of use than there are CPUs.
+    """
+    wanted, now = e.best_workers(computing=computing), e.setup
+    if wanted is None or now is None:
+        return otherwise
+    leave = f"the number of workers: more than {now.workers} are no faster"
+    if "num_workers" in e.loader.closed:
+        leave = f"the number of workers, {e.loader.closed['num_workers']}"
+    elif wanted.workers > now.workers:
+        gain = e.gain(wanted)
+        if gain is not None and gain.worthwhile:
+            gain = replace(gain, basis="independent") if together else gain
+            more = _advised(now, wanted, gain)
+            return replace(otherwise, advice=(more, *otherwise.advice))
+    return replace(otherwise, leave_alone=leave)
+
+
+def _slow_samples(e: LateBatches) -> Finding | None:
+    share = e.shares.get("slow_sample", 0.0)
+    if share < _SLOW_HIGH or _at_limit(e):
+        return None
+    named = ", ".join(
+        f"{printable(str(s.path or s.index), keep='')} "
+        f"({s.ms:.0f} ms, others {rounded(s.typical_ms, 2)})"
+        for s in e.causes.slow_samples[:3]
+    )
+    repair = f"repair these samples: {named}" if named else "repair the slow samples"
+    cause = e.of_wait(share, "waiting for single slow samples")
+    if e.causes.overtaken_share:
+        cause += f"; {e.causes.overtaken_share:.0%} of the batches held up complete ones"
+    finding = make_finding(
+        e.times.stall_share,
+        cause,
+        Advice(text=repair, part=share),
+        _gain_of(e, share, scaled(e.costs, slow_samples=False)),
+        "the other samples",
+    )
+    alone = e.setup is not None and not e.setup.workers
+    return _more_workers(e, finding) if alone else finding
+
+
+def _read_more_by(e: LateBatches) -> float | None:
+    """Return what more workers bring: 1 as much more as they are, 0 nothing; None: not tried."""
+    rates = e.read_rates
+    if rates is None or rates.many <= rates.few or min(rates.few_per_s, rates.many_per_s) <= 0:
+        return None
+    return math.log(rates.many_per_s / rates.few_per_s) / math.log(rates.many / rates.few)
+
+
+def _shares(e: LateBatches) -> bool:
+    """Return whether workers wait for something that they share."""
+    more = _read_more_by(e)
+    if more is not None:
+        return more < _SHARED
+    return lock_between_processes(e.causes.lines) and e.setup is not None
+
+
+def _at_limit(e: LateBatches) -> bool:
+    """Return whether storage gives all it has: then it is slow to whichever reader comes last.
+
+    Behind a sample that is slow by itself, workers have nothing to do after a while.
+    """
+    return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
+
+
+def _where_it_waits(e: LateBatches, share: float) -> str:
+    """Return the longest line if it waits for a fifth of reading or more, in words.
+
+    That is known of a line that takes so much more of reading than is not waited. ``share``: Of the
+    wait, what is.
+    """
+    shares = e.shares
+    computes = shares.get("read_cpu", 0.0) + shares.get("read_runqueue", 0.0)
+    return where_text(e.causes.lines, beside=computes / (computes + share))
+
+
+def _latency(e: LateBatches) -> Finding | None:
+    name, share = largest(e)
+    if name != "read_blocked" or _shares(e):
+        return None
+    finding = make_finding(
+        e.times.stall_share,
+        e.of_wait(share, "waiting for storage, a network or a lock") + _where_it_waits(e, share),
+        (Advice(text="keep the data on a local disk", part=share), _CACHE),
+        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
+        "transforms: the CPUs are not what is short",
+    )
+    return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
+
+
+def _bandwidth(e: LateBatches) -> Finding | None:
+    name, share = largest(e)
+    if name != "read_blocked" or not _shares(e):
+        return None
+    cause = e.of_wait(share, "waiting for a lock, a disk or a line that workers share")
+    if e.read_rates is not None:
+        few, few_per_s, many, many_per_s = e.read_rates
+        cause += f"; {many} workers read {rounded(many_per_s, 3)} samples/s and {few} of them "
+        cause += f"{rounded(few_per_s, 3)}"
+    return make_finding(
+        e.times.stall_share,
+        cause + _where_it_waits(e, share),
+        (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
+        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
+        "the number of workers: more of them read no more",
+    )
+
+
+def _saturated(e: LateBatches) -> bool:
+    loads = e.without_cpu >= _RUNQUEUE_HIGH or e.throttled
+    reads = largest(e)[0] == "read_cpu"
+    return e.times.stalls and loads and reads and e.overcommitted and not e.crowded
+
+
+def _named(e: LateBatches) -> OperationShare | None:
+    """Return the operation of a pipeline that takes most, if that is a fifth of reading."""
+    return next((op for op in e.causes.operations if op.augments and op.share >= _NAMED), None)
+
+
+def _transforms(e: LateBatches) -> tuple[Advice, ...]:
+    """Return what makes reading take less of a CPU."""
+    named = _named(e)
+    takes = "" if named is None else f" ({named.name} takes {named.share:.0%} of reading)"
+    cheaper = Advice(text=f"cheaper transforms{takes}")
+    return (cheaper, *([_ON_DEVICE] if e.device_could_augment else []), _CACHE)
+
+
+def _gain_of_transforms(e: LateBatches) -> Gain | None:
+    shares = e.shares
+    part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
+    named = _named(e)
+    less = 1.0 if named is None else named.share
+    return _gain_of(e, less * (part or 1.0), scaled(e.costs, cpu=1 - less))
+
+
+def _spent(
+    e: LateBatches,
+    share: float,
+    what: str,
+    remedy: str | Advice | tuple[Advice, ...],
+    leave: str,
+    gain: Gain | None = None,
+) -> Finding:
+    """Return the finding that a share of the wait, 0 to 1, is spent on something.
+
+    ``gain``: what less of it gains; None: at most the whole share.
+    """
+    gain = gain or e.gain_without(share)
+    return make_finding(e.times.stall_share, e.of_wait(share, what), remedy, gain, leave)
+
+
+def _gain_of(e: LateBatches, share: float, costs: list[BatchCost]) -> Gain | None:
+    """Return what batches of other costs gain; where none were recorded, what it is at most."""
+    return e.gain(costs=costs) or e.gain_without(share)
+
+
+def _few_workers(e: LateBatches) -> Finding | None:
+    name, share = largest(e)
+    starved = e.waits_for_cpu > share / 2
+    if name != "read_cpu" or starved or _saturated(e) or e.crowded:
+        return None
+    cause = e.of_wait(share, "reading and transforming samples on a CPU")
+    finding = make_finding(
+        e.times.stall_share,
+        cause + where_text(e.causes.lines),
+        _transforms(e),
+        _gain_of_transforms(e),
+        "storage: it is not what is waited for",
+    )
+    return _more_workers(e, finding, computing=True)
+
+
+def _few_cpus(e: LateBatches) -> Finding | None:
+    if not _saturated(e):
+        return None
+    facts = [f"ready workers wait for a CPU for {e.without_cpu:.0%} of their time"]
+    if e.throttled:
+        facts.append(f"the CPU quota was used up in {e.machine.throttled_share:.0%} of the periods")
+    wanted, now = e.best_workers(), e.setup
+    remedy = _transforms(e)
+    if now is not None:
+        workers = "1 worker" if now.workers == 1 else f"{now.workers} workers"
+        facts.append(f"{workers} and the training share {now.cpus:g} CPUs")
+        if now.worker_threads > 1:
+            facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
+            threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
+            alone = e.gain(replace(now, worker_threads=1.0))
+            one = Advice(text=f"{threads}in worker_init_fn)", gain=alone)
+            remedy = (one, *remedy)
+        if wanted is not None and wanted.workers < now.workers:
+            gain = e.gain(wanted)
+            remedy = (_advised(now, wanted, gain), *remedy)
+    cause = "; ".join(facts) + where_text(e.causes.lines)
+    leave = "more workers: they would share the same CPUs"
+    return make_finding(e.times.stall_share, cause, remedy, _gain_of_transforms(e), leave)
+
+
+def _collation(e: LateBatches) -> Finding | None:
+    name, share = largest(e)
+    if name != "collate":
+        return None
+    gain = e.gain(costs=scaled(e.costs, collate=0.0))
+    less = Advice(text=_COLLATE_LESS, part=share)
+    return _spent(e, share, "collating samples", less, "reading and transforms", gain)
+
+
+def _neighbours(e: LateBatches) -> Finding | None:
+    runqueue = e.without_cpu
+    own = e.setup is None or e.wanted_cpus is None or e.overcommitted
+    if not e.times.stalls or runqueue < _RUNQUEUE_HIGH:
+        return None
+    here = e.setup is not None and not e.setup.workers
+    if (own or here) and not e.crowded:
+        return None
+    facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
+    if e.setup is not None and e.wanted_cpus is not None:
+        facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
+    if (e.machine.other_cpus or 0.0) >= _OTHERS_LOW:
+        facts.append(f"other programs use {e.machine.other_cpus:.1f} CPUs of this machine")
+    return make_finding(
+        e.times.stall_share,
+        "; ".join(facts),
+        "find what else runs on this machine, if only threads that transforms start "
+        "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
+        e.times.without(max(0.0, e.stall_ms - e.alone_wait_ms)),
+        "more workers: they would wait, too",
+    )
+
+
+def _own(e: LateBatches, part: str, what: str, remedy: str, leave: str) -> Finding | None:
+    """Return the finding that the training process itself takes long for a part of the wait."""
+    share = e.shares.get(part, 0.0)
+    return _spent(e, share, what, remedy, leave) if _costs_enough(e, share) else None
+
+
+_sampler: Final = partial(
+    _own,
+    part="sampler",
+    what="asking the sampler which samples come next, in the training process,",
+    remedy="a sampler that computes the order of an epoch once, in __iter__, and then gives "
+    "numbers of an array",
+    leave="the number of workers: the sampler runs in the training process",
+)
+_unpacking: Final = partial(
+    _own,
+    part="unpack",
+    what="unpickling batches in the training process",
+    remedy="batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
+    "made anew one by one; have collate_fn put them together in the workers",
+    leave="the number of workers: batches are unpickled in the training process",
+)
+
+
+def _costs_enough(e: LateBatches, share: float) -> bool:
+    spent_ms = share * e.stall_ms
+    return share >= _HIGH and spent_ms >= _LEAST_MS and (e.times.share(spent_ms) or 0.0) >= _OF_STEP
+
+
+def _on_the_way(e: LateBatches) -> Finding | None:
+    """Return the finding that batches are long on their way here once they are made."""
+    dominant, _ = largest(e)
+    name = dominant if dominant in _WAYS else "handover"
+    share, (what, advice) = e.shares.get(name, 0.0), _WAYS[name]
+    if name == "handover" and not _hands_over_long(e, share):
+        return None
+    if name == "handover" and e.setup is not None and e.setup.scheduling == "sample":
+        # Batches are handed over as memory already.
+        text = "find threads of the training process that compute, such as loggers and "
+        text += "callbacks, as they hold the interpreter's lock; then smaller batches"
+        advice = (Advice(text=text),)
+    parts = tuple(replace(each, part=share) for each in advice)
+    return _spent(e, share, what, parts, "the number of workers")
+
+
+def _hands_over_long(e: LateBatches, share: float) -> bool:
+    """Return whether the hand-over itself takes this share of the wait, and nothing behind it."""
+    gain = e.gain_without(share)
+    queues = e.without_cpu >= _RUNQUEUE_HIGH and share < _DOMINANT
+    if queues or e.crowded:
+        return False  # who sends a batch away waits for a CPU as those do who make it
+    if not _costs_enough(e, share) or (e.setup is not None and not e.setup.workers):
+        return False
+    return gain is None or gain.worthwhile
+
+
+def _uneven(e: LateBatches) -> Finding | None:
+    """Return whether few workers make nearly all samples of a stream, or one of them far too many.
+
+    Workers that each yield the whole stream make as many samples as each other, and are not meant.
+    """
+    working = _working_workers(e.stream_samples)
+    workers = len(e.stream_samples)
+    if not working or not e.times.stalls:
+        return None
+    if working > _FEW * workers:
+        working = 1
+        if max(e.stream_samples) * workers < _TWICE * sum(e.stream_samples):
+            return None
+    share = sum(sorted(e.stream_samples)[-working:]) / sum(e.stream_samples)
+    who = f"{working} of {workers} workers make"
+    if working == 1:
+        who = f"one of {workers} workers makes"
+    return make_finding(
+        e.times.stall_share,
+        f"{who} {share:.0%} of the samples of this stream, and waiting for batches costs "
+        f"{e.times.stall_share or 0.0:.0%} of each step",
+        "share the stream out evenly: at least as many files as workers, of equal size, each read "
+        "by one worker (get_worker_info() in __iter__)",
+        _gain_of_even_shares(e),
+        "more workers: they would have nothing to do",
+    )
+
+
+def _working_workers(samples: tuple[int, ...]) -> int:
+    """Return the fewest workers that make nine tenths of the samples, of those of each worker."""
+    wanted = _NEARLY_ALL * sum(samples)
+    made = accumulate(sorted(samples, reverse=True))
+    return next((number for number, so_far in enumerate(made, 1) if so_far >= wanted > 0), 0)
+
+
+def _gain_of_even_shares(e: LateBatches) -> Gain | None:
+    """Return what the recorded batches would take if all workers made them."""
+    if e.setup is None or not e.costs or e.times.step_ms is None:
+        return None
+    # As many workers as would be busy if each had as much to do as the busiest one.
+    busy = max(1, round(sum(e.stream_samples) / max(e.stream_samples)))
+    now = simulate(e.costs, replace(e.setup, workers=busy)).step_ms
+    even = simulate(e.costs, replace(e.setup, workers=len(e.stream_samples))).step_ms
+    if now <= 0:
+        return None
+    after_ms = e.times.step_ms * min(1.0, even / now)
+    return Gain(before_ms=e.times.step_ms, after_ms=after_ms, basis="simulated")
+
+
+RULES: Final = (
+    Rule("FD302", "slow samples hold up their batches", _slow_samples, "loader", ALL_COSTS),
+    Rule("FD303", "reading waits for storage", _latency, "loader", ALL_COSTS),
+    Rule("FD304", "workers share what they wait for", _bandwidth, "loader", ALL_COSTS),
+    Rule("FD305", "reading and transforming take long", _few_workers, "loader", ALL_COSTS),
+    Rule("FD306", "own work wants more CPUs than there are", _few_cpus, "loader", ALL_COSTS),
+    Rule("FD307", "collation takes long", _collation, "loader", ALL_COSTS),
+    Rule("FD315", "other programs have the CPUs", _neighbours, "machine", ALL_COSTS, kind=_OTHERS),
+    Rule("FD323", "the sampler takes long", _sampler, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD324", "batches take long to unpickle", _unpacking, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD308", "complete batches are long on their way", _on_the_way, "loader", ALL_COSTS),
+    Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD104"),
+)

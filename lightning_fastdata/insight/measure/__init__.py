@@ -1,1 +1,0 @@
-"""Clocks, and what they say of the steps of a stage."""

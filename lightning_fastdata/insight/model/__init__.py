@@ -1,1 +1,0 @@
-"""What a step would take with another loader."""

@@ -1,1 +1,0 @@
-"""A measured run, reported to people and to programs."""

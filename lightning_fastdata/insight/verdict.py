@@ -1,0 +1,376 @@
+"""What limits a stage: evidence for each family of causes, their findings, and one order of these.
+
+``docs/verdicts`` says what each code rests on. Those from FD302 on say why a step is slow; the
+others need no stamps and say how much data costs: their bounds are shares of the step as the device
+saw it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
+from typing import Final
+
+from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall
+from lightning_fastdata.insight.finding import (
+    STALL_HIGH,
+    STALL_LOW,
+    TRANSFER_HIGH,
+    Advice,
+    Finding,
+    Found,
+    Gain,
+    Kind,
+    LoaderFacts,
+    Rule,
+    costs_much,
+    duration_text,
+    make_finding,
+    passed,
+    seen_by,
+    steps_text,
+)
+from lightning_fastdata.insight.late_batches import LateBatches
+from lightning_fastdata.insight.machine import MemorySeen
+from lightning_fastdata.insight.ranks import RankStalls
+from lightning_fastdata.insight.step_costs import StepCosts
+from lightning_fastdata.insight.steps import StageSummary
+from lightning_fastdata.insight.waits import PART_WORDS
+from lightning_fastdata.insight.wall import Pauses, WallTime
+from lightning_fastdata.types import STAGE_WORDS
+
+_SEVERITIES: Final = ("high", "moderate", "fine")
+_OF_STEPS: Final = ("FD312", "FD313", "FD337")
+"""Besides data and the model, what makes a step longer."""
+_CLEARLY: Final = 1.5
+"""One gain is clearly larger than another if it is so many times as large."""
+_FEWEST_STEPS: Final = 5
+"""Nothing is said of fewer."""
+_SHOWN_PARTS: Final = 3
+_LEARN: Final = Advice(text="FastDataModule.from_loaders(train_loader): it tells why, and tunes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was measured of a stage, for each family of causes; by default nothing was."""
+
+    late: LateBatches = field(default_factory=LateBatches)
+    step: StepCosts = field(default_factory=StepCosts)
+    ranks: RankStalls = field(default_factory=RankStalls)
+    pauses: Pauses = field(default_factory=Pauses)
+    memory: MemorySeen = field(default_factory=MemorySeen)
+    """Of the training process and its workers."""
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Return everything that the evidence shows, the finding to act upon first."""
+    return tuple(each.finding for each in ranked(evidence)[0])
+
+
+def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], Found | None]:
+    """Return the findings that no other one replaces, in their order, and the pause that leads.
+
+    By severity, then those first that gain clearly more, else as their rules stand in the
+    catalogue. Before all others come the pause that costs the run most, if that is 10 % and more
+    than late batches do, and then a rank that holds up this one: no other remedy would help.
+    ``cost`` is what was found without stamps. No pause leads if none costs the run so much.
+    """
+    found = _all_found(evidence)
+    replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
+    if cost is not None:
+        found.insert(0, cost)
+    found = [_passed(each, evidence) for each in found if each.rule.code not in replaced]
+    pause = _worst_pause(found, evidence.pauses.wall)
+    why = sorted(
+        (each for each in found if each.rule is not (cost and cost.rule)),
+        key=lambda each: (each is not pause, *_weight(each)),
+    )
+    # The cost alone does not come before the rank that everything waits for.
+    leading = why if evidence.ranks.held_up else why[:1]
+    rank = next((each for each in leading if each.rule.about == "rank"), None)
+    found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
+    return found, pause
+
+
+def _passed(found: Found, e: Evidence) -> Found:
+    """Return what the gate lets through of a finding, written for what holds the settings."""
+    finding = passed(found.finding, e.late.loader.closed)
+    remedy = finding.remedy
+    if e.step.settings_in == "FastDataLoader":
+        remedy = remedy.replace("LoaderOptions(", "FastDataLoader(")
+        remedy = remedy.replace("FastDataModule(cache='auto')", "CachedDataset(dataset)")
+    return Found(found.rule, replace(finding, remedy=remedy))
+
+
+def _all_found(e: Evidence) -> list[Found]:
+    """Return what each rule finds, in their order; findings about a loader name it."""
+    label = e.late.loader.loader
+    every = (
+        *(_naming_loader(each, label) for each in seen_by(late_batches.RULES, e.late)),
+        *seen_by(step_costs.RULES, e.step),
+        *seen_by(ranks.RULES, e.ranks),
+        *seen_by(wall.RULES, e.pauses),
+        *seen_by(machine.RULES, e.memory),
+    )
+    return sorted(every, key=lambda each: (each.rule.after or each.rule.code, each.rule.code))
+
+
+def _naming_loader(found: Found, label: str | None) -> Found:
+    """Return a finding that names its loader, and so does its remedy where that is an option."""
+    if label is None:
+        return found
+    rule, finding = found
+    advice = finding.advice
+    if rule.about == "loader" and advice:
+        advice = (replace(advice[0], text=f"{label}: {advice[0].text}"), *advice[1:])
+    return Found(rule, replace(finding, cause=f"{label}: {finding.cause}", advice=advice))
+
+
+def _worst_pause(found: Iterable[Found], wall: WallTime) -> Found | None:
+    """Return the pause that costs the run most, if that is 10 % and more than late batches do."""
+    gains = [
+        (gain.saved_ms, each)
+        for each in found
+        if each.rule.about == "run" and (gain := each.finding.gain) and each.finding.remedy
+    ]
+    if not gains:
+        return None
+    cost_ms, worst = max(gains, key=itemgetter(0))
+    cost_s, waited_s = cost_ms * wall.steps / 1000, wall.parts_s.get("wait", 0.0)
+    return worst if cost_s > waited_s and wall.share(cost_s) > STALL_HIGH else None
+
+
+def _weight(found: Found) -> tuple[int, int]:
+    """Return what findings are sorted by: how severe they are, then what they gain."""
+    gain = found.finding.gain
+    # That others wait for a rank says nothing of why it is late: its own causes do.
+    factor = 1.0 if gain is None or found.rule.about == "rank" else gain.factor
+    steps = math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
+    return _SEVERITIES.index(found.finding.severity), -steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verdict:
+    """What limits a stage."""
+
+    kind: Kind
+    """``data-bound``: the device waits for data above 10 % of the step; ``balanced``: from 3 to
+    10 %, or something other than data and the model costs much; ``unknown``: too few steps. The
+    others: what pauses the run for more of its time than late batches do, and for 10 % or more."""
+    sentence: str
+    """How much it waits."""
+    evidence: tuple[str, ...]
+    """Measured facts that belong to it, and what is not known."""
+    findings: tuple[Finding, ...]
+    """Causes and remedies; never empty, the one to act upon first."""
+
+    @property
+    def code(self) -> str:
+        """Stable code of the first finding."""
+        return self.findings[0].code
+
+    def __repr__(self) -> str:
+        return f"<Verdict: {self.kind}, {self.sentence} [{self.code}]>"
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Return what limits the stage."""
+    summary, loader = evidence.late.summary, evidence.late.loader
+    cost = largest_cost(evidence.late)
+    stall = summary.stall
+    if cost.rule.code == "FD000" or stall is None:
+        return Verdict(
+            kind="unknown",
+            sentence=cost.finding.cause,
+            evidence=_unmeasured(summary),
+            findings=(_passed(cost, evidence).finding,),
+        )
+    late = stall.share > STALL_HIGH and costs_much(stall.mean_ms, stall.share)
+    kind: Kind = "data-bound" if late else "balanced"
+    sentence = waiting_text(summary)
+    order, pause = ranked(evidence, cost)
+    costly = any(each.rule.code in _OF_STEPS for each in order)
+    if stall.share < STALL_LOW and not costly:
+        kind = "compute-bound"
+    rule, first = order[0]
+    if pause is not None:
+        kind, sentence = pause.rule.kind or kind, pause.finding.cause
+    elif kind == "data-bound" and rule.about == "machine":
+        kind = rule.kind or kind
+    if evidence.ranks.held_up:
+        # This rank hardly waits for its own data; the others' is waited for in the backward pass.
+        kind, sentence = "data-bound" if first.severity == "high" else "balanced", first.cause
+    return Verdict(
+        kind=kind,
+        sentence=sentence,
+        evidence=_evidence(summary, loader),
+        findings=tuple(each.finding for each in order),
+    )
+
+
+def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
+    evidence = [f"{steps_text(summary.steps)} {'was' if summary.steps == 1 else 'were'} timed"]
+    if summary.stall is None and summary.steps:
+        evidence.append("waits for batches were not seen")
+    return tuple(evidence)
+
+
+def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
+    evidence = [
+        f"step {each.step} took {duration_text((each.step_ms or 0.0) / 1e3)}, and is judged without"
+        for each in summary.long_steps
+    ]
+    wait, stall = summary.wait, summary.stall
+    if wait is not None and stall is not None:
+        hidden = wait.mean_ms - stall.mean_ms
+        if hidden > 0.05 * wait.mean_ms and hidden > 0.1:
+            evidence.append(f"{hidden:.1f} of {wait.mean_ms:.1f} ms of waiting hide behind the GPU")
+        if wait.p50_ms > 0 and wait.p95_ms > 3 * wait.p50_ms:
+            evidence.append(f"waits come in bursts (p50 {wait.p50_ms:.1f}, p95 {wait.p95_ms:.1f})")
+    if summary.cold_wait_ms is not None:
+        evidence.append(f"first batch of an epoch after {summary.cold_wait_ms:.0f} ms")
+    which = "" if loader.loader is None else f"{loader.loader}: "
+    if loader.num_workers is None:
+        evidence.append(f"{which}number of workers not known")
+    else:
+        workers = f"{loader.num_workers} worker{'' if loader.num_workers == 1 else 's'}"
+        cpus = "" if loader.usable_cpus is None else f"{loader.usable_cpus} "
+        unknown = "" if cpus else " not known"
+        evidence.append(f"{which}{workers}, {cpus}usable CPUs{unknown}")
+    if loader.augment_on is not None:
+        where = "CPU" if loader.augment_on == "cpu" else "device"
+        evidence.append(f"transforms run on the {where}")
+    return tuple(evidence)
+
+
+def largest_cost(e: LateBatches) -> Found:
+    """Return the largest cost of a stage: what the first rule that holds finds."""
+    return next(seen_by(COSTS, e))  # the last rule always holds
+
+
+def waiting_text(summary: StageSummary) -> str:
+    """Return how much of each step is waiting, in words; empty if that was not measured."""
+    step, stall = summary.step, summary.stall
+    if step is None or stall is None:
+        return ""
+    loop = STAGE_WORDS.get(summary.stage, summary.stage)
+    who = "the GPU" if summary.device != "cpu" else f"the {loop} loop"
+    times = f"({stall.mean_ms:.1f} of {step.mean_ms:.1f} ms)"
+    return f"{who} waits {stall.share:.0%} of each step {times}"
+
+
+def _too_few_steps(e: LateBatches) -> Finding | None:
+    summary = e.summary
+    measured = summary.step is not None and summary.stall is not None
+    if measured and summary.steps >= _FEWEST_STEPS:
+        return None
+    more = Advice(text=f"train for at least {_FEWEST_STEPS} steps", for_speed=False)
+    advice = (more,) if summary.steps < _FEWEST_STEPS else ()
+    return Finding(severity="fine", cause="too little was measured to tell", advice=advice)
+
+
+def _no_workers(e: LateBatches) -> Finding | None:
+    wanted, stall = _wanted_workers(e), e.summary.stall
+    if e.loader.num_workers != 0 or stall is None or "num_workers" in e.loader.closed:
+        return None
+    if not wanted:
+        remedy = "num_workers above 0, so that loading runs beside the training process"
+        return _late(e, Advice(text=remedy, changes=("num_workers",)))
+    # A step that waits takes as long as its batch: workers make no more of these than they are.
+    return _late(e, _more_workers(e, wanted), least_ms=stall.mean_ms / wanted)
+
+
+def _few_workers(e: LateBatches) -> Finding | None:
+    wanted, workers, step = _wanted_workers(e), e.loader.num_workers, e.summary.step
+    if not wanted or workers is None or workers >= wanted or step is None:
+        return None
+    if "num_workers" in e.loader.closed:
+        return None
+    return _late(e, _more_workers(e, wanted), least_ms=step.mean_ms * workers / wanted)
+
+
+def _late(e: LateBatches, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
+    """Return the finding that the device waits for data; None if the stall is 10 % or less.
+
+    With the remedy, a step takes ``least_ms`` at least. Who takes stamps is not told to take some.
+    """
+    step, stall = e.summary.step, e.summary.stall
+    if step is None or stall is None or stall.share <= STALL_HIGH:
+        return None
+    if not costs_much(stall.mean_ms, stall.share):
+        return None
+    cause, label = waiting_text(e.summary), e.loader.loader
+    prefix = "" if label is None else f"{label}: "
+    advice = [replace(remedy, text=f"{prefix}{remedy.text}")]
+    if remedy is _LEARN and e.summary.causes is not None:
+        largest = sorted(e.causes.wait.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+        parts = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
+        cause += f"; {prefix}no single cost stands out: {parts} of the wait"
+        advice = []
+    after_ms = max(step.mean_ms - e.stall_ms, least_ms)
+    gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
+    leave = _leave_alone(e.summary, "loading")
+    return make_finding(stall.share, cause, tuple(advice), gain, leave)
+
+
+def _fine(e: LateBatches) -> Finding:
+    """Return the finding that hardly any batch is waited for."""
+    cause, leave = waiting_text(e.summary), _leave_alone(e.summary, "")
+    return Finding(severity="fine", cause=cause, leave_alone=leave)
+
+
+def _moderate_stall(e: LateBatches) -> Finding | None:
+    return _fine(e) if (e.summary.stall_share or 0.0) >= STALL_LOW else None
+
+
+COSTS: Final = (
+    Rule("FD000", "too few steps were timed", _too_few_steps),
+    Rule("FD101", "batches are late, and the training process loads them", _no_workers),
+    Rule("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
+    Rule("FD104", "batches are late, and why is not known", partial(_late, remedy=_LEARN)),
+    Rule("FD002", "the device waits a little", _moderate_stall),
+    Rule("FD001", "data is free", _fine),
+)
+"""In the order in which they are tried: each rests on those before it not holding."""
+
+
+def _more_workers(e: LateBatches, wanted: int) -> Advice:
+    cpus = e.loader.usable_cpus
+    free, taken = f"{cpus} CPUs are usable", e.machine.taken_of(cpus)
+    if round(taken):
+        free += f", of which other programs use {taken:.1f}"
+    text = f"num_workers {e.loader.num_workers} -> {wanted}  ({free})"
+    return Advice(text=text, changes=("num_workers",))
+
+
+def _wanted_workers(e: LateBatches) -> int | None:
+    """Return as many workers as the loaders' plan takes by itself."""
+    if e.loader.usable_cpus is None:
+        return None
+    cpus = e.machine.left_of(e.loader.usable_cpus)
+    # One is for the training process.
+    return cpus if cpus <= 2 or e.summary.device == "cpu" else cpus - 1
+
+
+def _leave_alone(summary: StageSummary, about: str) -> str:
+    """Return the phases that cost next to nothing and that the finding is not about."""
+    phases = (
+        ("loading", summary.stall),
+        ("transfer", summary.transfer),
+        ("augmentation", summary.augment),
+    )
+    small = {
+        name: phase.share
+        for name, phase in phases
+        if phase is not None and phase.share < TRANSFER_HIGH and name != about
+    }
+    if not small:
+        return ""
+    *others, last = small
+    listed = f"{', '.join(others)} and {last}" if others else last
+    together = math.floor(100 * sum(small.values())) + 1
+    verb = "together cost" if others else "costs"
+    return f"{listed} {verb} < {together}% of the step"

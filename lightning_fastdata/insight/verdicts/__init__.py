@@ -1,1 +1,0 @@
-"""Findings: one module for each family of causes."""

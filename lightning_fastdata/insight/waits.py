@@ -1,0 +1,556 @@
+"""Why batches were late: every wait for one, cut along the way that the batch took, and added up.
+
+A batch is late because its last task ended late. The wait for it is what that task's process did
+meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. A complete
+batch whose process has gone on to the next one and is on a CPU with it waits for that: in Python it
+holds the interpreter that the hand-over needs. A batch of an actor comes over a network, or out of
+an object store, and goes on while others wait for it. The parts of a wait add up to the wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from typing import TYPE_CHECKING, Final, SupportsInt
+
+import numpy as np
+
+from lightning_fastdata.errors import printable, rounded
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.stamps.lines import LineTime
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_NS_PER_MS: Final = 1e6
+_SLOW_FACTOR: Final = 4.0
+"""A sample this many times as long as a typical one holds up the batches behind it."""
+_KEPT_TASKS: Final = 64
+_TYPICAL_WEIGHT: Final = 0.05
+_BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
+_OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms", "network_ms")
+_SLOWEST: Final = 5
+_MOST_HELD: Final = 32
+_KEPT_SLOW: Final = 256
+_MOST_LONGEST: Final = 3
+WORTH_SAYING: Final = 0.05
+"""Smaller shares are not put into words."""
+_MOST_LINES: Final = 20
+_KEPT_LINES: Final = 256
+_FEWEST_NS: Final = 20_000_000
+"""Of less reading that was looked at, nothing is said."""
+_MOST_OF_IT: Final = 0.5
+_MUCH_OF_IT: Final = 0.3
+_STANDS_OUT: Final = 0.2
+"""Of reading, for a line to be named as the place of a cause."""
+_LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
+"""How calls of libraries are named that wait for what other processes hold."""
+_METHODS: Final = ("__call__", "forward", "get_params", "make_params", "transform")
+"""Of torchvision's operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitParts:
+    """Where the time of one or more waits went; ``PART_WORDS`` says what each part is.
+
+    Of ``read_ms`` it is not known which of the three parts before it.
+    """
+
+    read_cpu_ms: float = 0.0
+    read_runqueue_ms: float = 0.0
+    read_blocked_ms: float = 0.0
+    read_ms: float = 0.0
+    slow_sample_ms: float = 0.0
+    collate_ms: float = 0.0
+    pin_ms: float = 0.0
+    sampler_ms: float = 0.0
+    unpack_ms: float = 0.0
+    queued_ms: float = 0.0
+    network_ms: float = 0.0
+    handover_ms: float = 0.0
+    idle_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        """The time waited."""
+        return float(sum(astuple(self)))
+
+    def shares(self) -> dict[str, float]:
+        """Return each part as a share of the total, 0 to 1; nothing if there was no wait."""
+        total = self.total_ms
+        if total <= 0:
+            return {}
+        return {name.removesuffix("_ms"): ms / total for name, ms in asdict(self).items()}
+
+
+PART_WORDS: Final[Mapping[str, str]] = {
+    "read_cpu_ms": "reading and transforming samples, on a CPU",
+    "read_runqueue_ms": "reading was ready to go on, but other threads had the CPUs",
+    "read_blocked_ms": "reading waited for storage, a network or a lock",
+    "read_ms": "reading and transforming samples",
+    "slow_sample_ms": "single samples that took several times as long as the others",
+    "collate_ms": "collating samples, or writing them into the batch",
+    "pin_ms": "copying batches into page-locked memory",
+    "sampler_ms": "asking the sampler which samples come next, in the training process",
+    "unpack_ms": "unpickling batches, in the training process",
+    "queued_ms": "the training process was ready to take batches, but others had the CPUs",
+    "network_ms": "batches of actors on their way: object store, network, copy",
+    "handover_ms": "handing complete batches over to the training process",
+    "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
+}
+
+PARTS: Final = tuple(part.name for part in fields(WaitParts))
+_CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN = range(7)
+_SAMPLER, _UNPACK, _QUEUED, _NETWORK, _HANDOVER, _IDLE = range(7, len(PARTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowSample:
+    """A sample that held up its batch."""
+
+    index: int | str | None
+    """Its index in the dataset, as JSON can hold it."""
+    ms: float
+    """How long it took."""
+    typical_ms: float
+    """How long samples take as a rule."""
+    path: str | None = None
+    """Its file; None where it is not known."""
+
+
+class WaitCutter:
+    """Cuts the waits of one loader, in the order of its batches."""
+
+    def __init__(self) -> None:
+        self._tasks: defaultdict[int, deque[TaskStamps]] = defaultdict(
+            lambda: deque(maxlen=_KEPT_TASKS)
+        )
+        self._typical_ns: float | None = None
+
+    @property
+    def typical_sample_ms(self) -> float | None:
+        """A running estimate of the median time to read one sample; None before the first."""
+        return None if self._typical_ns is None else self._typical_ns / _NS_PER_MS
+
+    def note(self, batch: BatchStamps) -> None:
+        """Keep the tasks of a batch that was delivered, some of which others may wait for."""
+        for task in batch.tasks:
+            self._tasks[task.process].append(task)
+
+    def complete(self, batch: BatchStamps) -> bool:
+        """Return whether it is known what the process that ended a batch did until it was taken."""
+        if not batch.tasks:
+            return True
+        last = max(batch.tasks, key=_end_of)
+        return self._tasks[last.process][-1] is not last
+
+    def cut(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
+        """Return where the wait for a noted batch went, by what is known now.
+
+        In nanoseconds, in the order of ``PARTS``, and the task of a slow sample that held it up.
+        """
+        ns = [0.0] * len(PARTS)
+        start, end = batch.requested_ns, batch.delivered_ns
+        tasks = batch.tasks
+        if not tasks:
+            ns[_IDLE] = end - start
+            return ns, None
+        last = tasks[0] if len(tasks) == 1 else max(tasks, key=_end_of)
+        made = min(max(last.ended_ns, start), end)
+        if batch.pinned_ns is not None:
+            pin_began_ns, pin_ended_ns = batch.pinned_ns
+            ns[_PIN] = max(0, min(pin_ended_ns, end) - max(pin_began_ns, made))
+        idle, handover = made - start, end - made - ns[_PIN]
+        # What the training process did by itself after the batch was made.
+        sampled = min(handover, _overlap_ns(batch.own.sampled_ns, made, end))
+        unpacked = min(handover - sampled, _overlap_ns(batch.own.unpacked_ns, made, end))
+        handover -= sampled + unpacked
+        ns[_SAMPLER], ns[_UNPACK] = sampled, unpacked
+        if last.way is not None:  # an actor that goes on with the next batch does not slow it down
+            ns[_NETWORK] = min(handover, max(0, last.way.landed_ns - made))
+            handover -= ns[_NETWORK]
+        worst: TaskStamps | None = None
+        for task in reversed(self._tasks[last.process]):
+            overlap = min(task.ended_ns, made) - max(task.began_ns, start)
+            after = task.held_ns(made, end) if last.way is None else 0.0
+            if after > 0:
+                after = min(after, handover)
+                handover -= after
+                self._work(task, after, ns)
+            if overlap > 0:
+                idle -= overlap
+                self._work(task, overlap, ns)
+                if worst is None or task.slowest_ns > worst.slowest_ns:
+                    worst = task
+            elif task.ended_ns <= start:
+                break
+        queued = min(handover, batch.own.runqueue_ns or 0)
+        ns[_QUEUED] += queued
+        ns[_HANDOVER] += handover - queued
+        # No worker can begin with samples that the sampler has not drawn yet.
+        sampled = min(max(0, idle), _overlap_ns(batch.own.sampled_ns, start, made))
+        ns[_SAMPLER] += sampled
+        ns[_IDLE] = max(0, idle - sampled)
+        self._learn(tasks)
+        return ns, worst if ns[_SLOW] else None
+
+    def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
+        """Add the time of a task that overlaps a wait to the parts it belongs to."""
+        length = max(1, task.ended_ns - task.began_ns)
+        # While other threads had the CPUs, no sample was slow: any of them would have been.
+        typical, slowest = self._typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
+        excess = 0.0
+        if typical is not None and slowest >= _SLOW_FACTOR * typical:
+            excess = slowest - typical
+        slow = min(overlap_ns, excess)
+        rest = overlap_ns - slow
+        usual = max(1.0, length - excess)
+        read = rest * min(1.0, max(0.0, task.read_ns - excess) / usual)
+        collate = min(rest - read, rest * task.collate_ns / usual)
+        if task.cpu_ns is None or task.runqueue_ns is None:
+            ns[_READ] += read
+        else:
+            # Collation hardly blocks; what the thread waited for, it waited for while it read.
+            waited = max(0, length - task.cpu_ns)
+            busy = max(0.0, task.read_ns - waited)
+            whole = max(1.0, busy + waited)
+            runqueue = read * min(task.runqueue_ns, waited) / whole
+            blocked = read * max(0, waited - task.runqueue_ns) / whole
+            ns[_CPU] += read - runqueue - blocked
+            ns[_RUNQUEUE] += runqueue
+            ns[_BLOCKED] += blocked
+        ns[_SLOW] += slow
+        ns[_COLLATE] += collate
+        ns[_HANDOVER] += rest - read - collate
+
+    def _learn(self, tasks: Iterable[TaskStamps]) -> None:
+        """Move the estimate towards the tasks' samples, each without its slowest one."""
+        for task in tasks:
+            if task.samples > 1 and task.slowest_ns:
+                each = (task.read_ns - task.slowest_ns) / (task.samples - 1)
+            elif task.samples:
+                each = task.read_ns / task.samples
+            else:
+                continue
+            known = self._typical_ns
+            if known is None:
+                self._typical_ns = each
+            elif each < _SLOW_FACTOR * known:
+                self._typical_ns = known + _TYPICAL_WEIGHT * (each - known)
+            else:
+                # One slow sample alone in its task says little about the others.
+                self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+
+
+def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:
+    return sum(max(0, min(end, ended_ns) - max(begin, began_ns)) for begin, end in spans_ns)
+
+
+def _end_of(task: TaskStamps) -> int:
+    return task.ended_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationShare:
+    """What an operation of a pipeline takes, or another function that reading calls."""
+
+    name: str
+    """The library and the operation or function: ``albumentations Blur``, ``PIL Image.convert``."""
+    share: float
+    """Of the time to read, 0 to 1."""
+    augments: bool = False
+    """It is an operation."""
+
+
+def _operation_of(call: str) -> str:
+    """Return the operation that a function of a library belongs to; empty: to none."""
+    library, _, function = call.partition(" ")
+    owner, _, method = function.rpartition(".")
+    of_torchvision = library == "torchvision" and method in _METHODS
+    named = owner and (library in ("albumentations", "kornia") or of_torchvision)
+    return f"{library} {owner}" if named else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitCauses:
+    """Why the batches of a stage were late."""
+
+    batches: int
+    """Batches whose waits were cut; without the first ones of epochs, if there were others."""
+    wait: WaitParts
+    """Where the wait for one batch went, the mean over all of them. It is the loader's own wait,
+    without what the training loop spends around it."""
+    overtaken_share: float
+    """Part of the batches for which later ones were complete before they were asked for, 0 to 1:
+    single slow batches, rather than too little of everything."""
+    slow_samples: tuple[SlowSample, ...] = ()
+    """The slowest samples that held up a batch, slowest first."""
+    operations: tuple[OperationShare, ...] = ()
+    """What reading calls in libraries, the most expensive first, at most 20."""
+    lines: tuple[LineShare, ...] = ()
+    """The lines of the user's code that reading is in, the longest first, at most 20."""
+
+
+NO_CAUSES: Final = WaitCauses(batches=0, wait=WaitParts(), overtaken_share=0.0)
+
+
+class CauseTotals:
+    """Adds up the waits of one stage, whichever objects deliver its batches in each epoch.
+
+    ``prefix`` is that of the names for loggers.
+    """
+
+    def __init__(self, prefix: str = "data") -> None:
+        self._prefix = prefix
+        self._cutters: dict[int, WaitCutter] = {}
+        self._held: dict[int, deque[BatchStamps]] = {}
+        self._warm, self._cold, self._told = np.zeros((3, len(PARTS) + 2))
+        """Nanoseconds of each part, batches, and how many of them were overtaken: of those within
+        an epoch, of the first ones of epochs, and of the former when the last window was taken."""
+        self._longest: list[NDArray[np.float64]] = []
+        """The longest waits of batches within an epoch, one each, the longest first."""
+        self._slow: dict[tuple[int, object], SlowSample] = {}
+        self._lines = LineTotals()
+
+    def add(self, batch: BatchStamps, loader: int = 0) -> None:
+        """Cut the wait for a batch and add it; to be called in the order of a loader's batches."""
+        cutter = self._cutters.get(loader)
+        if cutter is None:
+            if not batch.tasks:
+                return  # made before stamps were taken
+            cutter = self._cutters[loader] = WaitCutter()
+        cutter.note(batch)
+        # What held up a batch may show in the next ones.
+        held = self._held.setdefault(loader, deque())
+        held.append(batch)
+        while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
+            self._cut(held.popleft(), loader)
+
+    def _cut_held(self) -> None:
+        for loader, held in self._held.items():
+            while held:
+                self._cut(held.popleft(), loader)
+
+    def _cut(self, batch: BatchStamps, loader: int) -> None:
+        cutter = self._cutters[loader]
+        typical_ms = cutter.typical_sample_ms or 0.0
+        ns, slowest = cutter.cut(batch)
+        wait = np.array([*ns, 1, batch.ready_ahead > 0], np.float64)
+        if batch.first:
+            self._cold += wait
+        else:
+            self._warm += wait
+            longest = sorted([*self._longest, wait], key=lambda each: -each[:-2].sum())
+            self._longest = longest[:_MOST_LONGEST]
+        if slowest is not None:
+            self._note_slow(loader, slowest, typical_ms)
+        for task in batch.tasks:
+            if task.lines is not None:
+                self._lines.add(task.lines)
+
+    def _note_slow(self, loader: int, task: TaskStamps, typical_ms: float) -> None:
+        ms = task.slowest_ns / _NS_PER_MS
+        sample = SlowSample(index=_plain(task.slowest_index), ms=ms, typical_ms=typical_ms)
+        key = loader, sample.index
+        known = self._slow.get(key)
+        if known is None or known.ms < sample.ms:
+            self._slow[key] = sample
+        if len(self._slow) > _KEPT_SLOW:
+            self._slow = dict(self._slowest(_KEPT_SLOW // 2))
+
+    def _slowest(self, most: int) -> list[tuple[tuple[int, object], SlowSample]]:
+        return sorted(self._slow.items(), key=lambda item: -item[1].ms)[:most]
+
+    def window(self) -> dict[str, float]:
+        """Return the mean parts of the waits since the last call, by their names for loggers."""
+        self._cut_held()
+        window, self._told = self._warm - self._told, self._warm.copy()
+        if not window[-2]:
+            return {}
+        # Without what was not measured: how reading went, or that it went, or any pinning.
+        means = _means_ms(window)
+        unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
+        optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
+        return {f"{self._prefix}_wait/{k}": v for k, v in means.items() if v or k not in optional}
+
+    def summary(
+        self,
+        path_of: Callable[[int, object], str | None] = lambda _loader, _index: None,
+        *,
+        without: int = 0,
+    ) -> WaitCauses | None:
+        """Return why batches were late, or None; ``path_of`` knows files of a loader's samples.
+
+        ``without``: so many of the longest waits are no part of it.
+        """
+        self._cut_held()
+        total = self._cold
+        if warm := int(self._warm[-2]):
+            left_out = self._longest[: max(0, min(without, warm - 1))]
+            total = self._warm - np.sum(left_out, axis=0)
+        batches, overtaken = total[-2:].tolist()
+        if not batches:
+            return None
+        return WaitCauses(
+            batches=int(batches),
+            wait=WaitParts(**_means_ms(total)),
+            overtaken_share=overtaken / batches,
+            slow_samples=tuple(
+                replace(sample, path=path_of(loader, sample.index))
+                for (loader, _), sample in self._slowest(_SLOWEST)
+            ),
+            operations=self._lines.operations(),
+            lines=self._lines.shares(),
+        )
+
+
+def _means_ms(total: NDArray[np.float64]) -> dict[str, float]:
+    """Return the mean parts of waits that were added up."""
+    means = total[:-2] / (total[-2] * _NS_PER_MS)
+    return dict(zip(PARTS, means.tolist(), strict=True))
+
+
+def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
+    """Return the causes in words: parts of the wait above 5 %, largest first.
+
+    Then the slowest samples, and the lines of code, and what they call, above 5 % of the time to
+    read. ``brief``: only the largest part, the slowest sample, the first line, and the calls.
+    """
+    lines = []
+    total_ms = causes.wait.total_ms
+    parts = {name: getattr(causes.wait, name) for name in PARTS}
+    largest = sorted(parts.items(), key=lambda item: -item[1])[: 1 if brief else None]
+    for name, ms in largest:
+        if total_ms > 0 and ms / total_ms > WORTH_SAYING:
+            lines.append(
+                f"{ms / total_ms:.0%} of the wait ({ms:.1f} ms a batch): {PART_WORDS[name]}"
+            )
+    if causes.overtaken_share > WORTH_SAYING and not brief:
+        lines.append(f"{causes.overtaken_share:.0%} of the batches came after later ones were done")
+    if parts["slow_sample_ms"] > WORTH_SAYING * total_ms:
+        for sample in causes.slow_samples[: 1 if brief else 3]:
+            name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
+            name = printable(name, keep="")
+            lines.append(
+                f"{name} took {sample.ms:.0f} ms, others {rounded(sample.typical_ms, 2)} ms"
+            )
+    places = [each for each in causes.lines if each.share > WORTH_SAYING]
+    named = {each.calls for each in places}
+    calls = [each for each in causes.operations if each.share > WORTH_SAYING]
+    if calls := [each for each in calls if each.name not in named]:
+        listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in calls)
+        lines.append(f"of the time to read a sample: {listed}")
+    lines += [line_text(each) for each in places[: 1 if brief else 3]]
+    return lines
+
+
+def _plain(index: object) -> int | str | None:
+    """Return an index as JSON can hold it."""
+    if isinstance(index, int | str) or index is None:
+        return index
+    try:
+        return int(index) if isinstance(index, SupportsInt) else repr(index)
+    except Exception:  # whatever the user's own keys raise
+        return repr(index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineShare:
+    """What one line of the user's code takes, with all that it calls in libraries."""
+
+    file: str
+    """Relative to where packages are, or its last two parts."""
+    line: int
+    function: str
+    """Qualified name."""
+    calls: str
+    """What the line calls for most of its time: ``PIL Image.convert``; empty: not known, or several
+    things."""
+    share: float
+    """Of the time to read, 0 to 1."""
+
+
+class LineTotals:
+    """Adds up the lines of the tasks of one stage."""
+
+    def __init__(self) -> None:
+        self._lines = Counter[tuple[str, int, str, str]]()
+        """File, line, function and what it calls -> ns."""
+        self._total_ns = 0
+
+    def add(self, times: Iterable[LineTime]) -> None:
+        """Add the lines of a task."""
+        for each in times:
+            self._total_ns += each.total_ns
+            if each.file:
+                self._lines[each.file, each.line, each.function, each.calls] += each.total_ns
+        if len(self._lines) > _KEPT_LINES:
+            self._lines = Counter(dict(self._lines.most_common(_KEPT_LINES // 2)))
+
+    def shares(self) -> tuple[LineShare, ...]:
+        """Return the longest lines, longest first; none if too little was seen."""
+        lines = defaultdict[tuple[str, int, str], Counter[str]](Counter)
+        for (file, number, function, calls), ns in self._lines.items():
+            lines[file, number, function][calls] += ns
+        longest = sorted(lines.items(), key=lambda item: -item[1].total())[:_MOST_LINES]
+        return tuple(
+            LineShare(
+                file=file,
+                line=number,
+                function=function,
+                calls=_most_of(called),
+                share=called.total() / self._total_ns,
+            )
+            for (file, number, function), called in longest
+            if self._total_ns >= _FEWEST_NS
+        )
+
+    def operations(self) -> tuple[OperationShare, ...]:
+        """Return what the lines call in libraries, likewise."""
+        called = Counter[tuple[str, bool]]()
+        for (file, _, function, calls), ns in self._lines.items():
+            # Of a loader's own pipeline it is the line itself that is in a library.
+            own = _operation_of(f"{file.partition(os.sep)[0]} {function}")
+            operation = own or _operation_of(calls)
+            called[operation or calls, bool(operation)] += ns
+        return tuple(
+            OperationShare(name=name, share=ns / self._total_ns, augments=augments)
+            for (name, augments), ns in called.most_common(_MOST_LINES)
+            if name and self._total_ns >= _FEWEST_NS
+        )
+
+
+def _most_of(times_ns: Counter[str]) -> str:
+    """Return the name that more than half of the time has; empty: none has."""
+    name, ns = times_ns.most_common(1)[0]
+    return name if ns > _MOST_OF_IT * times_ns.total() else ""
+
+
+def line_text(line: LineShare) -> str:
+    """Return what a line takes, in words."""
+    text = f"{line.share:.0%} of reading is in {line.function} ({line.file}:{line.line})"
+    if line.calls:
+        text += f", in {line.calls}"
+    return printable(text, keep="")
+
+
+def where_text(lines: Sequence[LineShare], *, beside: float = 0.0) -> str:
+    """Return the line that takes most of reading, to be added to a cause; empty if none does.
+
+    ``beside``: Of reading, what is not of this cause, 0 to 1: the line has to take more than that.
+    """
+    line = max(lines, key=lambda each: each.share, default=None)
+    stands_out = line is not None and line.share >= _STANDS_OUT + beside
+    return f"; {line_text(line)}" if line is not None and stands_out else ""
+
+
+def lock_between_processes(lines: Iterable[LineShare]) -> bool:
+    """Return whether a line waits for a lock which one process at a time has, and that is much.
+
+    Two workers that read under a lock wait for it half of the time, more of them for longer. A lock
+    within a process may be that of a pool of threads whose work is waited for.
+    """
+    much = (line.calls for line in lines if line.share > _MUCH_OF_IT)
+    return any(name in calls for calls in much for name in _LOCKS_OF_PROCESSES)

@@ -1,1 +1,0 @@
-"""Why batches were late: waits cut into parts, added up and named."""
