@@ -21,7 +21,7 @@ from lightning_fastdata.insight.steps import StageSummary
 from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses, loop_time
 from lightning_fastdata.loading.prefetch import Prefetched
-from lightning_fastdata.prove.settings import read_settings
+from lightning_fastdata.prove import read_settings
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, B, Batch_co, Stage
 

@@ -23,10 +23,9 @@ from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.samplers import deciding, epoch_order, tell_samplers
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.module import DataModule
-from lightning_fastdata.plugin.placing.transfer import Prefetching
-from lightning_fastdata.plugin.placing.trial import Placing
-from lightning_fastdata.plugin.seams.loaders import flattened
-from lightning_fastdata.plugin.seams.trainer import trainer_like
+from lightning_fastdata.plugin.placing import Placing
+from lightning_fastdata.plugin.seams import flattened, trainer_like
+from lightning_fastdata.plugin.transforms import Prefetching
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.types import Batch

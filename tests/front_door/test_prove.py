@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import textwrap
 from importlib import import_module
 from pathlib import Path
@@ -22,13 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 from virtual_time import PatientClock, virtual_time
 from warm_python import warm_python
 
-from lightning_fastdata import StepTimer
+from lightning_fastdata import StepTimer, cli
 from lightning_fastdata.cli import main
 from lightning_fastdata.host import clock
+from lightning_fastdata.prove import PROVE_VARIABLE, ProveSettings
 from lightning_fastdata.prove.remedies import SHARE
-from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
-from lightning_fastdata.prove.text import conclude
-from lightning_fastdata.prove.trials import AS_IS, FREE, of_dict
+from lightning_fastdata.prove.trials import AS_IS, FREE, conclude, of_dict
 
 CLOCK = []
 """The one of the test; not in the datasets, which could not be compared then."""
@@ -84,7 +85,7 @@ def tried(tmp_path, monkeypatch):
     """Return what runs a function in a trial, and what is known behind it."""
     file = tmp_path / "trial" / "trial.json"
     settings = ProveSettings(script="train.py", file=str(file), budget_s=75.0)
-    monkeypatch.setenv(VARIABLE, settings.as_text())
+    monkeypatch.setenv(PROVE_VARIABLE, settings.as_text())
     monkeypatch.chdir(tmp_path)
 
     def run(function):
@@ -236,7 +237,7 @@ def test_a_part_whose_batches_are_all_read_ahead_is_no_faster_than_its_workers(t
 
 
 def prove(folder, *arguments, code):
-    environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    environ = {k: v for k, v in os.environ.items() if k != PROVE_VARIABLE}
     command = ("-m", "lightning_fastdata", "prove", *arguments)
     commands = folder.with_name(f"{folder.name}-commands")
     commands.mkdir()
@@ -334,3 +335,30 @@ def test_a_read_only_file_is_refused_before_the_trial_and_keeps_what_is_in_it(
     monkeypatch.undo()
     assert file.read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "train.py"]
+
+
+class ProcessOfWindows:
+    """A script's process that can be ended, and cannot be sent any other signal."""
+
+    ended = False
+
+    def send_signal(self, number):
+        raise ValueError(f"Unsupported signal: {number}")
+
+    def terminate(self):
+        self.ended = True
+
+    kill = terminate
+
+    def wait(self, timeout=None):
+        if not self.ended:
+            raise subprocess.TimeoutExpired("train.py", timeout)
+
+
+def test_a_script_is_ended_where_processes_take_no_ctrl_c(monkeypatch):
+    process = ProcessOfWindows()
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "name", "nt")
+        windows.delattr(signal, "SIGKILL")
+        cli._stop(process)
+    assert process.ended

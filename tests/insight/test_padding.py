@@ -20,7 +20,7 @@ from lightning_fastdata.batches.staged import StagedBatch, batch_samples
 from lightning_fastdata.insight.finding import closed_options
 from lightning_fastdata.insight.step_costs import Padding, PaddingMeter
 from lightning_fastdata.insight.verdict import judge as judge_all
-from lightning_fastdata.plugin.watch import measured_run
+from lightning_fastdata.plugin import throughput
 
 LENGTHS = drawn("chat", 64 * 8).reshape(64, 8) // 40 + 1
 SHARE = 1 - LENGTHS[:24].sum() / (8 * LENGTHS[:24].max(1)).sum()
@@ -194,7 +194,7 @@ def fitted(tmp_path, monkeypatch):
     def fit(loader):
         evidence = []
         monkeypatch.setattr(
-            measured_run, "judge", lambda known: evidence.append(known.step) or judge_all(known)
+            throughput, "judge", lambda known: evidence.append(known.step) or judge_all(known)
         )
         callback = DataThroughputCallback(summary=False, report=False)
         model = Logs()

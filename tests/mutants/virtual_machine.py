@@ -10,6 +10,7 @@ from tuning import test_tuned_loader as tuned
 from verdicts import test_planted as planted
 
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.watches import CrewTrial, StallWatch
 from lightning_fastdata.insight import late_batches
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.tuning import tuner

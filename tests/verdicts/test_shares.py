@@ -12,7 +12,7 @@ from tuning.made_up import cost
 from lightning_fastdata.insight.finding import LoaderFacts
 from lightning_fastdata.insight.verdict import findings
 from lightning_fastdata.insight.waits import WaitParts
-from lightning_fastdata.plugin.seams.loaders import labelled
+from lightning_fastdata.plugin.seams import labelled
 from lightning_fastdata.tuning.simulate import simulate
 from verdicts.known import evidence_with
 
