@@ -74,7 +74,7 @@ def _installed() -> dict[str, str]:
 
 def describe_machine(device: torch.device) -> dict[str, str | int | float]:
     """Return system, CPUs that may be used, and the device that the model is on."""
-    from lightning_fastdata.device import name_of  # loads torch
+    from lightning_fastdata.device.backend import name_of  # loads torch
 
     return {
         "system": f"{platform.system()} {platform.machine()}",
@@ -168,7 +168,7 @@ def read_gpus() -> list[tuple[str, DeviceMemory | None]]:
     The driver lists them: no CUDA context is opened, which takes hundreds of MiB on a GPU that may
     be at work. ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
     """
-    from lightning_fastdata.device import gpu_count  # loads torch
+    from lightning_fastdata.device.backend import gpu_count
 
     gpus = gpu_count()
     lines = _listed_by_driver() if gpus else []

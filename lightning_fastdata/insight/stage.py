@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.batches.staged import batch_samples
-from lightning_fastdata.device import has_streams
+from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter
 from lightning_fastdata.insight.finding import LoaderFacts

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.device import default_type, device_of
+from lightning_fastdata.device.backend import default_type, device_of
+from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
@@ -20,7 +21,6 @@ from lightning_fastdata.insight.step_costs import StepCosts
 from lightning_fastdata.insight.steps import StageSummary
 from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses, loop_time
-from lightning_fastdata.loading.prefetch import Prefetched
 from lightning_fastdata.prove import read_settings
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, B, Batch_co, Stage

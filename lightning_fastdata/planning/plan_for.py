@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.memory import shared_slots_supported
-from lightning_fastdata.device import default_type, reads_page_locked
+from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, rounded
 from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes
 from lightning_fastdata.executors.kinds import (

@@ -25,9 +25,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_fastdata.augment import StageTransform, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch, batch_samples, move
-from lightning_fastdata.device import reads_page_locked
+from lightning_fastdata.device.backend import reads_page_locked
+from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning, TransformError
-from lightning_fastdata.loading.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.planning.options import check_among
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 from lightning_fastdata.plugin.seams import (

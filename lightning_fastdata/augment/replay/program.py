@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops.operation import Encoded, Role, Tape, TapeOp
-from lightning_fastdata.device import reads_page_locked
+from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.types import SampleKey
 
 _ALIGN: Final = 16

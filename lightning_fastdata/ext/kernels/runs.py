@@ -50,7 +50,7 @@ import torch
 from lightning_fastdata.augment.ops.geometry import LINEAR, NEAREST, REPLICATE
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.replay.program import ArrayAt, ProgramStep, ScheduledStep
-from lightning_fastdata.device import current
+from lightning_fastdata.device.backend import current
 
 Instruction: TypeAlias = tuple[int, ...]
 Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"

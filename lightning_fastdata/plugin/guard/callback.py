@@ -22,7 +22,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.device import MemoryReader, is_out_of_memory, memory_reader, synchronize
+from lightning_fastdata.device.backend import (
+    MemoryReader,
+    is_out_of_memory,
+    memory_reader,
+    synchronize,
+)
 from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host import clock

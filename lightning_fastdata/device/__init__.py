@@ -1,0 +1,1 @@
+"""Batches on their way to the device, or on it already."""
