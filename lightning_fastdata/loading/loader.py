@@ -353,7 +353,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
         ahead_of = order_of(self) if self.num_workers or self.chosen else None
-        return position.CountedBatches(self._begin, self, self._state_watch(), ahead_of)
+        watch = self._state_watch()
+        return position.CountedBatches(self._begin, self, watch, ahead_of, self._passes)
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""

@@ -272,7 +272,9 @@ class CountedBatches(Around):
         loader: Sized,
         watch: StateWatch | None,
         ahead_of: object,
+        passes: Passes,
     ) -> None:
+        self._passes = passes
         self._begin: Callable[[], tuple[Pass, Iterator[Batch]]] | None = begin
         self._loader = loader
         self._watch = watch
@@ -296,13 +298,15 @@ class CountedBatches(Around):
             begun.exhausted = True
             raise
         begun.handed += 1
+        self._passes.handed_out(begun)
         if watch is not None:
             watch.handed_out()
         return batch
 
     def _look_at_size(self, sampler: BatchSampler) -> None:
-        size, self._size = self._size, sampler.batch_size
-        if size not in (None, self._size):
+        # One whose constructor leaves out super() has none, which torch does not ask for.
+        size, self._size = self._size, getattr(sampler, "batch_size", None)
+        if None not in (size, self._size) and size != self._size:
             _warn(
                 f"The batch sampler's batch_size was {size} and is {self._size} since the last "
                 "step. Batches that were drawn ahead keep the size that they had: change it "
@@ -398,6 +402,11 @@ class Passes:
         """Note that the first batch of a pass is asked for."""
         if not begun.aside:
             self.current, self._pending = begun, None
+
+    def handed_out(self, begun: Pass) -> None:
+        """Note that a pass gave a batch: where several are open, the state is of that one."""
+        if self.current is not None and not begun.aside:
+            self.current = begun
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0

@@ -161,7 +161,8 @@ class KeptExecutor:
         ahead = self.aside or kind_of(self.name).gathers
         self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
         self.records: deque[BatchStamps] | None = None
-        self._running: weakref.ref[EpochIterator] | None = None
+        self._iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+        """All that somebody holds, finished ones too."""
         self.base_seed: int | None = None
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
@@ -178,15 +179,15 @@ class KeptExecutor:
         resumes = self._in_stream is not None or self._earlier_seed is not None
         if self._earlier_seed is not None:
             self.base_seed, self._earlier_seed = self._earlier_seed, None
-        other = None if self._running is None else self._running()
-        unfinished = other is not None and other.executor is not None
-        if other is not None and unfinished and self.persistent:
-            other.end("another epoch of its loader has begun, which keeps its workers")
-            unfinished = False
+        unfinished = self._unfinished()
+        if self.persistent:
+            for other in unfinished:
+                other.end("another epoch of its loader has begun, which keeps its workers")
+            unfinished = []
         if resumes and self.indices is None and self.aside and self._iterator is not None:
             self._iterator.close()  # those that go on in a stream are seeded as its first ones were
             self._iterator = None
-        keep = self._keeps_now(in_use=unfinished) and not unfinished
+        keep = self._keeps_now(in_use=bool(unfinished)) and not unfinished
         executor = self._iterator if keep else None
         if executor is None:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
@@ -213,8 +214,12 @@ class KeptExecutor:
         reported = None if self.reported_batches is None else self.reported_batches()
         over = self._ask_workers if keep else None
         running = EpochIterator(executor, self.finish, reported, over=over)
-        self._running = weakref.ref(running)
+        self._iterators.add(running)
         return running
+
+    def _unfinished(self) -> list[EpochIterator]:
+        """Return the iterators whose epochs are not over: a loop may hold one within another."""
+        return [each for each in self._iterators if each.executor is not None]
 
     def look(self) -> None:
         """Note whether what is read is as the workers have it; before the dataset is told an epoch.
@@ -381,8 +386,7 @@ class KeptExecutor:
         self._respawned = respawned
 
     def _at_work(self) -> list[Executor]:
-        running = None if self._running is None else self._running()
-        executors = (self._iterator, None if running is None else running.executor)
+        executors = (self._iterator, *(each.executor for each in self._unfinished()))
         return list({id(each): each for each in executors if each is not None}.values())
 
     def record(self, records: deque[BatchStamps] | None) -> None:
@@ -403,10 +407,10 @@ class KeptExecutor:
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""
-        running = None if self._running is None else self._running()
-        if running is not None and running.executor is not None:
-            running.executor.close()
-            running.end("its loader was closed")
+        for each in self._unfinished():
+            if each.executor is not None:
+                each.executor.close()
+            each.end("its loader was closed")
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
