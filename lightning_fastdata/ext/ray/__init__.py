@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import AnyExecutor, Executor, ExecutorKind, Resources
-from lightning_fastdata.executors.ray import options_of_actors
 
 
 def _start(plan: FetchPlan, given: Resources) -> Executor:
     from lightning_fastdata.ext.ray.crew import RayExecutor
 
-    return RayExecutor(
-        plan,
-        actors=given.workers,
-        options=options_of_actors(given.executor),
-        pin_thread=given.pin_thread,
-        trial=given.trial,
-    )
+    return RayExecutor(plan, given)
 
 
 def _room(executor: AnyExecutor, ranks: int) -> int:
-    from lightning_fastdata.ext.ray.actors import room_for_actors
+    from lightning_fastdata.ext.ray.crew import room_for_actors
 
-    return room_for_actors(options_of_actors(executor), ranks)
+    return room_for_actors(executor, ranks)
 
 
 KIND = ExecutorKind(

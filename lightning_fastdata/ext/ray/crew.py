@@ -9,40 +9,151 @@ retries nothing: what is lost with an actor or its node is handed back, and aske
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.batches.memory import create_shared_memory, map_shared_memory
-from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError, as_error
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.pool.watches import Hang
-from lightning_fastdata.ext.ray.actor import Call, Reader, stamped
-from lightning_fastdata.ext.ray.actors import Actors
-from lightning_fastdata.ext.ray.cluster import ClusterWatch, connect, offers, read_free_cpus
+from lightning_fastdata.executors.ray import options_of_actors
+from lightning_fastdata.ext.ray import cluster
+from lightning_fastdata.ext.ray.actor import Made, Place, ReadingActor
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.cpu import adopted, name_of_machine
+from lightning_fastdata.stamps.batch_stamps import ClockOffset, Way
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.staged import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.kinds import AnyExecutor, Resources
     from lightning_fastdata.executors.pool.crew import ChildProcess, Task
-    from lightning_fastdata.executors.pool.watches import CrewTrial
-    from lightning_fastdata.ext.ray.actor import Made
+    from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
+_OPTIONS: Final = {
+    "scheduling_strategy": "SPREAD",
+    "max_restarts": 0,
+    "max_task_retries": 0,
+}
+_BATCHES_AT_ONCE: Final = 2
+"""Batches that an actor is given at once."""
+_COMPARED_S: Final = 60.0
+"""So long what is known of a clock is exact enough."""
+_HIRE_S: Final = 0.5
+"""How often nodes are looked at while actors are missing."""
+_TOLD_S: Final = 30.0
+_STARTED_S: Final = 120.0
+"""The same where CPUs are free, so that it is the start that takes long."""
+_GIVEN_UP_S: Final = 600.0
+"""Without an actor. A cluster that grows takes minutes."""
+_PINGS: Final = 3
+_DEATHS_AT_START: Final = 3
+_MOST_ACTORS: Final = 64
+_all: weakref.WeakSet[RayCrew] = weakref.WeakSet()
+"""Those of all loaders of this program."""
+_told: set[str] = set()
+"""What this program has said once."""
 _LOOK_S: Final = 0.25
 _LATE: Final = 3.0
 """A batch that takes so many times the usual is asked of an idle actor, too."""
 _HANG_S: Final = 60.0
 _HANG_TASKS: Final = 20
 _DEATHS_IN_A_ROW: Final = 20
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A batch, or one sample of it, that an actor was asked for."""
+
+    ref: Any
+    """What Ray knows the answer by."""
+    task: int
+    """Number of the task."""
+    alone: int | None
+    """Position in the batch of a sample that is read on trial; None: the batch itself."""
+    asked_ns: int
+    """When it was."""
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """An actor, as it is seen from here."""
+
+    number: int
+    actor: Any
+    """Ray's handle."""
+    has_cpu: bool = True
+    """False: it shares that of another one."""
+    place: Place = field(default_factory=Place)
+    """Nothing is known of it until it is ready."""
+    clock: ClockOffset | None = None
+    """Of another node; None: it has ours."""
+    compared_s: float = 0.0
+    """When it was last asked with nothing to do, for a batch with stamps: its clock shows best."""
+    calls: deque[Call] = field(default_factory=deque)
+    """In the order in which it does them."""
+    since_s: float = 0.0
+    """When it began with the first of them, as far as is known here."""
+    hang: Hang | None = None
+    """Why it was killed."""
+    exitcode: int | None = None
+    """Not told by Ray."""
+
+    def has_room(self, *, stamped: bool) -> bool:
+        """Return whether it may be given a batch now.
+
+        While stamps are taken it runs out of work once a minute, so that asking it for more shows
+        its clock.
+        """
+        fresh = clock.monotonic() - self.compared_s < _COMPARED_S
+        return len(self.calls) < (
+            _BATCHES_AT_ONCE if fresh or not stamped or self.clock is None else 1
+        )
+
+    def __str__(self) -> str:
+        where = f" on {self.place.address}" if self.place.address else ""
+        return f"actor {self.number}{where}"
+
+
+def stamped(
+    stamps: TaskStamps,
+    reader: Reader,
+    call: Call,
+    got_ns: tuple[int, int],
+    free_cpus: float | None,
+) -> TaskStamps:
+    """Return the stamps of a batch that has just landed, by our clock, with its way.
+
+    ``stamps`` are by the clock of its actor; ``got_ns`` says when its answer began to be taken, and
+    was here.
+    """
+    began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
+    if reader.clock is not None:
+        times = call.asked_ns, began_ns, ended_ns, got_ns[1]
+        reader.clock.note(*times)
+        began_ns, ended_ns = reader.clock.aligned(*times)
+        uncertain_ns = reader.clock.uncertain_ns
+    place, landed_ns = reader.place, clock.monotonic_ns()
+    way = Way(
+        node=f"{place.address}/{place.node[:8]}",
+        taken_ns=landed_ns - got_ns[0],
+        landed_ns=landed_ns,
+        uncertain_ns=uncertain_ns,
+        free_cpus=free_cpus,
+    )
+    return stamps._replace(began_ns=began_ns, ended_ns=ended_ns, way=way)
 
 
 class RayCrew:
@@ -55,10 +166,31 @@ class RayCrew:
     """
 
     def __init__(self, plan: FetchPlan, *, actors: int, options: Mapping[str, Any]) -> None:
-        self._ray = connect()
-        self._plan = plan
-        self._actors = Actors(self._ray, plan, actors, options)
-        self._watch = ClusterWatch(partial(read_free_cpus, self._ray))
+        ray = self._ray = cluster.connect()
+        self.wanted = actors
+        self.ready: list[Reader] = []
+        self.coming: dict[Any, Reader] = {}
+        """By what Ray knows their first answer by."""
+        self._plan, self._options = plan, options
+        self._needs = {"CPU": float(options["num_cpus"]), **options.get("resources", {})}
+        self._training = cluster.read_training(ray)
+        self._class = ray.remote(ReadingActor)
+        self._pickled = ray.put(_pickled(plan))
+        self._node = ray.get_runtime_context().get_node_id()
+        self._head = cluster.HeadWatch(ray)
+        self._store_bytes = next(
+            each.store_bytes for each in cluster.read_nodes(ray) if each.is_own
+        )
+        """Size of the object store where this program runs."""
+        self._batch_bytes = 0
+        """Size of the largest batch so far."""
+        self._stamped = False
+        """Batches are asked for with stamps."""
+        self._hired_s = 0.0
+        self._died_starting = 0
+        self._none_since_s: float | None = None
+        self._told = False
+        self._watch = cluster.ClusterWatch(partial(cluster.read_free_cpus, ray))
         self.children: dict[int, ChildProcess] = {}
         """None: actors are no processes of ours."""
         self.owing: list[ChildProcess] = []
@@ -69,15 +201,10 @@ class RayCrew:
         """Batches during which an actor died, and the sample of each to be read alone next."""
         self._task_s = self._longest_s = 0.0
         self._died_in_a_row = 0
-
-    @property
-    def wanted(self) -> int:
-        """Actors that are wanted."""
-        return self._actors.wanted
-
-    @wanted.setter
-    def wanted(self, actors: int) -> None:
-        self._actors.wanted = actors
+        self._end_all = weakref.finalize(
+            self, _kill_all, ray, self.ready, self.coming, self._head, os.getpid()
+        )
+        _all.add(self)
 
     @property
     def under_way(self) -> int:
@@ -87,24 +214,20 @@ class RayCrew:
     def start_epoch(self, generation: int, epoch: int) -> None:  # noqa: ARG002
         """Have all actors that are wanted."""
         self._doubtful.clear()
-        self._actors.hire_missing()
-
-    def resize(self, processes: int) -> None:
-        """Have so many actors from now on; those too many finish what they have."""
-        self._actors.resize(processes)
+        self._hire_missing()
 
     def configure(self, setting: protocol.Setting) -> None:
         """Take stamps from now on, or no more; other settings are of memory that is shared."""
         if isinstance(setting, protocol.SetStamps):
-            self._actors.stamped = setting.wanted
+            self._stamped = setting.wanted
 
     def go_on(self, number: int, rest: Task | None) -> None:
         """Never called: no actor reads a part of a batch."""
 
     def close(self) -> None:
         """End all actors."""
-        self._actors.close()
-        self._actors.wanted = 0
+        self._end_all()
+        self.wanted = 0
         self._tasks.clear()
 
     def ask_states(self, generation: int, within_s: float) -> None:
@@ -112,7 +235,7 @@ class RayCrew:
 
     def give(self, task: Task) -> bool:
         """Have an actor make a batch; False if all have enough to do, or memory runs short."""
-        free = self._actors.with_room()
+        free = self._with_room()
         if not free:
             return False
         self._count += 1
@@ -131,7 +254,7 @@ class RayCrew:
             try:
                 moved, events = self._look(until)
             except OSError:  # of the object store
-                self._actors.check_cluster()
+                self._head.look(now=True)
                 raise
             if moved or events:  # an actor that has become free can be given something
                 return iter(events)
@@ -149,10 +272,10 @@ class RayCrew:
         if alone is not None:
             request = request._replace(start=alone, indices=task.indices[alone : alone + 1])
         asked_ns = clock.monotonic_ns()
-        ref = reader.actor.make.remote(request, number, self._actors.stamped)
+        ref = reader.actor.make.remote(request, number, self._stamped)
         if not reader.calls:
             reader.since_s = clock.monotonic()
-            reader.compared_s = reader.since_s if self._actors.stamped else reader.compared_s
+            reader.compared_s = reader.since_s if self._stamped else reader.compared_s
         reader.calls.append(Call(ref, number, alone, asked_ns))
 
     def _ask_twice(self) -> None:
@@ -160,14 +283,11 @@ class RayCrew:
 
         Whichever answer comes first counts; both have the same content.
         """
-        idle = next(
-            (each for each in self._actors.with_room() if not each.calls),
-            None,
-        )
+        idle = next((each for each in self._with_room() if not each.calls), None)
         if idle is None or not self._task_s:
             return
         now_s = clock.monotonic()
-        asked = [(each, call) for each in self._actors.ready for call in each.calls]
+        asked = [(each, call) for each in self.ready for call in each.calls]
         for number in sorted(self._tasks, key=lambda number: self._tasks[number].batch.number):
             calls = [(each, call) for each, call in asked if call.task == number]
             if len(calls) == 1 and calls[0][1].alone is None:
@@ -181,25 +301,27 @@ class RayCrew:
 
     def _look(self, until: float | None) -> tuple[bool, list[Answer | Loss]]:
         """Wait a moment; return whether anything has come, and what of it is for others."""
-        self._actors.look_at_cluster()
+        if clock.monotonic() - self._hired_s >= _HIRE_S:
+            self._hire_missing()
+        self._head.look()
         left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - clock.monotonic()))
         ref = self._first_answer(0.0)  # what has come while nobody looked is not late
         if ref is None:
             self._ask_twice()
             ref = self._first_answer(left_s)
         if ref is None:
-            self._actors.check_presence()
+            self._check_presence()
             return False, list(self._kill_hung())
-        if ref in self._actors.coming:
-            self._actors.welcome(ref)
+        if ref in self.coming:
+            self._welcome(ref)
             return True, []
-        asked = [(each, call) for each in self._actors.ready for call in each.calls]
+        asked = [(each, call) for each in self.ready for call in each.calls]
         return True, list(self._receive(*next(each for each in asked if each[1].ref == ref)))
 
     def _first_answer(self, wait_s: float) -> Any:
         """Return what Ray knows an answer by that has come; None: there is none within a time."""
-        refs = [call.ref for each in self._actors.ready for call in each.calls]
-        refs += self._actors.coming
+        refs = [call.ref for each in self.ready for call in each.calls]
+        refs += self.coming
         if not refs:
             clock.sleep(wait_s)
             return None
@@ -223,7 +345,7 @@ class RayCrew:
             return
         reader.calls.remove(call)
         reader.since_s = clock.monotonic()
-        self._actors.dismiss_idle()
+        self._dismiss_idle()
         task = self._tasks.get(call.task)
         if task is None:
             return  # another actor was faster
@@ -236,9 +358,7 @@ class RayCrew:
         spent_s = ended.spent_ns / 1e9
         self._task_s = 0.9 * self._task_s + 0.1 * spent_s if self._task_s else spent_s
         self._longest_s = max(self._longest_s, spent_s)
-        self._actors.batch_bytes = max(
-            self._actors.batch_bytes, 1 if memory is None else memory.size
-        )
+        self._batch_bytes = max(self._batch_bytes, 1 if memory is None else memory.size)
         files = [] if memory is None else self._take_in(task, memory)
         if ended.stamps is not None:
             stamps = stamped(ended.stamps, reader, call, got_ns, self._watch.news())
@@ -268,18 +388,18 @@ class RayCrew:
 
     def _lose(self, reader: Reader, error: BaseException) -> Iterator[Loss]:
         """Let another actor take the place of one that is gone, and hand back what it had to do."""
-        self._actors.ready.remove(reader)
-        self._actors.kill(reader)
+        self.ready.remove(reader)
+        _kill(self._ray, reader)
         self.respawned += 1
         self._plan.faults.deaths += 1
         self._died_in_a_row += 1
-        self._actors.check_cluster()
+        self._head.look(now=True)
         if self._died_in_a_row > _DEATHS_IN_A_ROW + 2 * self.wanted:
             raise WorkerError(
                 f"{self._died_in_a_row} actors died one after the other, and no batch was made "
-                f"meanwhile. The last one: {error} {offers(self._ray)}."
+                f"meanwhile. The last one: {error} {cluster.offers(self._ray)}."
             ) from error
-        elsewhere = {call.task for each in self._actors.ready for call in each.calls}
+        elsewhere = {call.task for each in self.ready for call in each.calls}
         lost = [call for call in reader.calls if call.task in self._tasks.keys() - elsewhere]
         suspect = None
         if lost and lost[0] is reader.calls[0]:
@@ -295,7 +415,7 @@ class RayCrew:
         """Kill actors that get nowhere with what they do."""
         given, now_s = self._plan.timeout_s, clock.monotonic()
         limit_s = max(_HANG_S, _HANG_TASKS * self._longest_s) if given is None else given
-        for reader in [each for each in self._actors.ready if each.calls and limit_s]:
+        for reader in [each for each in self.ready if each.calls and limit_s]:
             if now_s - reader.since_s > limit_s:
                 task = self._tasks.get(reader.calls[0].task)
                 what = "what nobody needs any more" if task is None else f"{task.indices!r:.400}"
@@ -309,31 +429,239 @@ class RayCrew:
                 )
                 yield from self._lose(reader, WorkerError(f"It hung for {limit_s:g} s."))
 
+    # Which actors there are
+
+    def _with_room(self) -> list[Reader]:
+        """Return those that may be given another batch, as far as memory allows it.
+
+        How large batches are is not known before the first one has come.
+        """
+        free = [
+            each
+            for each in self.ready
+            if each.number < self.wanted  # others are to go
+            and each.has_room(stamped=self._stamped)
+            and (self._batch_bytes or not each.calls)
+        ]
+        if not free:
+            return []
+        loaders = max(1, sum(1 for each in _all if each.ready or each.coming))
+        under_way = Counter[str]()
+        for each in self.ready:
+            under_way[each.place.node] += len(each.calls)
+        here = cluster.most_under_way(
+            self._store_bytes, self._batch_bytes, loaders * self._training.ranks_here
+        )
+        if under_way.total() >= here:
+            return []
+        sharers = loaders * self._training.ranks
+        return [
+            each
+            for each in free
+            if under_way[each.place.node]
+            < cluster.most_under_way(each.place.store_bytes, self._batch_bytes, sharers)
+        ]
+
+    def _hire_missing(self) -> None:
+        """Ask for the actors that are wanted and not there."""
+        there = {each.number for each in (*self.ready, *self.coming.values())}
+        missing = sorted(set(range(self.wanted)) - there)
+        if not missing or self._head.is_gone:
+            return
+        self._hired_s = clock.monotonic()
+        readers = [(each, one) for each in _all for one in (*each.ready, *each.coming.values())]
+        nodes = cluster.read_nodes(self._ray)
+        places = cluster.place(
+            nodes,
+            missing=len(missing),
+            needs=self._needs,
+            training=self._training,
+            by_user=cluster.placed_by_user(self._options),
+            held=sum(reader.has_cpu for _, reader in readers),
+            first=not there,
+            others=any(owner is not self for owner, _ in readers),
+        )
+        for number, where in zip(missing, places, strict=False):
+            self._hire(number, where, nodes)
+        share = cluster.share_of_rank(nodes, self._needs, self._training)
+        first = self._training.rank == 0 and "share" not in _told
+        if len(places) < len(missing) and share is not None and first:
+            _told.add("share")
+            have = share or "one, without a CPU of its own,"
+            warnings.warn(
+                f"{self._training.ranks} ranks want {self.wanted} actors each; beside the CPU that "
+                f"each keeps to train, the cluster has CPUs for {share} each. Until there are "
+                f"more, {have} read{'s' * (share < 2)} for each. Add nodes, or ask for fewer. "
+                f"{cluster.offers(self._ray)}.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+
+    def _hire(self, number: int, where: cluster.Where, nodes: list[cluster.Node]) -> None:
+        options = {**_OPTIONS, **cluster.placed(self._options, where, nodes, self._node)}
+        actor = self._class.options(**options).remote()
+        asked = number, self.wanted, self._plan.base_seed, self._store_bytes
+        ref = actor.begin.remote([self._pickled], *asked)
+        self.coming[ref] = Reader(number, actor, has_cpu=options["num_cpus"] > 0)
+
+    def _welcome(self, ref: Any) -> None:
+        """Take in an actor that has answered, or has died.
+
+        Raises:
+            WorkerError: They die before they do anything.
+            Exception: Whatever ``worker_init_fn`` or unpickling the dataset raised.
+        """
+        from ray.exceptions import RayError
+
+        reader = self.coming.pop(ref)
+        try:
+            begun: Place | protocol.InitFailed = self._ray.get(ref)
+            if isinstance(begun, Place) and begun.node != self._node:
+                self._compare_clocks(reader)
+        except RayError as error:
+            _kill(self._ray, reader)
+            self._head.look(now=True)
+            self._died_starting += 1
+            if self._died_starting >= _DEATHS_AT_START and not self.ready:
+                raise WorkerError(
+                    f"Actors die before they have read a sample, {self._died_starting} so far; the "
+                    f"last one: {error} Each node needs this package and what the dataset imports; "
+                    "or name them in ray.init(runtime_env=...)."
+                ) from error
+            return
+        if not isinstance(begun, Place):
+            _kill(self._ray, reader)
+            raise as_error(begun.kind, reader.number, begun.text)
+        self._died_starting = 0
+        reader.place = begun
+        if begun.machine == name_of_machine() is not None:
+            adopted.add(begun.process)
+        self.ready.append(reader)
+
+    def _compare_clocks(self, reader: Reader) -> None:
+        """Ask an actor a few times for its clock; each of its batches tells more."""
+        reader.clock, reader.compared_s = ClockOffset(), clock.monotonic()
+        for _ in range(_PINGS):
+            asked_ns = clock.monotonic_ns()
+            there_ns: int = self._ray.get(reader.actor.clock_ns.remote())
+            reader.clock.note(asked_ns, there_ns, there_ns, clock.monotonic_ns())
+
+    def resize(self, processes: int) -> None:
+        """Have so many actors from now on; those too many finish what they have."""
+        self.wanted = processes
+        for ref, reader in list(self.coming.items()):
+            if reader.number >= processes:
+                del self.coming[ref]
+                _kill(self._ray, reader)
+        self._dismiss_idle()
+        self._hire_missing()
+
+    def _dismiss_idle(self) -> None:
+        """End those that are to go and have nothing to do."""
+        for reader in [each for each in self.ready if each.number >= self.wanted]:
+            if not reader.calls:
+                self.ready.remove(reader)
+                _kill(self._ray, reader)
+
+    def _check_presence(self) -> None:
+        """Tell if there is none for long.
+
+        Raises:
+            WorkerError: There is none for too long.
+        """
+        now_s = clock.monotonic()
+        if self.ready or not self.wanted:
+            self._none_since_s = None
+            return
+        self._none_since_s = self._none_since_s or now_s
+        none_s = now_s - self._none_since_s
+        if none_s < (_GIVEN_UP_S if self._told else _TOLD_S):
+            return
+        nodes = cluster.read_nodes(self._ray)
+        if none_s < _STARTED_S and cluster.has_free(nodes, self._needs):
+            return
+        text = (
+            f"No actor has started for {none_s:.0f} s. {self.wanted} are wanted, each with "
+            f"{self._options}. {cluster.offers(self._ray)}. Ask for fewer, or add nodes."
+        )
+        if self._told:
+            raise WorkerError(text)
+        self._told = True
+        warnings.warn(
+            f"{text} One starts without a CPU of its own meanwhile.", FastDataWarning, stacklevel=2
+        )
+        waiting = next((ref for ref, each in self.coming.items() if each.has_cpu), None)
+        if waiting is not None:
+            reader = self.coming.pop(waiting)
+            _kill(self._ray, reader)
+            self._hire(reader.number, "shared", nodes)
+
+
+def room_for_actors(executor: AnyExecutor, ranks: int = 1) -> int:
+    """Return how many actors each of some ranks can have now, at least 1.
+
+    Raises:
+        OptionsError: Ray is not installed.
+        WorkerError: No cluster can be reached or started.
+    """
+    ray = cluster.connect()
+    each = float(options_of_actors(executor)["num_cpus"])
+    total = float(ray.cluster_resources().get("CPU", 0.0))
+    free = sum(node.free_cpus for node in cluster.read_nodes(ray))
+    left = min(total, free + each * sum(len(one.ready) for one in _all)) - cluster.own_share(ray)
+    return max(1, min(_MOST_ACTORS, int(left / each / ranks) if each else _MOST_ACTORS))
+
+
+def _pickled(plan: FetchPlan) -> bytes:
+    """Return a plan as actors get it: a copy of their own, whose arrays may be written to."""
+    from ray import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(replace(plan, context=None, faults=FaultLog()))
+    except Exception as error:
+        raise DatasetError(
+            f"{type(plan.dataset).__name__} cannot be sent to actors, as pickling it, its collate "
+            f"function or worker_init_fn raised {type(error).__name__}: {error}. Open files, "
+            "connections and locks on first use in __getitem__, and not in __init__."
+        ) from error
+    return pickled
+
+
+def _kill(ray: Any, reader: Reader) -> None:
+    adopted.discard(reader.place.process)
+    with contextlib.suppress(Exception):  # it is gone already
+        ray.kill(reader.actor)
+
+
+def _kill_all(
+    ray: Any, ready: list[Reader], coming: dict[Any, Reader], head: cluster.HeadWatch, owner: int
+) -> None:
+    """End actors, if this is the process of id ``owner`` and it is still connected."""
+    if os.getpid() != owner or not ray.is_initialized():
+        return
+    for reader in (*ready, *coming.values()):
+        if not head.is_gone:  # Ray would wait for its head
+            _kill(ray, reader)
+    ready.clear()
+    coming.clear()
+
 
 class RayExecutor(PoolExecutor):
-    """Fetches batches in so many ``actors`` of a Ray cluster.
-
-    ``options``: Of the actors, as ``ray.remote`` takes them, in place of our own.
+    """Fetches batches in actors of a Ray cluster.
 
     Raises:
         OptionsError: Ray is not installed.
         WorkerError: No cluster can be reached, or the dataset cannot be sent to it.
     """
 
-    def __init__(
-        self,
-        plan: FetchPlan,
-        *,
-        actors: int,
-        options: Mapping[str, Any],
-        pin_thread: PinThread | None = None,
-        trial: CrewTrial | None = None,
-    ) -> None:
-        self._whole, self._options = plan, options
+    def __init__(self, plan: FetchPlan, given: Resources) -> None:
+        self._whole, self._options = plan, options_of_actors(given.executor)
         # Memory of this machine can only be written here: samples travel as whole batches. Actors
         # that get nowhere are the crew's to find.
         plan = replace(plan, default_collation=False, timeout_s=0)
-        super().__init__(plan, processes=actors, pin_thread=pin_thread, trial=trial)
+        super().__init__(
+            plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial
+        )
 
     def _start_crew(self, processes: int) -> RayCrew:
         return RayCrew(self._whole, actors=processes, options=self._options)

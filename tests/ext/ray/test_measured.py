@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from torch.utils.data import Dataset, Subset
 from verdicts.known import NO_LOADER, of_loop
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.ext.ray.actors import room_for_actors
+from lightning_fastdata.ext.ray import cluster
 from lightning_fastdata.ext.ray.cluster import ClusterWatch
+from lightning_fastdata.ext.ray.crew import room_for_actors
 from lightning_fastdata.insight.finding import Finding
 from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.steps import StepHistory, StepTiming
@@ -151,14 +153,15 @@ def test_small_batches_that_take_long_need_more_actors_and_not_a_network(reads) 
     assert told.gain.factor > 1.5
 
 
-def test_a_cluster_is_looked_at_from_time_to_time_and_told_once() -> None:
+def test_a_cluster_is_looked_at_from_time_to_time_and_told_once(monkeypatch) -> None:
     now_s, looks = [0.0], []
 
     def read() -> float:
         looks.append(now_s[0])
         return float(len(looks))
 
-    watch = ClusterWatch(read, lambda: now_s[0])
+    monkeypatch.setattr(cluster, "clock", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watch = ClusterWatch(read)
     assert watch.news() is None
     wait_until(lambda: watch.news() == 1.0)
     now_s[0] = 5.0
@@ -181,7 +184,7 @@ def test_without_a_number_there_are_as_many_actors_as_free_cpus_but_one() -> Non
     def planned() -> FastDataLoader:
         return FastDataLoader(Kinds(), 4, executor="ray")
 
-    wait_until(lambda: room_for_actors({"num_cpus": 1}) == 4)  # actors of tests before this one go
+    wait_until(lambda: room_for_actors("ray") == 4)  # actors of tests before this one go
     loader = planned()
     assert loader.plan.num_workers == 4
     assert "CPUs for 4" in loader.plan.explain()

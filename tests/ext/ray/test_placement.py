@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.ext.ray.placement import (
+from lightning_fastdata.ext.ray.cluster import (
     Node,
     Training,
     most_under_way,
