@@ -27,6 +27,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Answer, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.pool.watches import Hang
 from lightning_fastdata.executors.ray import options_of_actors
 from lightning_fastdata.ext.ray import cluster
 from lightning_fastdata.ext.ray.actor import Made, Place, ReadingActor
