@@ -231,7 +231,10 @@ class BatchTransform(PipelineTransform):
         batch = {"image": images, "mask": masks} if bare else images
         fields = Fields() if bare else self._fields
         samples = len(get_field(batch, find_fields(batch, fields, batched=True).image))
-        done = self._run_collated(batch, self._next_key(samples, key), fields)
+        if key is None:
+            key = SampleKey(torch.initial_seed(), 0, self._drawn)
+            self._drawn += samples
+        done = self._run_collated(batch, key, fields)
         if not bare:
             return done
         return done["image"] if masks is None else (done["image"], done["mask"])
@@ -426,9 +429,3 @@ class BatchTransform(PipelineTransform):
         rows = table(plan.placements)
         reason = refusal() if size is None else None
         return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
-
-    def _next_key(self, samples: int, key: SampleKey | None) -> SampleKey:
-        if key is not None:
-            return key
-        first, self._drawn = self._drawn, self._drawn + samples
-        return SampleKey(torch.initial_seed(), 0, first)

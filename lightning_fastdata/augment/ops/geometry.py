@@ -153,13 +153,9 @@ def _moves(transform: Transform, params: Values) -> tuple[bool, int]:
     return transposed, (_TURNS_TRANSPOSED if transposed else _TURNS)[element]
 
 
-@cache
-def _encoded_symmetry(transposed: bool, turns: int) -> Encoded:
-    return Encoded((("transposed", transposed), ("turns", turns)), {})
-
-
 def _encode_symmetry(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
-    return _encoded_symmetry(*_moves(transform, params))
+    transposed, turns = _moves(transform, params)
+    return Encoded((("transposed", transposed), ("turns", turns)), {})
 
 
 def _symmetry(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:

@@ -400,11 +400,8 @@ def _to_float(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return images.float() / arrays["limit"][:, None, None, :] if "limit" in arrays else images
 
 
-_TO_TENSOR: Final = {turns: Encoded((("transpose_mask", turns),), {}) for turns in (False, True)}
-
-
 def _encode_to_tensor(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
-    return _TO_TENSOR[bool(transform.transpose_mask)]
+    return Encoded((("transpose_mask", bool(transform.transpose_mask)),), {})
 
 
 def _channels_first(images: Tensor, static: Values, arrays: Arrays) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -92,18 +92,26 @@ class Program:
         return any(step.name == "ToTensorV2" for step in self.steps)
 
 
-@dataclass(slots=True, eq=False)
 class Draws:
     """What the pipeline drew for a batch, on its way to the device beside the batch."""
 
-    samples: int
-    """Samples in the batch."""
-    programs: Mapping[Any, Program]
-    """One program per image or mask, by what the tapes know it by."""
-    blob: torch.Tensor
-    """uint8, one dimension: every array of every step."""
-    beside: Mapping[str, ArrayAt] = field(default_factory=dict)
-    """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
+    __slots__ = ("beside", "blob", "programs", "samples")
+
+    def __init__(
+        self,
+        samples: int,
+        programs: Mapping[Any, Program],
+        blob: torch.Tensor,
+        beside: Mapping[str, ArrayAt] | None = None,
+    ) -> None:
+        self.samples = samples
+        """Samples in the batch."""
+        self.programs = programs
+        """One program per image or mask, by what the tapes know it by."""
+        self.blob = blob
+        """uint8, one dimension: every array of every step."""
+        self.beside = beside or {}
+        """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
 
     def pin_memory(self, device: str | None = None) -> Self:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
