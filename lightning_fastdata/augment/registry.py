@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.colors import encode_table, ramp_table, run_table
 from lightning_fastdata.augment.ops.operation import DeviceOp
+from lightning_fastdata.augment.ops.values import encode_table, ramp_table, run_table
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import TransformError, require
 

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from misses import each
 
-from lightning_fastdata.augment.ops.positions.index import REFLECT_101
-from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
-from lightning_fastdata.augment.ops.positions.warp import (
+from lightning_fastdata.augment.ops.geometry import (
+    LINEAR,
+    NEAREST,
+    REFLECT_101,
     cells_of_matrix,
     invert,
     sample_cells,

@@ -21,7 +21,7 @@ from thoroughness import LONG
 
 from benchmarks.parity import levels_per_unit, make_example, pixel_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.positions.warp import on_cells
+from lightning_fastdata.augment.ops.geometry import on_cells
 
 MOST = 3 if LONG else 2
 """Photographs of each combination."""

@@ -10,7 +10,7 @@ from misses import each
 from thoroughness import some
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
+from lightning_fastdata.augment.ops.geometry import LINEAR, NEAREST
 
 HEIGHT = 11
 WIDTHS = some(range(1, 41), 3)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops import colors, convolution, dropout, output
-from lightning_fastdata.augment.ops.positions import index, resize, warp
+from lightning_fastdata.augment.ops import geometry, values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
 
-_FAMILIES = (index, resize, warp, colors, convolution, dropout, output)
-
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(
-    {op.name: op for family in _FAMILIES for op in family.OPS}
+    {op.name: op for op in (*geometry.OPS, *values.OPS)}
 )
 """Every transform with a device form, by the name of its class in Albumentations."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.augment.ops.positions.warp import blends_alike
+from lightning_fastdata.augment.ops.geometry import blends_alike
 from lightning_fastdata.augment.pipeline.tree import is_albumentations
 from lightning_fastdata.tree import held
 

@@ -1,4 +1,4 @@
-"""Arithmetic on pixels: rounding, positions, resizes, warps; colours, as in ``ops/colors.py``."""
+"""Arithmetic on pixels: rounding, positions, resizes, warps; colours, as in ``ops/values.py``."""
 
 # ruff: noqa: N803 - Triton writes constants in capitals.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -51,7 +51,7 @@ def wrapped(at, period):
 
 @triton.jit
 def fold(at, length, mode):
-    """Map positions along an axis to inside: ``fold`` of ``ops/positions/index.py``."""
+    """Map positions along an axis to inside: ``fold`` of ``ops/geometry.py``."""
     inside = tl.minimum(tl.maximum(at, 0), length - 1)
     if mode == 2:
         around = wrapped(at, 2 * length)
@@ -130,7 +130,7 @@ def _taps(out, step):
 
 @triton.jit
 def _blend_bytes(c00, c01, c10, c11, left, right, above, below):
-    """``blend_bytes``: weights are whole numbers of 11 bits."""
+    """``_blend`` of ``ops/geometry.py``: weights are whole numbers of 11 bits."""
     upper = (c00 * left + c01 * right) >> 4
     lower = (c10 * left + c11 * right) >> 4
     return (((upper * above) >> 16) + ((lower * below) >> 16) + 2) >> 2
@@ -282,7 +282,7 @@ def luminance(red, green, blue):
 
 @triton.jit
 def to_hsv(red, green, blue):
-    """Return hue in 0 .. 179, saturation and value: ``hsv_bytes`` of ``ops/colors.py``."""
+    """Return hue in 0 .. 179, saturation and value: ``hsv_bytes`` of ``ops/values.py``."""
     value = tl.maximum(tl.maximum(red, green), blue)
     spread = value - tl.minimum(tl.minimum(red, green), blue)
     by_value = (tl.div_rn(1044480.0, tl.maximum(value, 1).to(tl.float32)) + 0.5).to(tl.int32)
@@ -312,7 +312,7 @@ def _by_sector(sector, high, falling, rising, low):
 
 @triton.jit
 def to_rgb(hue, saturation, value, x, width, lanes):
-    """Return red, green and blue: ``rgb_bytes`` of ``ops/colors.py``."""
+    """Return red, green and blue: ``rgb_bytes`` of ``ops/values.py``."""
     sixths = hue.to(tl.float32) * 0.03333333507180214  # 6 / 180 in float32
     s = saturation.to(tl.float32) * 0.003921568859368563  # 1 / 255 in float32
     v = value.to(tl.float32) * 0.003921568859368563

@@ -1,17 +1,21 @@
-"""Operations on the values of a pixel of uint8 images, by tables or with OpenCV's own formulas."""
+"""Operations that leave pixels at their places: colours, blurs, holes, and what ends a pipeline.
+
+Colours and blurs are for uint8 images, by tables or with OpenCV's own formulas.
+"""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fastdata.augment.ops.geometry import REFLECT_101, fold
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
@@ -20,12 +24,16 @@ from lightning_fastdata.augment.ops.operation import (
     Shape,
     Transform,
     Values,
+    as_channels_last,
     channels,
 )
 
 _BYTES: Final = np.arange(256, dtype=np.uint8)
 _HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
 _ALMOST_ONE: Final = 0.999
+_GRAIN: Final = 4
+"""Radii of kernels and numbers of rectangles are rounded up to a multiple of this, so that samples
+share launches."""
 
 
 def look_up(images: Tensor, table: Tensor) -> Tensor:
@@ -57,7 +65,9 @@ def ramp_table(transform: Transform, params: Values, count: int) -> np.ndarray:
 def encode_table(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    """Return what a transform makes of every byte, as a table."""
+    """Return what a transform makes of every byte, as a table; None for other images."""
+    if dtype != np.uint8:
+        return None
     table = ramp_table(transform, params, channels(shape))
     return Encoded((("form", "table"),), {"table": table})
 
@@ -257,13 +267,183 @@ def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
 
 
+def padded_kernel(kernel: np.ndarray) -> np.ndarray | None:
+    """Return a kernel of odd size, float32, with zeros up to a size that many share."""
+    if any(size % 2 == 0 for size in kernel.shape):
+        return None
+    margins = [-(size // 2) % _GRAIN for size in kernel.shape]
+    sizes = [size + 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]
+    padded = np.zeros(sizes, np.float32)
+    padded[tuple(slice(m, m + size) for m, size in zip(margins, kernel.shape, strict=True))] = (
+        kernel
+    )
+    return padded
+
+
+def reflected(values: Tensor, axis: int, margin: int) -> Tensor:
+    """Return ``[n, H, W, C]`` with a margin on both sides of one axis, reflected as OpenCV does."""
+    if margin == 0:
+        return values
+    length = values.shape[axis]
+    at = torch.arange(-margin, length + margin, device=values.device)
+    return values.index_select(axis, fold(at, length, REFLECT_101))
+
+
+def correlate(values: Tensor, kernel: Tensor) -> Tensor:
+    """Correlate float32 ``[n, H, W, C]`` with a kernel of odd size per sample.
+
+    Either ``[n, k]`` for both axes, one after the other, or ``[n, k, k]``.
+    """
+    if kernel.ndim == 2:
+        return correlate(correlate(values, kernel[:, None, :]), kernel[:, :, None])
+    _, height, width, _ = values.shape
+    framed = reflected(reflected(values, 1, kernel.shape[1] // 2), 2, kernel.shape[2] // 2)
+    total = torch.zeros_like(values)
+    for row in range(kernel.shape[1]):
+        for column in range(kernel.shape[2]):
+            shifted = framed[:, row : row + height, column : column + width]
+            total.addcmul_(shifted, kernel[:, row, column, None, None, None])
+    return total
+
+
+def run_kernel(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Correlate uint8 images with ``arrays["kernel"]`` and round as OpenCV does."""
+    return correlate(images.float(), arrays["kernel"]).round().clamp(0, 255).to(torch.uint8)
+
+
+def _encode_kernel(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if isinstance(params["kernel"], int | np.integer):
+        size = int(params["kernel"])
+        kernel = padded_kernel(np.full(size, 1.0 / size))
+    else:
+        kernel = padded_kernel(np.asarray(params["kernel"]))
+    return None if kernel is None else Encoded((), {"kernel": kernel})
+
+
+def _encode_holes(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    fill, fill_mask = transform.fill, transform.fill_mask
+    # Where Erasing found no place, Albumentations raises its own error.
+    if isinstance(fill, str) or "seed" not in params:
+        return None
+    values = np.atleast_1d(np.array(fill, np.float64)).ravel().astype(np.float32)
+    if values.size not in (1, channels(shape)):
+        return None
+    holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
+    missing = max(_GRAIN, len(holes) + -len(holes) % _GRAIN) - len(holes)
+    arrays = {"holes": np.pad(holes, ((0, missing), (0, 0))), "fill": values}
+    if fill_mask is not None:
+        arrays["fill_mask"] = np.atleast_1d(np.array(fill_mask, np.float32)).ravel()
+    return Encoded((), arrays)
+
+
+def _fill_holes(name: str, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    if name not in arrays:
+        return batch
+    images = as_channels_last(batch)
+    left, top, right, bottom = arrays["holes"].unsqueeze(-1).unbind(2)
+    y = torch.arange(images.shape[1], device=batch.device)
+    x = torch.arange(images.shape[2], device=batch.device)
+    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
+    # Whether any of the holes covers a pixel. In float64, as a matrix product of float32 may be
+    # one of TF32.
+    covered = torch.bmm(rows.double().mT, columns.double()) > 0
+    fill = arrays[name][:, None, None, :].to(batch.dtype)
+    return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)
+
+
+def _encode_normalize(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    # By the image's own mean or range Albumentations normalizes it.
+    if dtype not in (np.uint8, np.float32) or transform.normalization != "standard":
+        return None
+    mean, gain = (
+        np.asarray(values, np.float32).tobytes()
+        for values in (transform.mean_np, transform.denominator)
+    )
+    return _rows(mean, gain, channels(shape))
+
+
+@lru_cache(maxsize=64)
+def _rows(mean: bytes, gain: bytes, count: int) -> Encoded:
+    rows = {}
+    for name, values in (("mean", mean), ("gain", gain)):
+        given = np.frombuffer(values, np.float32)
+        # As in albucore: too few numbers mean that the first stands for all.
+        row = given[:count] if given.size >= count else given[:1]
+        rows[name] = np.broadcast_to(row, (count,)).copy()
+    return Encoded((), rows)
+
+
+def _normalize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    mean, gain = (arrays[name][:, None, None, :] for name in ("mean", "gain"))
+    return (images.float() - mean) * gain
+
+
+def _encode_to_float(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if dtype == np.float32:
+        return Encoded((), {})  # Albumentations leaves it alone, whatever max_value is.
+    if dtype != np.uint8:
+        return None
+    limit = 255.0 if transform.max_value is None else float(transform.max_value)
+    return Encoded((), {"limit": np.array([limit], np.float32)})
+
+
+def _to_float(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    # A tensor, not a number: CUDA would multiply by the reciprocal of a number.
+    return images.float() / arrays["limit"][:, None, None, :] if "limit" in arrays else images
+
+
+def _encode_to_tensor(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
+    return Encoded((("transpose_mask", bool(transform.transpose_mask)),), {})
+
+
+def _channels_first(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    return images.permute(0, 3, 1, 2).contiguous()
+
+
+def _mask_to_tensor(masks: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    turned = static["transpose_mask"] and masks.ndim == 4
+    return masks.permute(0, 3, 1, 2).contiguous() if turned else masks
+
+
+def _float_dtype(transform: Transform, dtype: DType) -> DType:
+    return np.dtype(np.float32)
+
+
 OPS = (
     DeviceOp("RandomBrightnessContrast", encode_table, run_table),
     DeviceOp("RandomGamma", encode_table, run_table),
     DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv),
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter),
     DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape),
+    *(
+        DeviceOp(name, _encode_kernel, run_kernel)
+        for name in ("Blur", "GaussianBlur", "MotionBlur")
+    ),
+    *(
+        DeviceOp(
+            name, _encode_holes, partial(_fill_holes, "fill"), partial(_fill_holes, "fill_mask")
+        )
+        for name in ("CoarseDropout", "Erasing")
+    ),
+    DeviceOp("Normalize", _encode_normalize, _normalize, out_dtype=_float_dtype),
+    DeviceOp("ToFloat", _encode_to_float, _to_float, out_dtype=_float_dtype),
+    DeviceOp(
+        "ToTensorV2",
+        _encode_to_tensor,
+        _channels_first,
+        mask=_mask_to_tensor,
+        out_shape=lambda _transform, _params, shape: (channels(shape), *shape[:2]),
+    ),
 )
-"""Tables, which Albumentations makes, and gray are exact. HueSaturationValue is at most one level
-off, above all in the last columns, which do not fill a vector of OpenCV's and which it rounds
-differently; in ColorJitter, contrast and saturation can make that two or three."""
+"""Tables, which Albumentations makes, gray, holes and what ends a pipeline are exact.
+HueSaturationValue is at most one level off, above all in the last columns, which do not fill a
+vector of OpenCV's and which it rounds differently; in ColorJitter, contrast and saturation can make
+that two or three. Blurs are at most one level off, mostly where the sum lies between two levels."""
