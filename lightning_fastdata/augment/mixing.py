@@ -26,7 +26,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.record.targets import size_of
-from lightning_fastdata.augment.replay.program import BatchDraws, Draws, compile_tapes
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
     StageTransform,
@@ -435,8 +435,7 @@ class MixedTransform(StageTransform):
         if draws is None:
             return batch
         if self.pipeline is not None:
-            before = draws.before if isinstance(draws, BatchDraws) else draws
-            batch = self.pipeline.apply(batch, before)
+            batch = self.pipeline.apply(batch, draws)
         return self._mixer.carry_out(batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:

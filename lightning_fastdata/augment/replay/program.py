@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.ops.operation import Encoded, Role, Tape, TapeOp
 from lightning_fastdata.device.backend import reads_page_locked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from lightning_fastdata.augment.ops.operation import Encoded, Role, Tape, TapeOp
-    from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import SampleKey
 
 _ALIGN: Final = 16
 _COLLATION: Final = -1
@@ -49,24 +46,6 @@ class ArrayAt:
         return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
 
 
-class StepGroup(NamedTuple):
-    """Samples that take one step with the same settings and array shapes."""
-
-    rows: Sequence[int]
-    encoded: Sequence[Encoded]
-    """What each of them drew."""
-    arrays: Mapping[str, ArrayAt]
-    """Where their numbers lie."""
-
-
-class ScheduledStep(NamedTuple):
-    """One step as the schedule knows it, before it is packed away."""
-
-    name: str
-    """Class name of the transform."""
-    groups: Sequence[StepGroup]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
     """Samples that take one step with the same settings and array shapes: one launch."""
@@ -88,6 +67,14 @@ class ProgramStep:
     name: str
     """Class name of the transform."""
     parts: tuple[StepPart, ...]
+
+
+class ScheduledStep(NamedTuple):
+    """One step, and what is known of its samples before they are packed away."""
+
+    step: ProgramStep
+    drawn: Sequence[tuple[Sequence[int], Sequence[Encoded]]]
+    """For each of its parts the positions of its samples, and what each of them drew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +115,16 @@ class Draws:
 
     def pin_memory(self, device: str | None = None) -> Self:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
-        return self._with(self.blob.pin_memory())
+        return self._with(self.blob.pin_memory()) if self.tensors() else self
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are moved."""
-        return [self.blob]
+        return [self.blob] if self.blob.numel() else []
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the same draws on a device; one copy."""
+        if not self.tensors():
+            return self
         kind, blob = torch.device(device).type, self.blob
         if non_blocking and reads_page_locked(kind) and blob.is_cpu and not blob.is_pinned():
             # Out of ordinary memory the host would wait for what the device has still to do. torch
@@ -153,34 +142,18 @@ class Draws:
 class BatchDraws(Draws):
     """What was drawn for a batch as a whole: it stays in the host's memory, where it is read.
 
+    What a pipeline ``before`` has drawn, that runs first, moves as its own draws do.
+
     Attributes:
         values: seeds, parameters, ... of the batch.
-        before: what a pipeline drew that runs first; None: there is none, or nothing is left of it.
     """
 
-    __slots__ = ("before", "values")
+    __slots__ = ("values",)
 
     def __init__(self, samples: int, values: Any, before: Draws | None = None) -> None:
-        super().__init__(samples, {}, torch.empty(0, dtype=torch.uint8))
+        before = before or Draws(samples, {}, torch.empty(0, dtype=torch.uint8))
+        super().__init__(samples, before.programs, before.blob, before.beside)
         self.values = values
-        self.before = before
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are moved."""
-        return [] if self.before is None else self.before.tensors()
-
-    def pin_memory(self, device: str | None = None) -> Self:
-        """Return the same draws, with those of the pipeline before in page-locked memory."""
-        before = self.before
-        return self if before is None else self._behind(before.pin_memory(device))
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the same draws, with those of the pipeline before on a device."""
-        before = self.before
-        return self if before is None else self._behind(before.to(device, non_blocking))
-
-    def _behind(self, before: Draws) -> Self:
-        return type(self)(self.samples, self.values, before)
 
 
 def key_of_batch(first: SampleKey) -> SampleKey:
@@ -242,22 +215,16 @@ def compile_tapes(
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
         notes = [tape[key].ops if key in tape else () for tape in tapes]
-        runs: tuple[Any, ...] = ()
-        if fuse is not None and role == "image":
-            known: list[ScheduledStep] = []
-            steps = _schedule(notes, packer, known)
-            runs = fuse(known, len(tapes), packer.add)
-        else:
-            steps = _schedule(notes, packer)
+        scheduled = _schedule(notes, packer)
+        runs = fuse(scheduled, len(tapes), packer.add) if fuse and role == "image" else ()
+        steps = tuple(step for step, _ in scheduled)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
 
 
-def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: Packer, known: list[ScheduledStep] | None = None
-) -> tuple[ProgramStep, ...]:
-    """Return the steps of a program, packed; ``known`` takes them as they were before that."""
+def _schedule(tracks: Sequence[Sequence[TapeOp]], packer: Packer) -> list[ScheduledStep]:
+    """Return the steps of a program, packed, and their samples."""
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
     steps = []
@@ -276,12 +243,9 @@ def _schedule(
             at = None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64))
             arrays = packer.stack(encoded)
             parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
-        steps.append(ProgramStep(leaf=leaf, name=name, parts=tuple(parts)))
-        if known is not None:
-            drawn = zip(alike.values(), parts, strict=True)
-            groups = [StepGroup(*samples, part.arrays) for samples, part in drawn]
-            known.append(ScheduledStep(name, groups))
-    return tuple(steps)
+        step = ProgramStep(leaf=leaf, name=name, parts=tuple(parts))
+        steps.append(ScheduledStep(step, tuple(alike.values())))
+    return steps
 
 
 def _form(encoded: Encoded) -> object:

@@ -1,44 +1,175 @@
 """Runs of steps that one kernel carries out, made when a batch is packed.
 
-:mod:`~lightning_fastdata.ext.kernels.instructions` says what an operation is within a run. A run
-takes steps as long as it can: a sample is read first, as all samples are (a window, a resize) or in
-its own way (a warp), then changed pixel by pixel, and written. What comes too late for
-that begins the next run. Kernels carry a run out on CUDA; without Triton, and for what has no
-kernel, torch carries out one step after the other (:mod:`lightning_fastdata.augment.replay.torch`).
+A run reads each pixel of its result from the images, changes it by operations that make a pixel
+from itself alone, and writes it. It takes steps as long as it can: a sample is read first, as all
+samples are (a window, a resize) or in its own way (a warp), then changed pixel by pixel, and
+written. What comes too late for that begins the next run. Kernels carry a run out on CUDA; without
+Triton, and for what has no kernel, torch carries out one step after the other
+(:mod:`lightning_fastdata.augment.replay.torch`).
+
+Each sample has its own instructions, in its own order; what it skips costs nothing. Instructions
+are rows of five int32: what to do, and where in the blob the numbers for it lie.
+
+====================  ==========================================================================
+code                  numbers
+====================  ==========================================================================
+``NOP``               none
+``MIRROR``            sum of 4: rows become columns, then 1: left and right, 2: top and bottom
+``TABLE``             offset of uint8 ``[256, count]``; count, 1 or 3
+``HSV``               offset of uint8 ``[256, 3]``; OpenCV's lanes
+``SCALE``             offset of a float64 factor
+``CONTRAST``          offset of a float64 factor
+``SATURATION``        offset of a float64 factor
+``HUE``               offset of uint8 ``[256]``; OpenCV's lanes
+``GRAY``              none
+``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
+====================  ==========================================================================
+
+A sample may begin with one way of reading of its own:
+
+====================  ==========================================================================
+``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
+                      16 if OpenCV rounds once behind its vectors; offset of float32 ``[3]``, the
+                      fill; the first column behind its vectors
+====================  ==========================================================================
 """
+
+# ruff: noqa: ARG001 - all functions that make instructions share one signature
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.ops.geometry import LINEAR, NEAREST, REPLICATE
 from lightning_fastdata.augment.ops.operation import Encoded
-from lightning_fastdata.augment.replay.program import ArrayAt, ScheduledStep
+from lightning_fastdata.augment.replay.program import ArrayAt, ProgramStep, ScheduledStep
 from lightning_fastdata.device.backend import current
-from lightning_fastdata.ext.kernels import instructions
-from lightning_fastdata.ext.kernels.instructions import (
-    CHANNELS,
-    FUSED,
-    End,
-    Instruction,
-    Instructions,
-)
 
+Instruction: TypeAlias = tuple[int, ...]
+Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instruction] | None]"
+End: TypeAlias = Literal["normalize", "to float", "channels first"]
+Window: TypeAlias = Literal["window", "resize"]
+Fused: TypeAlias = "Instructions | Window | End"
+"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp"]
+_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3}
 _ENDS: Final[frozenset[object]] = frozenset(get_args(End))
 """What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
-REPLICATE: Final = 1
-_LINEAR: Final = 1
 _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
 _MOST: Final = 1 << 31
 """Values of one image: kernels count those with 32 bits."""
-_GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3}
+
+NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, WARP = range(11)
+WIDTH: Final = 5
+"""Numbers of an instruction."""
+CHANNELS: Final = 3
+"""Of the images that are fused: others take one step after the other."""
+
+_TRANSPOSED: Final = 4
+"""Symmetries from here on make columns of rows, which takes square images."""
+_MIRRORS: Final = {
+    (False, 0): 0,
+    (True, 3): 1,
+    (True, 1): 2,
+    (False, 2): 3,
+    (True, 0): 4,
+    (False, 3): 5,
+    (False, 1): 6,
+    (True, 2): 7,
+}
+"""The symmetries of a square, named by a transposition and the quarter turns after it."""
+_WARPED_NEAREST: Final = 8
+_ROUNDS_ONCE: Final = 16
+
+
+def mirror(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of a symmetry of the square."""
+    static = dict(encoded.static)
+    moves = _MIRRORS[static["transposed"], static["turns"]]
+    return [(MIRROR, moves)] if moves else []
+
+
+def table(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of a table for uint8, or None."""
+    if dict(encoded.static).get("form") != "table":
+        return None
+    count = encoded.arrays["table"].shape[1]
+    return [(TABLE, offsets["table"], count)] if count in (1, CHANNELS) else None
+
+
+def hsv(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of tables for hue, saturation and value, or None."""
+    static: dict[str, Any] = dict(encoded.static)
+    if static["form"] == "same":
+        return []
+    return [(HSV, offsets["table"], static["lanes"])] if static["form"] == "hsv" else None
+
+
+def jitter(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instructions of ColorJitter in the sample's order."""
+    factors, static = encoded.arrays["factors"], dict(encoded.static)
+    made: list[Instruction] = []
+    for turn in encoded.arrays["order"].tolist():
+        if turn == 3:
+            if factors[3] != 0:
+                made.append((HUE, offsets["hue_table"], static["lanes"]))
+        elif factors[turn] != 1:
+            code = (SCALE, CONTRAST, SATURATION)[turn]
+            made.append((code, offsets["factors"] + 8 * turn))
+    return made
+
+
+def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the instruction of OpenCV's luminance, or None."""
+    static = dict(encoded.static)
+    if static["same"] or static["channels"] != CHANNELS:
+        return None
+    return [(GRAY,)]
+
+
+def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of rectangles of a constant."""
+    counts = len(encoded.arrays["holes"]), len(encoded.arrays["fill"])
+    return [(HOLES, offsets["holes"], counts[0], offsets["fill"], counts[1])]
+
+
+def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
+    """Return the reading of an affine warp, or None."""
+    static: dict[str, Any] = dict(encoded.static)
+    # The kernel reads between the pixels as OpenCV 5 does: without a grid.
+    if static["cells"] or len(encoded.arrays["fill"]) != CHANNELS:
+        return None
+    how = static["border"] + _WARPED_NEAREST * (static["interpolation"] == NEAREST)
+    how += _ROUNDS_ONCE * static["rounds_once"]
+    return [(WARP, offsets["inverse"], how, offsets["fill"], static["scalar_from"])]
+
+
+FUSED: Final[Mapping[str, Fused]] = MappingProxyType(
+    {
+        **dict.fromkeys(("NoOp", "HorizontalFlip", "VerticalFlip", "Transpose"), mirror),
+        **dict.fromkeys(("RandomRotate90", "D4"), mirror),
+        **dict.fromkeys(("RandomCrop", "CenterCrop", "PadIfNeeded"), "window"),
+        **dict.fromkeys(("Resize", "RandomResizedCrop", "RandomSizedCrop"), "resize"),
+        **dict.fromkeys(("Affine", "Rotate", "ShiftScaleRotate"), warp),
+        **dict.fromkeys(("RandomBrightnessContrast", "RandomGamma"), table),
+        **dict.fromkeys(("CoarseDropout", "Erasing"), holes),
+        "HueSaturationValue": hsv,
+        "ColorJitter": jitter,
+        "ToGray": gray,
+        "Normalize": "normalize",
+        "ToFloat": "to float",
+        "ToTensorV2": "channels first",
+    }
+)
+"""What operations are, by the name of their class in Albumentations; no run takes others."""
 
 
 class Reading(NamedTuple):
@@ -183,14 +314,14 @@ def fuse(
 ) -> tuple[FusedRun, ...]:
     """Return the runs of the program of an image; ``add`` packs an array into the blob."""
     runs, open_run = [], _OpenRun(0, samples)
-    for number, step in enumerate(steps):
-        if open_run.takes(step):
+    for number, scheduled in enumerate(steps):
+        if open_run.takes(scheduled):
             continue
         runs.append(open_run.close(number - 1, add))
         ended, open_run = open_run.ends, _OpenRun(number, samples)
-        if ended or not open_run.takes(step):
+        if ended or not open_run.takes(scheduled):
             open_run = _OpenRun(number + 1, samples)
-        if ended or FUSED.get(step.name) in _ENDS:
+        if ended or FUSED.get(scheduled.step.name) in _ENDS:
             # What follows are no bytes any more.
             break
     runs.append(open_run.close(len(steps) - 1, add))
@@ -198,12 +329,12 @@ def fuse(
 
 
 def _made(
-    step: ScheduledStep, encode: Instructions
+    scheduled: ScheduledStep, encode: Instructions
 ) -> Iterator[tuple[int, Encoded, list[Instruction] | None]]:
     """Yield each sample of a step, what it drew and what it has to do."""
-    for group in step.groups:
-        strides = [(name, one.offset, one.row_bytes) for name, one in group.arrays.items()]
-        for place, (row, one) in enumerate(zip(group.rows, group.encoded, strict=True)):
+    for part, (rows, encoded) in zip(scheduled.step.parts, scheduled.drawn, strict=True):
+        strides = [(name, one.offset, one.row_bytes) for name, one in part.arrays.items()]
+        for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
             offsets = {name: first + place * stride for name, first, stride in strides}
             yield row, one, encode(one, offsets)
 
@@ -216,12 +347,13 @@ class _OpenRun:
         self.reading = Reading()
         self.ending = Ending()
 
-    def takes(self, step: ScheduledStep) -> bool:
+    def takes(self, scheduled: ScheduledStep) -> bool:
         """Take a step and return True, or leave the run as it is and return False."""
-        whole = len(step.groups) == 1 and len(step.groups[0].rows) == len(self.code)
+        step = scheduled.step
+        whole = step.parts[0].rows is None  # all samples take it alike
         taken = whole and self._take_end(step)
         if not self.ends:
-            taken = taken or (whole and self._take_geometry(step)) or self._take_pixels(step)
+            taken = taken or (whole and self._take_geometry(step)) or self._take_pixels(scheduled)
         self.taken += taken
         return taken
 
@@ -230,8 +362,8 @@ class _OpenRun:
         """Whether the run makes something else of bytes ``[n, H, W, C]``."""
         return self.ending != Ending()
 
-    def _take_end(self, step: ScheduledStep) -> bool:
-        ending, arrays, fused = self.ending, step.groups[0].arrays, FUSED.get(step.name)
+    def _take_end(self, step: ProgramStep) -> bool:
+        ending, arrays, fused = self.ending, step.parts[0].arrays, FUSED.get(step.name)
         if ending.channels_first:
             return False
         if fused == "channels first":
@@ -246,12 +378,12 @@ class _OpenRun:
             return False
         return True
 
-    def _take_geometry(self, step: ScheduledStep) -> bool:
+    def _take_geometry(self, step: ProgramStep) -> bool:
         if self.taken:
             return False
-        static, arrays = dict(step.groups[0].encoded[0].static), step.groups[0].arrays
+        static, arrays = dict(step.parts[0].static), step.parts[0].arrays
         fused = FUSED.get(step.name)
-        if fused == "resize" and static["interpolation"] == _LINEAR:
+        if fused == "resize" and static["interpolation"] == LINEAR:
             self.reading = Reading("resize", static["size"], arrays["box"], step=arrays["step"])
             return True
         outside = arrays.get("fill")
@@ -262,15 +394,15 @@ class _OpenRun:
         )
         return True
 
-    def _take_pixels(self, step: ScheduledStep) -> bool:
-        fused = FUSED.get(step.name)
+    def _take_pixels(self, scheduled: ScheduledStep) -> bool:
+        fused = FUSED.get(scheduled.step.name)
         if fused is None or isinstance(fused, str):
             return False
         found: list[tuple[int, list[Instruction]]] = []
         geometry, size = self.reading.geometry, self.reading.size
         warps = geometry == "warp"
         sizes = {size} - {None}
-        for row, one, made in _made(step, fused):
+        for row, one, made in _made(scheduled, fused):
             if made is None or not self._fits(row, made):
                 return False
             if _warps(made):
@@ -298,7 +430,7 @@ class _OpenRun:
         if not self.taken:
             return None
         longest = max(1, *map(len, self.code))
-        code = np.zeros((len(self.code), longest, instructions.WIDTH), np.int32)
+        code = np.zeros((len(self.code), longest, WIDTH), np.int32)
         for row, listed in enumerate(self.code):
             for number, instruction in enumerate(listed):
                 code[row, number, : len(instruction)] = instruction
@@ -311,8 +443,10 @@ class _OpenRun:
             ending=self.ending,
             idle=geometry == "none" and not any(self.code) and not self.ends,
             contrasts=any(map(_contrasts, self.code)),
-            keeps_size=geometry == "warp" and bool((code[:, 0, 0] != instructions.WARP).any()),
-            square=any(instructions.is_transposing(one) for listed in self.code for one in listed),
+            keeps_size=geometry == "warp" and bool((code[:, 0, 0] != WARP).any()),
+            square=any(
+                one[0] == MIRROR and one[1] >= _TRANSPOSED for listed in self.code for one in listed
+            ),
         )
 
 
@@ -322,8 +456,8 @@ def _is_of_colours(slot: ArrayAt | None) -> bool:
 
 
 def _warps(code: Sequence[Instruction]) -> bool:
-    return bool(code) and code[0][0] == instructions.WARP
+    return bool(code) and code[0][0] == WARP
 
 
 def _contrasts(code: Sequence[Instruction]) -> bool:
-    return any(instruction[0] == instructions.CONTRAST for instruction in code)
+    return any(instruction[0] == CONTRAST for instruction in code)
