@@ -20,11 +20,9 @@ import numpy as np
 import torch
 
 from demo.photos import PHOTOGRAPHS, open_photograph
+from lightning_fastdata.augment.albumentations.plan import analyse, list_leaves
+from lightning_fastdata.augment.albumentations.tape import Recorder, refusal
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.known_version import refusal
-from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import plain_tensors

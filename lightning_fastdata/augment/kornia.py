@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_fastdata.augment.pipeline.fields import (
+from lightning_fastdata.augment.fields import (
     Fields,
     Location,
+    Mover,
     channels_first,
+    check_beside,
     describe,
     find_fields,
     get_field,
@@ -29,8 +31,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
     to_hwc,
 )
-from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
-from lightning_fastdata.augment.replay.program import BatchDraws, key_of_batch
+from lightning_fastdata.augment.replay.program import BatchDraws, Draws, key_of_batch
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
@@ -44,11 +45,7 @@ from lightning_fastdata.device.backend import device_draws
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.search import loaded_classes
 from lightning_fastdata.randomness.seeds import keyed_draws
-from lightning_fastdata.types import SampleKey
-
-if TYPE_CHECKING:
-    from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch, SampleKey
 
 Params: TypeAlias = Any
 """A dict of tensors, or a list of named items that hold such dicts, lists or None."""
@@ -133,7 +130,7 @@ class KorniaTransform(PipelineTransform):
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample has no image, or something that would stay behind it."""
         place = find_fields(sample, self._fields, batched=False).image
-        size = to_hwc(get_field(sample, place))[0].shape[:2]
+        size = to_hwc(get_field(sample, place)).shape[:2]
         moving = loaded_classes(_HOME, "GeometricAugmentationBase2D")
         if place is None or not any(isinstance(one, moving) for one in self.pipeline.modules()):
             return
@@ -184,7 +181,7 @@ class KorniaWorker(WorkerTransform):
         place = find_fields(sample, self._fields, batched=False).image
         value = get_field(sample, place)
         if not isinstance(value, Tensor) or value.ndim != 3 or not channels_first(value.shape):
-            pixels = to_hwc(value)[0]
+            pixels = to_hwc(value)
             pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
             value = torch.from_numpy(np.ascontiguousarray(pixels))
             sample = put_fields(sample, {place: value})

@@ -7,29 +7,31 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
+from typing import Any, ClassVar, Final, Self, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.pipeline.fields import (
+from lightning_fastdata.augment.fields import (
     Fields,
     Location,
+    Mover,
     channels_first,
+    check_beside,
     describe,
     find_fields,
     get_field,
     has_field,
     listed,
     put_fields,
+    size_of,
 )
-from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
-from lightning_fastdata.augment.record.targets import size_of
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
     StageTransform,
+    TapedWorker,
     WorkerTransform,
     plain_tensors,
     table,
@@ -37,11 +39,6 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.types import Batch, SampleKey
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from lightning_fastdata.augment.stage_transform import TapedWorker
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "mixed"]
 _NOT_MIXED: Final = ("boxes", "bboxes", "mask", "masks")
@@ -450,9 +447,9 @@ class MixedTransform(StageTransform):
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        rows = self.pipeline.rows() if isinstance(self.pipeline, PipelineTransform) else []
+        rows = self.pipeline.rows() if isinstance(self.pipeline, PipelineTransform) else ()
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
-        return table(rows + steps)
+        return table([*rows, *steps])
 
 
 class MixedWorker(WorkerTransform):

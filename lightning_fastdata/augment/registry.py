@@ -10,18 +10,14 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import DeviceOp
+from lightning_fastdata.augment.albumentations.plan import Node, drawn_parameters, list_leaves
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encode, Run
 from lightning_fastdata.augment.ops.values import encode_table, ramp_table, run_table
-from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import TransformError, require
-
-if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import DType, Encode, Encoded, Run, Shape, Values
-    from lightning_fastdata.augment.pipeline.tree import Node
 
 _REGISTERED: Final[dict[type, DeviceOp]] = {}
 _SHAPE: Final = (24, 40, 3)
@@ -85,7 +81,7 @@ def register(
         )
     op = DeviceOp(
         name=f"{kind.__module__}.{kind.__qualname__}",
-        encode=encode or encode_bytes,
+        encode=encode or encode_table,
         image=image or run_table,
         mask=mask,
         owner=kind,
@@ -114,14 +110,9 @@ def registered_forms(compose: Node, known: Mapping[str, DeviceOp]) -> dict[str, 
         if kind not in forms and (op := _REGISTERED.get(kind)) is not None:
             # Two classes of one name, e.g. made by a function, are two classes.
             forms[kind] = replace(op, name=f"{op.name}#{len(forms)}")
-        if kind in forms and forms[kind].encode is encode_bytes:
+        if kind in forms and forms[kind].encode is encode_table:
             check_pointwise(leaf.transform)
     return {op.name: op for op in forms.values()}
-
-
-def encode_bytes(transform: Node, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    """Return what a transform makes of every byte, as a table; None for other images."""
-    return encode_table(transform, params, shape, dtype) if dtype == np.uint8 else None
 
 
 def check_pointwise(transform: Node) -> None:
@@ -135,10 +126,8 @@ def check_pointwise(transform: Node) -> None:
     transform.set_random_state(np.random.default_rng(0), random.Random(0))
     pixels = np.random.default_rng(1).integers(0, 256, _SHAPE, np.uint8)
     for _ in range(_TRIES):
-        data = {"image": pixels}
         try:
-            params = transform.update_transform_params(transform.get_params(), data)
-            params.update(transform.get_params_dependent_on_data(params=params, data=data))
+            params = drawn_parameters(transform, {"image": pixels})
             real = np.asarray(transform.apply(pixels.copy(), **params))
             table = ramp_table(transform, params, _SHAPE[2])
         except Exception as error:

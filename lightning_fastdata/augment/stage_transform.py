@@ -5,35 +5,64 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 
-from lightning_fastdata.augment.pipeline.fields import (
+from lightning_fastdata import registry
+from lightning_fastdata.augment.fields import (
     Fields,
     find_fields,
     first_device,
     get_field,
     put_fields,
 )
+from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import are_rows
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.tree import name_of
+from lightning_fastdata.types import Batch, SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
     import numpy as np
 
-    from lightning_fastdata.augment.ops.operation import Tape
-    from lightning_fastdata.augment.pipeline.plan import Placements
-    from lightning_fastdata.augment.replay.program import Fuse
-    from lightning_fastdata.fingerprint import Fingerprint
-    from lightning_fastdata.types import Batch, SampleKey
+
+Where: TypeAlias = Literal["worker", "device", "either"]
+
+
+class OpPlacement(NamedTuple):
+    """Where one operation runs."""
+
+    name: str
+    """Class name of the transform."""
+    where: Where
+    """``worker``: through its own library on the CPU. ``device``: on the batch. ``either``: on the
+    device, except in samples in which a later operation needs real pixels."""
+    why: str
+    """The reason, in a few words."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it may run on the device."""
+        return self.where != "worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placements:
+    """Where every operation of one pipeline runs, whatever library it is of."""
+
+    placements: tuple[OpPlacement, ...]
+    """One per leaf transform, in the order in which they are written."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether any operation may run on the device."""
+        return any(placement.on_device for placement in self.placements)
 
 
 class WorkerTransform:
@@ -74,6 +103,9 @@ class TapedWorker(WorkerTransform):
     What a thread keeps for itself, in ``_local``, does not travel with it.
     """
 
+    fuses_steps = False
+    """Whether there are kernels that carry out several of its operations together."""
+
     def __init__(self) -> None:
         self._local = threading.local()
 
@@ -82,11 +114,6 @@ class TapedWorker(WorkerTransform):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _local=threading.local())
-
-    @property
-    def fuse(self) -> Fuse | None:
-        """What finds operations that kernels carry out together; None: there are no kernels."""
-        return None
 
     def waiting(
         self, item: Batch, names: Collection[Any], *, batched: bool = False
@@ -106,7 +133,8 @@ class TapedWorker(WorkerTransform):
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
     ) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
-        return compile_tapes([tape or {} for tape in tapes], beside, self.fuse)
+        fuse = registry.fuse() if self.fuses_steps else None
+        return compile_tapes([tape or {} for tape in tapes], beside, fuse)
 
     def stacks(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None
@@ -230,9 +258,9 @@ class PipelineTransform(StageTransform):
         """Return a table: operation, where it runs, why."""
         return table(self.rows())
 
-    def rows(self) -> list[tuple[str, str, str]]:
+    def rows(self) -> Sequence[tuple[str, str, str]]:
         """Return operation, place and reason of each."""
-        return [] if self.plan is None else self.plan.rows
+        return () if self.plan is None else self.plan.placements
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""
@@ -333,7 +361,7 @@ def plain_tensors() -> Iterator[None]:
         yield
 
 
-def table(rows: list[tuple[str, str, str]]) -> str:
+def table(rows: Iterable[tuple[str, str, str]]) -> str:
     """Return rows of operation, place and reason as text in columns."""
     rows = [("operation", "where", "why"), *rows]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -9,27 +9,47 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 import torch
 
-from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu
-from lightning_fastdata.augment.ops import with_registered
-from lightning_fastdata.augment.pipeline.dtypes import BYTES, why_no_forms
-from lightning_fastdata.augment.pipeline.fields import (
+from lightning_fastdata.augment.albumentations.collated_batches import (
+    channels_as_given,
+    channels_behind,
+    check_images,
+    check_samples,
+    places_of,
+    replay_all,
+    run_each,
+)
+from lightning_fastdata.augment.albumentations.plan import (
+    BYTES,
+    Node,
+    Plan,
+    analyse,
+    target_roles,
+    why_no_forms,
+)
+from lightning_fastdata.augment.albumentations.tape import Recorder, refusal, what_it_means
+from lightning_fastdata.augment.albumentations.worker import ComposeWorker, SampleForm
+from lightning_fastdata.augment.fields import (
     Fields,
+    Location,
     describe,
     find_fields,
     get_field,
     listed,
+    numpy_dtype,
+    put_fields,
+    target_places,
 )
-from lightning_fastdata.augment.pipeline.known_version import refusal, what_it_means
-from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.operation import DeviceOp, DType
 from lightning_fastdata.augment.registry import registered_forms
-from lightning_fastdata.augment.replay.torch import replay_batch
+from lightning_fastdata.augment.replay.program import Draws
+from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
@@ -38,24 +58,14 @@ from lightning_fastdata.augment.stage_transform import (
     table,
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
-from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.tree import is_a
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import Batch, SampleKey
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Self
-
-    from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.pipeline.dtypes import DType
-    from lightning_fastdata.augment.pipeline.plan import Plan
-    from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.fingerprint import Fingerprint
-    from lightning_fastdata.types import Batch
-
-
+OnCpu: TypeAlias = Literal["albumentations", "torch"]
+"""What makes the pixels of a batch that lies on the CPU: Albumentations itself, or what would make
+them on a device."""
 _FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
     ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
@@ -89,27 +99,17 @@ def as_batch_transform(
         same_pixels: without effect: pixels are those of the pipeline's own library in any case.
 
     Raises:
-        TransformError: it is none of these.
+        TransformError: it is none of these, or a pipeline that cannot be taken.
     """
     fields = Fields(image=image, mask=mask, stays=listed(stays))
     if isinstance(transform, StageTransform):
         return transform
-    if callable(transform) and not isinstance(transform, type):
-        made = _by_front_end(transform, fields)
-        return CallableTransform(transform, fields) if made is None else made
-    raise TransformError(
-        f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a torchvision "
-        "v2.Compose (an instance), an nn.Module, or a callable that takes a batch and returns a "
-        "batch."
-    )
-
-
-def _by_front_end(transform: object, fields: Fields) -> StageTransform | None:
-    """Return the transform of batches that a front end makes of a pipeline; None: it is none.
-
-    Raises:
-        TransformError: it is a pipeline that its front end cannot take.
-    """
+    if isinstance(transform, type) or not callable(transform):
+        raise TransformError(
+            f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a "
+            "torchvision v2.Compose (an instance), an nn.Module, or a callable that takes a batch "
+            "and returns a batch."
+        )
     for library, home in _FRONT_ENDS:
         if library not in sys.modules:
             continue
@@ -120,7 +120,7 @@ def _by_front_end(transform: object, fields: Fields) -> StageTransform | None:
         made: StageTransform | None = front_end.stage_transform(transform, fields)
         if made is not None:
             return made
-    return None
+    return CallableTransform(transform, fields)
 
 
 def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
@@ -231,7 +231,10 @@ class BatchTransform(PipelineTransform):
         batch = {"image": images, "mask": masks} if bare else images
         fields = Fields() if bare else self._fields
         samples = len(get_field(batch, find_fields(batch, fields, batched=True).image))
-        done = self._run_unprepared(batch, self._next_key(samples, key), fields)
+        if key is None:
+            key = SampleKey(torch.initial_seed(), 0, self._drawn)
+            self._drawn += samples
+        done = self._run_collated(batch, key, fields)
         if not bare:
             return done
         return done["image"] if masks is None else (done["image"], done["mask"])
@@ -249,16 +252,32 @@ class BatchTransform(PipelineTransform):
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
-        channels, dtype = self._images
         self._registered = registered_forms(self.compose, self._registered)
-        self.plan = analyse(
-            self.compose,
+        self.plan = self._plan_for(self.compose, *self._images, why_not=self._why_not)
+        self._copy: Any = None
+        """A copy of the pipeline, for batches that another loader has collated."""
+        self._recorders: dict[object, Recorder | None] = {}
+        """By the form of their images; None: nothing may be deferred."""
+        self._looked = False
+        """Whether values of images on a device were looked at, for which the host waits."""
+
+    def _plan_for(
+        self,
+        compose: Node,
+        channels: int | None = 3,
+        dtype: DType = BYTES,
+        *,
+        size: tuple[int, int] | None = None,
+        why_not: str | None = None,
+    ) -> Plan:
+        return analyse(
+            compose,
             self.ops,
-            refusal=refusal() or self._why_not,
+            size=size,
+            refusal=refusal() or why_not,
             channels=channels,
             dtype=dtype,
         )
-        self._foreign: ForeignBatches | None = None
 
     def renewed(self) -> Self:
         """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
@@ -270,7 +289,7 @@ class BatchTransform(PipelineTransform):
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
         """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return with_registered(self._registered)
+        return DEVICE_OPS | self._registered
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
@@ -329,10 +348,15 @@ class BatchTransform(PipelineTransform):
         Raises:
             BatchError: the image field is missing, or has another number of samples than was drawn.
         """
-        if draws is None:
+        if draws is None or not draws.programs:
             return batch
+        places = target_places(batch, self._fields, draws.programs, batched=True)
+        made: dict[Location, Batch] = {}
         with plain_tensors():
-            return replay_batch(batch, draws, self._fields, self.ops)
+            for name, place in places.items():
+                value = checked_rows(get_field(batch, place), draws, place)
+                made[place] = replay(draws.programs[name], draws.blob, value, self.ops)
+        return put_fields(batch, made)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and compute here, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
@@ -342,19 +366,57 @@ class BatchTransform(PipelineTransform):
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
         self.follow(key.epoch)
-        return self._run_unprepared(batch, key, self._fields)
+        return self._run_collated(batch, key, self._fields)
 
-    def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
+    def _run_collated(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
+        """Return a batch of another loader, on any device, images and masks transformed."""
+        if self._copy is None:
+            self._copy = copy.deepcopy(self.compose)
+        compose = self._copy
+        if compose.processors:
+            names = " and ".join(sorted(compose.processors))
+            raise TransformError(
+                f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
+                "that another loader has collated. Give the pipeline to "
+                "FastDataModule(augment=...) and let FastDataModule load the data."
+            )
         with plain_tensors():
-            return self._on_batches().run(batch, fields, key)
+            places = places_of(batch, fields, compose)
+            given = {name: get_field(batch, place) for name, place in places.items()}
+            image = given["image"]
+            check_images(image, values=not self._looked)
+            # A device is asked once, as the host waits for it.
+            self._looked = image.device.type != "cpu"
+            check_samples(given, places)
+            tensors, turned = channels_behind(given)
+            recorder = None
+            if image.device.type != "cpu" or self._on_cpu == "torch":
+                recorder = self._recorder(compose, tensors)
+            replayed = None if recorder is None else replay_all(tensors, key, recorder, self.ops)
+            made, is_chw = replayed or run_each(tensors, key, compose)
+            made = channels_as_given(made, turned, compose, images_are_chw=is_chw)
+            return put_fields(batch, {places[name]: made[name] for name in places})
 
-    def _on_batches(self) -> ForeignBatches:
-        if self._foreign is None:
-            self._foreign = ForeignBatches(self.compose, self.ops, refusal(), on_cpu=self._on_cpu)
-        return self._foreign
+    def _recorder(self, compose: Node, tensors: Mapping[str, torch.Tensor]) -> Recorder | None:
+        """Return the recorder for images of such a form, or None if nothing may be deferred."""
+        roles, image = target_roles(compose), tensors["image"]
+        images, masks = (
+            {numpy_dtype(one.dtype) for name, one in tensors.items() if roles[name] == role}
+            for role in ("image", "mask")
+        )
+        if why_no_forms(images, masks) is not None:
+            return None
+        height, width, *channels = map(int, image.shape[1:])
+        form = (height, width, *channels, image.dtype)
+        if form not in self._recorders:
+            count = channels[0] if channels else None
+            plan = self._plan_for(compose, count, images.pop(), size=(height, width))
+            possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
+            self._recorders[form] = Recorder(compose, plan, self.ops) if possible else None
+        return self._recorders[form]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_foreign": None}
+        return {**vars(self), "_copy": None, "_recorders": {}}
 
     def explain(self, size: tuple[int, int] | None = None) -> str:
         """Return a table: operation, where it runs, why.
@@ -363,13 +425,7 @@ class BatchTransform(PipelineTransform):
             size: height and width of images that are collated already; None: images of a dataset,
                 which may differ in size until an operation makes them one size.
         """
-        plan = self.plan if size is None else self._on_batches().plan(size)
-        rows = table(plan.rows)
+        plan = self.plan if size is None else self._plan_for(self.compose, size=size)
+        rows = table(plan.placements)
         reason = refusal() if size is None else None
         return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
-
-    def _next_key(self, samples: int, key: SampleKey | None) -> SampleKey:
-        if key is not None:
-            return key
-        first, self._drawn = self._drawn, self._drawn + samples
-        return SampleKey(torch.initial_seed(), 0, first)

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.pipeline.fields import (
-    Fields,
-    describe,
-    find_fields,
-    get_field,
-    to_hwc,
-)
-from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.albumentations.plan import list_leaves
+from lightning_fastdata.augment.fields import Fields, describe, find_fields, get_field, to_hwc
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes, find_instances, loaded_classes
 
@@ -42,7 +36,7 @@ def left_undone(
     trained, others = _names(training), _names(other)
     try:
         place = find_fields(sample, Fields(image=image), batched=False).image
-        pixels, _ = to_hwc(get_field(sample, place))
+        pixels = to_hwc(get_field(sample, place))
     except BatchError:
         return None
     normalised = "Normalize" not in trained - others or not _in_unit_range(pixels)

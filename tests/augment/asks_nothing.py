@@ -22,9 +22,9 @@ from kernels.test_launches import drawn as drawn_batch
 from thoroughness import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fastdata.augment.albumentations.plan import takes_dtype
 from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.replay.torch import replay
 

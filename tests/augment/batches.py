@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment.collated_batches import ForeignBatches
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.fields import Fields
-from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.augment.fields import Fields
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
@@ -29,8 +27,7 @@ def pipeline(*transforms, **options):
 def collated(compose, batch, key, *, on_device):
     """Return a batch of another loader after a pipeline, as a device makes it, or the CPU."""
     on_cpu = "torch" if on_device else "albumentations"
-    foreign = ForeignBatches(compose, DEVICE_OPS, None, on_cpu=on_cpu)
-    return foreign.run(batch, Fields(), key)
+    return BatchTransform(compose, Fields(), on_cpu=on_cpu).apply_unprepared(batch, key)
 
 
 def keys(count, seed=0):

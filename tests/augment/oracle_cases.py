@@ -10,8 +10,8 @@ import numpy as np
 from pairwise import pairwise
 
 from benchmarks.parity import examples, make_example
+from lightning_fastdata.augment.albumentations.plan import takes_dtype
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
 
 CHANNELS = (1, 2, 3, 4, 6, 7)
 DTYPES = (np.dtype(np.uint8), np.dtype(np.float32))

@@ -10,8 +10,8 @@ import numpy as np
 from misses import each
 
 import lightning_fastdata
-from lightning_fastdata.augment.record import tape
-from lightning_fastdata.augment.record.tape import function_by_key
+from lightning_fastdata.augment.albumentations import tape
+from lightning_fastdata.augment.albumentations.tape import function_by_key
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 OF_A_TRANSFORM = ("apply_with_params", "update_transform_params", "get_params_dependent_on_data")

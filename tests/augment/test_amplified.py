@@ -18,10 +18,13 @@ from thoroughness import max_examples
 from benchmarks.parity import levels_per_unit
 from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment import register
+from lightning_fastdata.augment.albumentations.plan import (
+    MOST_PER_LEVEL,
+    analyse,
+    list_leaves,
+    may_differ,
+)
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, may_differ
-from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.types import SampleKey
 
 SIZE = (60, 72)

@@ -17,9 +17,8 @@ from misses import each
 from thoroughness import max_examples
 
 from benchmarks.parity import examples, make_example
+from lightning_fastdata.augment.albumentations.plan import FLOATS, analyse, takes_dtype
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.dtypes import FLOATS, takes_dtype
-from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey

@@ -12,13 +12,7 @@ from misses import each
 from scipy import stats
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.mixing import (
-    CutMix,
-    MixUp,
-    cut_boxes,
-    draw_numbers,
-    stack_drawn,
-)
+from lightning_fastdata.augment.mixing import CutMix, MixUp, cut_boxes, draw_numbers, stack_drawn
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.types import SampleKey
 

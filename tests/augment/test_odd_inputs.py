@@ -12,8 +12,8 @@ from augment.parity import both, photographs
 from misses import each
 
 from benchmarks.parity import pixel_parity
+from lightning_fastdata.augment.albumentations.plan import analyse
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 

@@ -13,9 +13,8 @@ from augment.pipelines import RECIPES, Recipe
 from misses import each
 
 from demo.photos import PHOTOGRAPHS, open_photograph
+from lightning_fastdata.augment.albumentations.plan import MOST_PER_LEVEL, list_leaves, may_differ
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, may_differ
-from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import as_batch_transform
 
 cv2.setNumThreads(1)

@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.plugin.placing.trial import (
-    PlaceCosts,
-    SampleCosts,
-    choose_place,
-)
+from lightning_fastdata.plugin.placing.trial import PlaceCosts, SampleCosts, choose_place
 
 ms = st.floats(0.01, 1000, allow_nan=False)
 NUMBERS = st.fixed_dictionaries(

@@ -7,9 +7,8 @@ from augment.batches import alike
 from misses import each
 
 from benchmarks.parity import examples, make_example
+from lightning_fastdata.augment.albumentations.plan import Size, analyse, size_after
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import Size, size_after
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 

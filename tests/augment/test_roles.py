@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from trainers import Keeps
 
 from lightning_fastdata import BatchTransform, FastDataWarning, as_batch_transform
-from lightning_fastdata.augment.pipeline import roles
+from lightning_fastdata.augment import fields
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import SampleKey
 
@@ -38,7 +38,7 @@ def moves(**arguments):
 
 @pytest.fixture(autouse=True)
 def nothing_was_told_yet():
-    roles._warned.clear()
+    fields._warned.clear()
 
 
 def in_worker(transform, sample):
@@ -206,7 +206,7 @@ BOXES = {
 @each("form", BOXES)
 def test_boxes_that_would_stay_are_warned_of_once(form):
     sample, named = BOXES[form]
-    roles._warned.clear()
+    fields._warned.clear()
     transform = as_batch_transform(moves())
     with pytest.warns(FastDataWarning, match=rf"The field {named} .*bbox_params") as told:
         transform.check_sample(sample)

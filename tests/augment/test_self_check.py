@@ -7,7 +7,7 @@ import warnings
 import albumentations as A
 import pytest
 
-from lightning_fastdata.augment.pipeline import known_version
+from lightning_fastdata.augment.albumentations import tape
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning
 
@@ -17,11 +17,11 @@ def installed(monkeypatch):
     """Have the metadata of installed libraries tell these versions."""
 
     def tell(**versions):
-        monkeypatch.setattr(known_version, "_version", versions.get)
-        known_version.refusal.cache_clear()
+        monkeypatch.setattr(tape, "_version", versions.get)
+        tape.refusal.cache_clear()
 
     yield tell
-    known_version.refusal.cache_clear()
+    tape.refusal.cache_clear()
 
 
 def planned():
@@ -29,7 +29,7 @@ def planned():
 
 
 def test_the_installed_albumentations_is_the_known_one():
-    assert known_version.refusal() is None
+    assert tape.refusal() is None
 
 
 def test_the_known_version_is_not_warned_about(installed):

@@ -6,9 +6,9 @@ import albumentations as A
 import numpy as np
 from augment.batches import keys
 
+from lightning_fastdata.augment.albumentations.plan import analyse
+from lightning_fastdata.augment.albumentations.tape import Recorder, phantom
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.record.tape import Recorder, phantom
 from lightning_fastdata.randomness.seeds import reseed
 
 SHAPE = (24, 24, 3)

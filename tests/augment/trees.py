@@ -19,8 +19,7 @@ from augment.batches import alike
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.record.targets import target_roles
+from lightning_fastdata.augment.albumentations.plan import list_leaves, target_roles
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey

@@ -62,9 +62,9 @@ def as_channels_last(batch: Tensor) -> Tensor:
 class DeviceOp:
     """One Albumentations transform, in the form that runs on ``n`` samples at once.
 
-    Images are ``[n, H, W, C]`` uint8, or of other dtypes that ``pipeline/dtypes.py`` names; masks
-    are ``[n, H, W]`` or ``[n, H, W, C]`` of any integer dtype or float32. The parameters were drawn
-    by Albumentations itself.
+    Images are ``[n, H, W, C]`` uint8, or of other dtypes that ``albumentations/plan.py`` names;
+    masks are ``[n, H, W]`` or ``[n, H, W, C]`` of any integer dtype or float32. The parameters were
+    drawn by Albumentations itself.
     """
 
     name: str
@@ -106,10 +106,6 @@ class Track(NamedTuple):
     """Whether they treat it as an image or as a mask."""
     ops: tuple[TapeOp, ...]
     """The operations."""
-    size: tuple[int, int] | None = None
-    """Height and width of its pixels before any of them."""
-    dtype: DType | None = None
-    """Of its pixels before any of them; None: unknown."""
 
 
 Tape: TypeAlias = Mapping[Any, Track]

@@ -11,20 +11,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
+from torch import Tensor
 
+from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
 from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.torch_internals import count_operators
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
-
-Told: TypeAlias = "Callable[[Tensor, Values, Arrays], tuple[Tensor, bool]]"
+Told: TypeAlias = Callable[[Tensor, Values, Arrays], tuple[Tensor, bool]]
 """An operation that tells of its result whether it was compiled."""
 _NEAR: Final = 1e-5
 """By how much floats may differ, as a share of their range, which is 1 or more."""

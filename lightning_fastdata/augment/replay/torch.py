@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
-from lightning_fastdata.augment.pipeline.fields import (
-    Fields,
-    Location,
-    describe,
-    get_field,
-    put_fields,
-    target_places,
-)
+from lightning_fastdata.augment.fields import describe
+from lightning_fastdata.augment.ops.operation import DeviceOp
+from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
 from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import BatchError, TransformError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
-    from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch
 
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 """Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
@@ -43,7 +33,8 @@ def replay(
     Args:
         program: what to do.
         blob: the arrays of the program, on the device of ``batch``.
-        batch: images ``[n, H, W, C]`` or masks ``[n, H, W]`` / ``[n, H, W, C]``; never written to.
+        batch: images or masks, as the operations take them; never written to. Images ``[n, H, W]``
+            are taken for images of one channel, and come out without it.
         ops: device forms by name.
         kernels: carry out the program's runs, of those that take the batch; None: on CUDA. On the
             CPU that needs Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
@@ -52,6 +43,8 @@ def replay(
         TransformError: a step would give some samples another shape or dtype than the others.
     """
     device, kind = batch.device, batch.device.type
+    add_channel = program.role == "image" and batch.ndim == 3
+    batch = batch.unsqueeze(-1) if add_channel else batch
     if kind in _WITHOUT_FLOAT64:
         blob, batch = blob.cpu(), batch.cpu()
     # Matrix products of half precision would be other pixels.
@@ -60,7 +53,9 @@ def replay(
         runs = {run.first: run for run in program.runs}
         if runs and not (has_kernels(batch.device) if kernels is None else kernels):
             runs = {}
-        return _run_all(program, runs, blob, batch, ops).to(device)
+        made = _run_all(program, runs, blob, batch, ops).to(device)
+    drop = add_channel and not program.makes_tensor and made.shape[-1] == 1
+    return made.squeeze(-1) if drop else made
 
 
 def _run_all(
@@ -83,23 +78,6 @@ def _run_all(
     return current
 
 
-def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, DeviceOp]) -> Batch:
-    """Return a batch as the workers left it after the programs of its images and masks.
-
-    Its images are ``[n, H, W, C]`` or ``[n, H, W]``; ``draws`` are on its device.
-
-    Raises:
-        BatchError: a field is missing, or has another number of samples than was drawn.
-    """
-    if not draws.programs:
-        return batch
-    values: dict[Location, torch.Tensor] = {}
-    for target, location in target_places(batch, fields, draws.programs, batched=True).items():
-        value = checked_rows(get_field(batch, location), draws, location)
-        values[location] = replay_image(draws.programs[target], draws.blob, value, ops)
-    return put_fields(batch, values)
-
-
 def checked_rows(value: Batch, draws: Draws, location: object) -> torch.Tensor:
     """Return what lies at a place of a batch, or raise BatchError: it is not what was drawn for."""
     if isinstance(value, torch.Tensor) and len(value) == draws.samples:
@@ -109,16 +87,6 @@ def checked_rows(value: Batch, draws: Draws, location: object) -> torch.Tensor:
         f"drawn for, but is {describe(value)}. A collate_fn must stack the images of a batch in "
         "order, and keep them at their place."
     )
-
-
-def replay_image(
-    program: Program, blob: torch.Tensor, batch: torch.Tensor, ops: Mapping[str, DeviceOp]
-) -> torch.Tensor:
-    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel."""
-    add_channel = program.role == "image" and batch.ndim == 3
-    value = replay(program, blob, batch.unsqueeze(-1) if add_channel else batch, ops)
-    drop = add_channel and not program.makes_tensor and value.shape[-1] == 1
-    return value.squeeze(-1) if drop else value
 
 
 def _run_step(
@@ -159,16 +127,6 @@ def _run_step(
     for rows, out in results:
         target.index_copy_(0, rows, out)
     return target, True
-
-
-def with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return a batch in which some samples, or all, are replaced."""
-    if not rows:
-        return tensor
-    stacked = torch.stack(list(rows.values())).to(tensor.device)
-    if len(rows) == len(tensor):
-        return stacked
-    return tensor.index_copy(0, torch.tensor(list(rows), device=tensor.device), stacked)
 
 
 def are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:

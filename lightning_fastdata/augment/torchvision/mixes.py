@@ -11,8 +11,8 @@ from torch import nn
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from lightning_fastdata.augment.fields import Fields, find_fields, get_field, put_fields
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
-from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
 from lightning_fastdata.augment.replay.program import BatchDraws, key_of_batch
 from lightning_fastdata.augment.stage_transform import CallableTransform, plain_tensors
 from lightning_fastdata.augment.torchvision.plan import (

@@ -23,7 +23,7 @@ from torch import nn
 from torchvision.transforms import v2
 from torchvision.tv_tensors import Mask
 
-from lightning_fastdata.augment.pipeline.plan import OpPlacement, Placements
+from lightning_fastdata.augment.stage_transform import OpPlacement, Placements
 from lightning_fastdata.tree import name_of
 
 MIXES: Final = (v2.CutMix, v2.MixUp)
@@ -304,5 +304,5 @@ def _place(leaf: Leaf, why: str | None) -> OpPlacement:
     if why is None and kind_of(leaf.transform) in {"types", "targets", "masks"}:
         why = "changes no pixels of images"
     if why is None:
-        return OpPlacement(name=leaf.name, where="device", why="on the batch")
-    return OpPlacement(name=leaf.name, where="worker", why=why)
+        return OpPlacement(leaf.name, "device", "on the batch")
+    return OpPlacement(leaf.name, "worker", why)

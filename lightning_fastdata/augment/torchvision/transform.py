@@ -17,9 +17,11 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.pipeline.fields import (
+from lightning_fastdata.augment.fields import (
     Fields,
     Location,
+    Mover,
+    check_beside,
     check_named,
     describe,
     find_fields,
@@ -27,7 +29,6 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     put_fields,
 )
-from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
@@ -92,8 +93,8 @@ class TorchvisionTransform(PipelineTransform):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return operation, place, and why or at what cost, of each."""
-        costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.rows)
-        return [(*row[:2], costs.get(n, row[2])) for n, row in placed]
+        costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.placements)
+        return [(one.name, one.where, costs.get(n, one.why)) for n, one in placed]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.

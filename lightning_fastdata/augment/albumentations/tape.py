@@ -8,46 +8,124 @@ what was noted so far, for that sample only.
 
 What is asked of Albumentations beyond its documentation:
 
-- ``_key2func`` of a transform: by the key of a target, the function that it calls with it. No other
-  version than 2.0.8 is recorded (:mod:`lightning_fastdata.augment.pipeline.known_version`).
+- ``_key2func`` of a transform: by the key of a target, the function that it calls with it.
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
   transform: replaced on the transforms of a copy of the pipeline, never on a class.
 
 ``tests/augment/test_albumentations_internals.py`` pins each against the installed Albumentations.
+Only the version that was tried is recorded: the last one that was released. With any other library
+under its name every operation stays on the CPU, where it gives what that library gives, and a
+warning says so.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
+import os
+import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Tape, TapeOp, Track
-from lightning_fastdata.augment.pipeline.dtypes import MASKS, takes_dtype
-from lightning_fastdata.augment.pipeline.plan import Plan, device_form
-from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
-from lightning_fastdata.augment.record.targets import Pending, Target, contiguous, target_roles
-
-if TYPE_CHECKING:
-    from albumentations import BaseCompose, BasicTransform
-
-    from lightning_fastdata.augment.ops.operation import Shape
-
-    _Dtype: TypeAlias = np.dtype[Any]
+from lightning_fastdata.augment.albumentations.plan import (
+    MASKS,
+    Node,
+    Plan,
+    device_form,
+    is_albumentations,
+    list_leaves,
+    takes_dtype,
+    target_roles,
+)
+from lightning_fastdata.augment.ops.operation import (
+    DeviceOp,
+    DType,
+    Encoded,
+    Shape,
+    Tape,
+    TapeOp,
+    Track,
+    Transform,
+)
+from lightning_fastdata.errors import FastDataWarning
 
 _Values: TypeAlias = "dict[str, Any]"
 """Parameters or data of a transform, by name."""
+KNOWN_VERSION: Final = "2.0.8"
+"""The version of Albumentations that device forms and recorder are tested with."""
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Return why no pipeline may be recorded in this environment, or None.
+
+    The first call of a process warns if there is a reason.
+    """
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    version, of_x = _version("albumentations"), _version("albumentationsx")
+    if of_x is not None:  # which installs a package of the same name
+        reason = f"`import albumentations` is AlbumentationsX {of_x}, which cannot be recorded"
+    elif version == KNOWN_VERSION:
+        return None
+    else:
+        reason = f"Albumentations {version or 'of an unknown version'} has not been tried"
+    warnings.warn(what_it_means(reason), FastDataWarning, stacklevel=2)
+    return reason
+
+
+def what_it_means(reason: str) -> str:
+    """Return what follows from a reason not to record, and what to do about it."""
+    return (
+        f"Albumentations pipelines run whole in the workers, on the CPU, because {reason}. They "
+        "give what the installed library gives. To have a GPU run what it can: pip uninstall "
+        f"albumentations albumentationsx; pip install albumentations=={KNOWN_VERSION}."
+    )
+
+
+def _version(library: str) -> str | None:
+    """Return the version of an installed library; None: it is not there, or of no known version."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """An image or mask on its way through a pipeline."""
+
+    real: Any
+    """Its pixels, or what fetches them."""
+    shown: Any
+    """What the pipeline handles in its place."""
+    pending: list[tuple[TapeOp, Callable[[Any], Any]]] = field(default_factory=list)
+    """The operations that were noted, each with how Albumentations would run it."""
+
+    def flush(self) -> Any:
+        """Return the pixels after what was noted, which Albumentations does now."""
+        if callable(self.real):
+            self.real = self.real()
+        for _, run in self.pending:
+            self.real = contiguous(run(contiguous(self.real)))
+        self.pending.clear()
+        return self.real
+
+
+def contiguous(value: Any) -> Any:
+    """Return an array that lies in memory as NumPy's do; anything else as it is."""
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 class _Hooked(NamedTuple):
     """A transform whose operations are noted, and what is known of it before any sample."""
 
     leaf: int
-    transform: BasicTransform
+    transform: Transform
     original: Callable[..., _Values]
     """Its own ``apply_with_params``."""
     op: DeviceOp
@@ -60,7 +138,7 @@ class _Hooked(NamedTuple):
 class Recorder:
     """A copy of one pipeline, prepared to be recorded. Not for two threads at once."""
 
-    def __init__(self, compose: BaseCompose, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
+    def __init__(self, compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
         self.compose = copy.deepcopy(compose)
         self._plan = plan
         self._roles = target_roles(compose)
@@ -94,13 +172,11 @@ class Recorder:
             target = self._targets.get(key)
             if target is not None and result.get(key) is target.shown:
                 result[key] = target.real
-                pixels = data[key] if callable(target.real) else target.real
-                noted = tuple(pending.op for pending in target.pending)
-                tape[key] = Track(role, noted, pixels.shape[:2], pixels.dtype)
+                tape[key] = Track(role, tuple(op for op, _ in target.pending))
         self._targets = {}
         return result, tape
 
-    def _hook(self, index: int, transform: BasicTransform, ops: Mapping[str, DeviceOp]) -> None:
+    def _hook(self, index: int, transform: Transform, ops: Mapping[str, DeviceOp]) -> None:
         original = transform.apply_with_params
         op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
         run = functools.partial(self._run, original)
@@ -170,8 +246,8 @@ class Recorder:
         for key, encoded, shape, dtype in noted:
             target = self._target(key, data[key])
             changes = shape != target.shown.shape or dtype != target.shown.dtype
-            apply = function_by_key(hooked.transform)[key]
-            target.pending.append(Pending(TapeOp(leaf, op.name, encoded), apply, params))
+            run = functools.partial(function_by_key(hooked.transform)[key], **params)
+            target.pending.append((TapeOp(leaf, op.name, encoded), run))
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
@@ -181,10 +257,10 @@ class Recorder:
 
     def _encode(
         self, hooked: _Hooked, params: _Values, data: _Values
-    ) -> list[tuple[str, Encoded, Shape, _Dtype]] | None:
+    ) -> list[tuple[str, Encoded, Shape, DType]] | None:
         """Return what to note for each image and mask, or None if this draw needs real pixels."""
         transform, op = hooked.transform, hooked.op
-        noted: list[tuple[str, Encoded, Shape, _Dtype]] = []
+        noted: list[tuple[str, Encoded, Shape, DType]] = []
         size = None
         for key, is_image in hooked.targets:
             value = data.get(key)
@@ -215,13 +291,13 @@ class Recorder:
         return noted
 
 
-def function_by_key(transform: BasicTransform) -> Mapping[str, Callable[..., Any]]:
+def function_by_key(transform: Transform) -> Mapping[str, Callable[..., Any]]:
     """Return what a transform calls with the value of each key of a sample that it knows."""
     return transform._key2func  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=64)
-def phantom(shape: Shape, dtype: _Dtype) -> np.ndarray:
+def phantom(shape: Shape, dtype: DType) -> np.ndarray:
     """Return a read-only array of this shape and dtype whose pixels mean nothing."""
     # Zeroed pages that are never written to cost no memory. A zero-stride array would not do:
     # Albumentations copies whatever is not contiguous. Read-only, so that a mistake is an error.
@@ -231,5 +307,5 @@ def phantom(shape: Shape, dtype: _Dtype) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def _phantom_tensor(shape: Shape, dtype: _Dtype) -> torch.Tensor:
+def _phantom_tensor(shape: Shape, dtype: DType) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="meta")

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from lightning_fastdata import registry
-from lightning_fastdata.augment.ops import with_registered
-from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, Track
-from lightning_fastdata.augment.pipeline.fields import (
+from lightning_fastdata.augment.albumentations.plan import (
+    Node,
+    Plan,
+    argument_names,
+    list_leaves,
+    mover_of,
+    target_roles,
+)
+from lightning_fastdata.augment.albumentations.tape import Recorder
+from lightning_fastdata.augment.fields import (
     CHANNELS,
     Fields,
     Location,
+    check_beside,
     find_fields,
     get_field,
     has_field,
     mask_as_given,
     mask_to_numpy,
+    named_places,
     put_fields,
     target_places,
     to_hwc,
 )
-from lightning_fastdata.augment.pipeline.plan import Plan
-from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
-from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.record.tape import Recorder
-from lightning_fastdata.augment.record.targets import argument_names, named_places, target_roles
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.operation import DeviceOp, DType, Tape, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
-from lightning_fastdata.augment.replay.torch import replay_image
+from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.tree import PilImage
-
-if TYPE_CHECKING:
-    from albumentations import BaseCompose
-
-    from lightning_fastdata.augment.replay.program import Fuse
-    from lightning_fastdata.types import Batch, SampleKey
-
-_Seed: TypeAlias = "Callable[[SampleKey], None]"
+from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
@@ -55,9 +53,9 @@ class SampleForm(NamedTuple):
 
     channels: int | None
     """Of the image; None if it is ``[H, W]``."""
-    images: Mapping[str, np.dtype[Any]]
+    images: Mapping[str, DType]
     """The dtype of each image, by the pipeline's name for it."""
-    masks: Mapping[str, np.dtype[Any]]
+    masks: Mapping[str, DType]
     """That of each mask."""
 
 
@@ -68,9 +66,11 @@ class ComposeWorker(TapedWorker):
     were registered for the pipeline's own classes: a process that was spawned knows no others.
     """
 
+    fuses_steps = True
+
     def __init__(
         self,
-        compose: BaseCompose,
+        compose: Node,
         fields: Fields,
         plan: Plan | None,
         registered: Mapping[str, DeviceOp] | None = None,
@@ -137,12 +137,6 @@ class ComposeWorker(TapedWorker):
         )
         return SampleForm(shape[2] if len(shape) == 3 else None, images, masks)
 
-    @property
-    def fuse(self) -> Fuse | None:
-        """What finds operations that kernels carry out together; None: there are no kernels."""
-        found: Fuse | None = registry.fuse()
-        return found
-
     def waiting(
         self, item: Batch, names: Collection[str], *, batched: bool = False
     ) -> Mapping[str, torch.Tensor]:
@@ -164,11 +158,11 @@ class ComposeWorker(TapedWorker):
         if self._has_volumes_alone(sample):
             return sample
         draws, values = compile_tapes([tape]), {}
-        ops = with_registered(self._registered)
+        ops = DEVICE_OPS | self._registered
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
             if program is not None:
-                made = replay_image(program, draws.blob, pixels[None], ops)[0]
+                made = replay(program, draws.blob, pixels[None], ops)[0]
             values[place] = made if self._makes_tensors else made.numpy()
         return put_fields(sample, values)
 
@@ -188,15 +182,15 @@ class ComposeWorker(TapedWorker):
                 found[name] = place, value
         return found
 
-    def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], _Seed]:
+    def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], Callable[[SampleKey], None]]:
         """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
-        own: dict[int, tuple[Callable[..., Any], _Seed]]
+        own: dict[int, tuple[Callable[..., Any], Callable[[SampleKey], None]]]
         own = vars(self._local).setdefault("by_plan", {})
         if id(plan) not in own:
             if plan is None:
                 compose = run = copy.deepcopy(self._compose)
             else:
-                run = Recorder(self._compose, plan, with_registered(self._registered))
+                run = Recorder(self._compose, plan, DEVICE_OPS | self._registered)
                 compose = run.compose
             own[id(plan)] = run, reseeder(compose)
         return own[id(plan)]
@@ -255,10 +249,10 @@ def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
 def _as_arrays(value: Batch, *, image: bool) -> Batch:
     """Return images, masks or a volume as Albumentations wants them."""
     if isinstance(value, list | tuple):
-        return [to_hwc(one)[0] if image else mask_to_numpy(one) for one in value]
+        return [to_hwc(one) if image else mask_to_numpy(one) for one in value]
     if not isinstance(value, torch.Tensor):
         return value
-    return np.stack([to_hwc(one)[0] for one in value]) if image else value.detach().cpu().numpy()
+    return np.stack([to_hwc(one) for one in value]) if image else value.detach().cpu().numpy()
 
 
 def _own_if_gray(value: object) -> np.ndarray:
@@ -266,8 +260,8 @@ def _own_if_gray(value: object) -> np.ndarray:
 
     The dataset may hand out the same array in each epoch.
     """
-    image, layout = to_hwc(value)
-    is_gray = layout != "pil" and (image.ndim == 2 or image.shape[2] == 1)
+    image = to_hwc(value)
+    is_gray = not isinstance(value, PilImage) and (image.ndim == 2 or image.shape[2] == 1)
     return image.copy() if is_gray else image
 
 

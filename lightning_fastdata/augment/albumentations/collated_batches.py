@@ -1,0 +1,221 @@
+"""A batch that another loader has collated: checked, drawn for and computed, for its pipeline.
+
+Images are ``[n, C, H, W]``, ``[n, H, W, C]`` or ``[n, H, W]``, masks likewise; sample ``i`` draws
+with ``key.index + i``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from lightning_fastdata import registry
+from lightning_fastdata.augment.albumentations.plan import Node, list_leaves, mover_of, target_roles
+from lightning_fastdata.augment.albumentations.tape import Recorder, phantom
+from lightning_fastdata.augment.fields import (
+    Fields,
+    Location,
+    check_beside,
+    describe,
+    find_fields,
+    get_field,
+    has_numpy_dtype,
+    mask_as_given,
+    named_places,
+    numpy_dtype,
+    size_of,
+)
+from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
+from lightning_fastdata.augment.replay.program import compile_tapes
+from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.types import Batch, SampleKey
+
+
+def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location]:
+    """Return where the images and masks of a batch are, by the pipeline's names for them.
+
+    Raises:
+        BatchError: there is no image, or something of its size beside it would not be moved.
+    """
+    found = find_fields(batch, fields, batched=True)
+    places: dict[str, Location] = {"image": found.image}
+    if found.mask is not None:
+        places["mask"] = found.mask
+    names = target_roles(compose).keys() - {"image", "mask"}
+    named = named_places(batch, names).items()
+    places |= {name: at for name, at in named if isinstance(get_field(batch, at), torch.Tensor)}
+    mover, image = mover_of(compose), get_field(batch, found.image)
+    if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:
+        known = {*places.values(), *fields.stays}
+        check_beside(batch, known, size_of(image), mover, samples=len(image))
+    return places
+
+
+def channels_behind(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Return images and masks as ``[n, H, W, ...]``, and the names of those that were turned.
+
+    They are ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, of the size of the image.
+    """
+    size = size_of(tensors["image"])
+    turned = frozenset(
+        name
+        for name, tensor in tensors.items()
+        if tensor.ndim == 4
+        and tuple(tensor.shape[2:]) == size
+        and (tuple(tensor.shape[1:3]) != size or name == "image")
+    )
+    behind = {
+        name: tensor.permute(0, 2, 3, 1).contiguous() if name in turned else tensor
+        for name, tensor in tensors.items()
+    }
+    return behind, turned
+
+
+def channels_as_given(
+    results: Mapping[str, torch.Tensor],
+    turned: frozenset[str],
+    compose: Node,
+    *,
+    images_are_chw: bool,
+) -> dict[str, torch.Tensor]:
+    """Return results in the layout in which they were given, unless the pipeline chose another.
+
+    They are ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that; ``turned`` are the names of
+    those that were given as ``[n, C, H, W]``.
+    """
+    roles = target_roles(compose)
+    masks_are_chw = images_are_chw and any(
+        type(leaf.transform).__name__ == "ToTensorV2" and leaf.transform.transpose_mask
+        for leaf in list_leaves(compose)
+    )
+    done = {"image": images_are_chw, "mask": masks_are_chw}
+    return {
+        name: result.permute(0, 3, 1, 2).contiguous()
+        if name in turned and result.ndim == 4 and not done[roles[name]]
+        else result
+        for name, result in results.items()
+    }
+
+
+def check_images(image: object, *, values: bool) -> None:
+    """Raise BatchError for no batch of images, or, with ``values``, floats outside of [0, 1]."""
+    ok = has_numpy_dtype(image) and isinstance(image, torch.Tensor) and image.ndim in {3, 4}
+    if not ok or not isinstance(image, torch.Tensor) or len(image) == 0:
+        raise BatchError(
+            f"The image field is {describe(image)}. Expected a tensor [n, C, H, W], [n, H, W, C] "
+            "or [n, H, W] of at least one sample, uint8 or float32 in [0, 1], or of another dtype "
+            "that NumPy has."
+        )
+    if values and image.is_floating_point() and image.numel():
+        low, high = (float(value) for value in image.aminmax())
+        if low < 0 or high > 1:
+            raise BatchError(
+                f"The images are {numpy_dtype(image.dtype)} with values from {low:g} to {high:g}, "
+                "so they look normalised already. Albumentations needs uint8, or floats in [0, 1]: "
+                "leave Normalize out of the dataset and put it at the end of this pipeline."
+            )
+
+
+def check_samples(given: Mapping[str, Batch], places: Mapping[str, Location]) -> None:
+    """Raise BatchError if a mask or another image is no tensor of as many samples as the images."""
+    samples = len(given["image"])
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) or len(value) != samples:
+            raise BatchError(
+                f"The field {places[name]!r} is {describe(value)}. Expected a tensor of {samples} "
+                "samples, as the images are. If some samples lack it, give the pipeline to "
+                "FastDataModule(augment=...), which sees samples before they are collated."
+            )
+
+
+def run_each(
+    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Run a pipeline on every sample on the CPU; also say whether images came out as CHW."""
+    device = tensors["image"].device
+    arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+    outs: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
+    is_chw = False
+    for row in range(len(tensors["image"])):
+        reseed((compose,), key._replace(index=key.index + row))
+        # Copies: Albumentations writes to a gray image that it equalizes.
+        result = compose(**{name: array[row].copy() for name, array in arrays.items()})
+        is_chw = isinstance(result["image"], torch.Tensor)
+        for name in tensors:
+            outs[name].append(_as_tensor(result[name], tensors[name]))
+    for name, rows in outs.items():
+        if len(sizes := {tuple(one.shape) for one in rows}) > 1:
+            raise TransformError(
+                f"The pipeline makes {name}s of different shapes of one batch: {sorted(sizes)}. "
+                "End it with an operation that makes them one size: Resize, RandomCrop, ..."
+            )
+    return {name: torch.stack(rows).to(device) for name, rows in outs.items()}, is_chw
+
+
+def replay_all(
+    tensors: Mapping[str, torch.Tensor],
+    key: SampleKey,
+    recorder: Recorder,
+    ops: Mapping[str, DeviceOp],
+) -> tuple[dict[str, torch.Tensor], bool] | None:
+    """Draw every sample here, and compute the draws where the batch lies.
+
+    Samples in which an operation needs real pixels are fetched one by one and put back. None: by
+    then they have another shape or dtype than the others, so that nothing can be left to the
+    device.
+    """
+    samples = len(tensors["image"])
+    shown = {
+        name: phantom(tuple(tensor.shape[1:]), numpy_dtype(tensor.dtype))
+        for name, tensor in tensors.items()
+    }
+    tapes: list[Tape] = []
+    is_chw = False
+    ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in tensors}
+    for row in range(samples):
+        reseed((recorder.compose,), key._replace(index=key.index + row))
+        sources = {name: functools.partial(_fetch, tensor, row) for name, tensor in tensors.items()}
+        result, tape = recorder(shown, sources)
+        tapes.append(tape)
+        is_chw = is_chw or isinstance(result["image"], torch.Tensor)
+        for name, tensor in tensors.items():
+            if not callable(result[name]):
+                ran[name][row] = _as_tensor(result[name], tensor)
+    for name, tensor in tensors.items():
+        rows = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
+        if len({(row.shape, row.dtype) for row in rows}) > 1:
+            return None
+    draws = compile_tapes(tapes, fuse=registry.fuse())
+    draws = draws.to(tensors["image"].device, non_blocking=True)
+    results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
+    for name, program in draws.programs.items():
+        results[name] = replay(program, draws.blob, results[name], ops)
+    image = draws.programs.get("image")
+    return results, is_chw or (image is not None and image.makes_tensor)
+
+
+def _fetch(tensor: torch.Tensor, row: int) -> np.ndarray:
+    pixels: np.ndarray = tensor[row].cpu().numpy()
+    return pixels
+
+
+def _as_tensor(made: Any, batch: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", mask_as_given(torch.from_numpy(np.asarray(made).copy()), batch))
+
+
+def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return a batch in which some samples, or all, are replaced."""
+    if not rows:
+        return tensor
+    stacked = torch.stack(list(rows.values())).to(tensor.device)
+    if len(rows) == len(tensor):
+        return stacked
+    return tensor.index_copy(0, torch.tensor(list(rows), device=tensor.device), stacked)

@@ -1,1 +1,0 @@
-"""What an Albumentations pipeline is, and what of it can run on a device."""

@@ -1,1 +1,0 @@
-"""What a pipeline draws for one sample, recorded without its pixel work."""
