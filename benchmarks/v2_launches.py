@@ -28,8 +28,7 @@ from lightning_fastdata.augment.replay.compiled import Compiled, Told, by_induct
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import plain_tensors
-from lightning_fastdata.augment.torchvision.forms import FORMS, encode
-from lightning_fastdata.augment.torchvision.tape import Form
+from lightning_fastdata.augment.torchvision.forms import FORMS, Form, encode
 
 NEAREST, BILINEAR = InterpolationMode.NEAREST, InterpolationMode.BILINEAR
 OPERATIONS: Final[Mapping[str, v2.Transform]] = {

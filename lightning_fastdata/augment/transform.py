@@ -68,7 +68,7 @@ OnCpu: TypeAlias = Literal["albumentations", "torch"]
 them on a device."""
 _FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
-    ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
+    ("torchvision.transforms", "lightning_fastdata.augment.torchvision.transform"),
     ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )
 """What a pipeline of a library has been imported from, and the module of its front end."""

@@ -14,9 +14,14 @@ from torchvision.transforms import InterpolationMode, v2
 
 from lightning_fastdata import FastDataWarning, as_batch_transform
 from lightning_fastdata.augment.replay.compiled import Compiled
-from lightning_fastdata.augment.torchvision import kernels
-from lightning_fastdata.augment.torchvision.forms import FORMS, chosen
-from lightning_fastdata.augment.torchvision.kernels import crop, resized_crop, window_numbers
+from lightning_fastdata.augment.torchvision.forms import (
+    FORMS,
+    chosen,
+    crop,
+    hue,
+    resized_crop,
+    window_numbers,
+)
 from lightning_fastdata.batches.collate import collate_samples
 
 NEAREST, BILINEAR = InterpolationMode.NEAREST, InterpolationMode.BILINEAR
@@ -179,8 +184,8 @@ def test_explain_names_what_is_left_to_torchs_operators_as_its_compiled_form_was
     def refuse(run):
         raise RuntimeError("no compiler")
 
-    hue = Compiled(kernels.hue, compiler=refuse, suits=lambda batch: True)
-    monkeypatch.setitem(FORMS, "hue", replace(FORMS["hue"], image=hue))
+    refused = Compiled(hue, compiler=refuse, suits=lambda batch: True)
+    monkeypatch.setitem(FORMS, "hue", replace(FORMS["hue"], image=refused))
     pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.1, hue=0.1)])
     transform, batch, draws = deferred(pipeline, photos(COUNT))
     assert "operators" not in transform.explain()

@@ -3,24 +3,41 @@
 Every transform has a general form: torchvision's own code, on the samples that share parameters. It
 is right by construction. Those that are known here come down to operations with parameters of each
 sample's own, which are one call for all samples.
+
+Each of these computes what the kernel of ``torchvision.transforms.v2.functional`` computes for one
+image: in the same order, with the same roundings. Batches are ``[n, C, H, W]``, of masks also
+``[n, H, W]``. What is computed of a sample's parameters alone comes with them, so that a device is
+given as few operators as these roundings need; none of them waits for the host.
+
+``torch.compile`` joins products with sums, and makes a ``grid_sample`` of its own, which would now
+and then take the next pixel. Compiled, the steps are written such that it cannot.
+
+Of windows that are resized what each row and column is made of is computed with the draws, in the
+arithmetic of torch's own kernels for the CPU, and the sums are taken in their order: first along
+rows, then along columns. Bytes have weights of 16 bits, and each pass is rounded to bytes. So a
+device has the same pixels. Of floats the last bit may be another one: compilers round products and
+sums at once, or apart.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import conv2d, grid_sample, pad
+from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.ops.operation import Arrays, DeviceOp, Encoded, Role, Run, Values
 from lightning_fastdata.augment.replay.compiled import Compiled
-from lightning_fastdata.augment.torchvision import kernels
-from lightning_fastdata.augment.torchvision.kernels import TYPES, as_type, plain
 from lightning_fastdata.augment.torchvision.plan import (
     DTYPES,
     METHODS,
@@ -30,17 +47,15 @@ from lightning_fastdata.augment.torchvision.plan import (
     leaves_of,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
-    from lightning_fastdata.augment.torchvision.tape import Form
-
+TYPES: Final[Mapping[str, type[torch.Tensor]]] = {
+    "Tensor": torch.Tensor,
+    "Image": tv_tensors.Image,
+    "Mask": tv_tensors.Mask,
+}
+"""Types of tensors whose pixels may be left to a device."""
 Call: TypeAlias = Callable[..., torch.Tensor]
 """What carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
-Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
+Noted: TypeAlias = Iterator[tuple[str, Encoded]]
 """Operations by name, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
 """How pixels are read: the interpolation, the fill, and the form of the image or mask."""
@@ -52,6 +67,37 @@ _HALVES: Final = np.array([[0.5], [0.5], [1.0]], np.float32)
 """By which a matrix takes column and row in halves of pixels, with nothing rounded."""
 _SMOOTHING: Final = (np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13).astype(np.float32)
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
+_RGB: Final = 3
+_MOST_BITS: Final = 22
+_WEIGHT_LIMIT: Final = 1 << 15
+
+
+def as_type(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Return a tensor as one of the types by name."""
+    return tensor.as_subclass(TYPES[type_name])
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as torch's own."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+class Form(NamedTuple):
+    """What the pixels of an image or mask of a sample look like."""
+
+    type_name: str
+    """One of :data:`TYPES`."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def phantom(self) -> torch.Tensor:
+        """Return a tensor of this form whose pixels cannot be read."""
+        return as_type(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.type_name)
+
+    @property
+    def role(self) -> Role:
+        """What its pixels are to a batch."""
+        return "mask" if self.type_name == "Mask" else "image"
 
 
 class UnknownFormError(Exception):
@@ -189,7 +235,7 @@ def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
     box = [params.get(name, place) for name, place in whole.items()]
     floats = form.dtype.is_floating_point
-    numbers = kernels.window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    numbers = window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
     if mode == "nearest":
         yield "crop", Encoded((("padding", None),), numbers)
     else:
@@ -330,6 +376,328 @@ _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
 }
 
 
+def brightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Multiply by a factor."""
+    return _limited(images * _each(arrays["factor"]), images)
+
+
+def contrast(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Blend with the mean of the gray image."""
+    mean = _gray(images).mean((-3, -2, -1), keepdim=True, dtype=torch.float32)
+    return _blend(images, mean, arrays)
+
+
+def saturation(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Blend with the gray image."""
+    return _blend(images, _gray(images), arrays) if images.shape[-3] == _RGB else images
+
+
+def hue(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Turn the colours, in hue, saturation and value."""
+    if images.shape[-3] != _RGB:
+        return images
+    colours = functional.to_dtype(images, torch.float32, scale=True)
+    red, green, _ = colours.split(1, -3)
+    value, least = colours.amax(-3, keepdim=True), colours.amin(-3, keepdim=True)
+    span, gray = value - least, value == least
+    saturated = span / value.masked_fill(gray, 1.0)
+    by_red, by_green, by_blue = ((value - colours) / span.masked_fill(gray, 1.0)).split(1, -3)
+    tint = torch.where(value == green, by_red + 2.0 - by_blue, by_green + 4.0 - by_red)
+    tint = torch.where(value == red, by_blue - by_green, tint)
+    tint = tint.mul_(1.0 / 6.0).add_(1.0).fmod_(1.0)
+    tint = tint.add_(_each(arrays["factor"])).remainder_(1.0).mul_(6.0)
+    sixth = tint.floor()
+    share, pale = saturated * tint.sub_(sixth), 1.0 - saturated
+    falling = (1.0 - share).mul_(value).clamp_(0.0, 1.0)
+    rising = (share + pale).mul_(value).clamp_(0.0, 1.0)
+    lowest = pale.mul_(value).clamp_(0.0, 1.0)
+    # Each colour goes the way of red, a third of the circle later.
+    third = torch.arange(0, 6, 2, device=images.device).view(-1, 1, 1)
+    way = (sixth - third).remainder_(6.0)
+    made = torch.where((way == 2) | (way == 3), lowest, value)
+    made = torch.where(way == 1, falling, torch.where(way == 4, rising, made))
+    turned: Tensor = functional.to_dtype(made, images.dtype, scale=True)
+    return turned
+
+
+def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Blend with the image that a kernel smooths, except for the outermost pixels."""
+    if min(images.shape[-2:]) <= 2:
+        return images
+    sharp = images.to(arrays["kernel"].dtype)
+    smooth = _correlated(sharp, arrays["kernel"])
+    smooth = smooth if images.is_floating_point() else smooth.round_()
+    further = pad(smooth - sharp[..., 1:-1, 1:-1], [1, 1, 1, 1])
+    return _limited(_multiply_add(sharp, _each(arrays["share"]), further), images)
+
+
+def posterize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Keep some bits of each value."""
+    if not images.is_floating_point():
+        return images & _each(arrays["mask"])
+    # Of a power of two everything here is exact.
+    step, lowest, highest = map(_each, arrays["levels"].unbind(1))
+    return images.clamp(lowest, highest).floor_divide_(step).mul_(step)
+
+
+def solarize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Invert what is at a threshold or above."""
+    above = images >= _each(arrays["threshold"])
+    return torch.where(above, functional.invert(images), images)
+
+
+def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Put the channels into another order."""
+    rows = torch.arange(len(images), device=images.device)[:, None]
+    return images[rows, arrays["order"]]
+
+
+def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
+    # Compiled, along rows and then along columns, which makes fewer sums.
+    kernel, names = arrays["kernel"], ("across", "down") if is_compiling() else ("kernel",)
+    down, across = (size // 2 for size in kernel.shape[-2:])
+    out = pad(images.to(kernel.dtype), [across, across, down, down], mode="reflect")
+    for name in names:
+        out = _correlated(out, arrays[name])
+    return out if images.is_floating_point() else out.round_().to(images.dtype)
+
+
+def erase(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Write a colour to a rectangle: what is inside by its row and by its column."""
+    inside = arrays["rows"][:, None, :, None] & arrays["columns"][:, None, None, :]
+    return torch.where(inside, arrays["value"][:, :, None, None], images)
+
+
+def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Pad, all samples alike, and pick rows and columns out."""
+    if static["padding"] is not None:
+        fill = static["fill"]
+        fill = list(fill) if isinstance(fill, tuple) else fill
+        typed, padding = as_type(batch, static["type"]), list(static["padding"])
+        batch = plain(functional.pad(typed, padding, fill, static["mode"]))
+    planes = batch.reshape(-1, *batch.shape[-2:])
+    each = torch.arange(len(planes), device=batch.device).view(len(batch), -1, 1, 1)
+    made = planes[each, arrays["rows"][:, None, :, None], arrays["columns"][:, None, None, :]]
+    return made.view(*batch.shape[:-2], *made.shape[-2:])
+
+
+def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Read each pixel at the place that a matrix ``[3, 2]`` says, from the middle of the image."""
+    height, width = batch.shape[-2:]
+    return _read(batch, _places_of(batch, arrays["matrix"], 1 - height, 1 - width), static, arrays)
+
+
+def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Read each pixel at the place that two matrices ``[3, 2]`` say: a point, and its divisors."""
+    above, below = (_places_of(batch, arrays[name], 1, 1) for name in ("above", "below"))
+    if is_compiling():  # which divides floats in its own way
+        above, below = above.double(), below.double()
+    return _read(batch, above.div_(below).float().sub_(1.0), static, arrays)
+
+
+def _each(numbers: Tensor) -> Tensor:
+    """Return a number for each sample, as it is spread over an image."""
+    return numbers.view(-1, 1, 1, 1)
+
+
+def _limited(values: Tensor, like: Tensor) -> Tensor:
+    """Return values in the range of the images that they were made of, and of their dtype."""
+    bound = 1.0 if like.is_floating_point() else 255.0
+    return values.clamp_(0, bound).to(like.dtype)
+
+
+def _gray(images: Tensor) -> Tensor:
+    """Return the gray image, of bytes the whole levels, as floats if there were colours."""
+    if images.shape[-3] != _RGB:
+        return images
+    red, green, blue = images.unsqueeze(-4).unbind(-3)
+    gray: Tensor = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    return gray if images.is_floating_point() else gray.floor_()
+
+
+def _blend(images: Tensor, other: Tensor, arrays: Arrays) -> Tensor:
+    own = images * _each(arrays["factor"])
+    return _limited(_multiply_add(own, _each(arrays["share"]), other), images)
+
+
+def _read(batch: Tensor, places: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Return the pixels of a batch at places ``[n, H, W, 2]``, from -1 to 1 across the image."""
+    planes, mode = batch if batch.ndim == 4 else batch.unsqueeze(1), static["mode"]
+    values, around = _sampled(planes.to(places.dtype), places, mode), arrays.get("fill")
+    if around is not None:
+        # Compiled, all channels are computed alike: in one kernel.
+        count = planes.shape[1] if is_compiling() else 1
+        ones = places.new_ones(1).expand(len(planes), count, *planes.shape[-2:])
+        inside, around = _sampled(ones, places, mode), around[:, :, None, None]
+        if mode == "nearest":
+            values = torch.where(inside < 0.5, around, values)
+        elif static["black"]:
+            values = values * inside
+        else:
+            values = (values - around).mul_(inside).add_(around)
+    if not batch.is_floating_point() and mode != "nearest":
+        values = values.round_()
+    return values.to(batch.dtype).view(batch.shape)
+
+
+def _multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
+    """Return ``values + shares * others``, rounded once, as ``Tensor.add(alpha=)`` does it."""
+    if values.device.type != "cpu" or not shares.is_floating_point():
+        return torch.addcmul(values, others, shares)
+    return (values.double() + shares.double() * others.double()).float()
+
+
+def _places_of(batch: Tensor, matrix: Tensor, top: int, left: int) -> Tensor:
+    """Return places ``[n, H, W, 2]``: the column, the row and one of each pixel, times a matrix.
+
+    Rows begin at ``top``, columns at ``left``, and both count halves of pixels.
+    """
+    height, width = batch.shape[-2:]
+    # Products of doubles are exact, and rounded where they become floats.
+    kind = torch.float64 if is_compiling() else torch.float32
+    down = torch.arange(top, top + 2 * height - 1, 2, dtype=kind, device=batch.device)
+    across = torch.arange(left, left + 2 * width - 1, 2, dtype=kind, device=batch.device)
+    if batch.is_cpu and not is_compiling():  # as torchvision, to the last bit
+        rows, columns = torch.meshgrid(down, across, indexing="ij")
+        base = torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
+        return base.expand(len(batch), -1, -1).bmm(matrix).view(-1, height, width, 2)
+    # On a device a product of matrices would have the precision that a setting of the user's says.
+    by_column, by_row, moved = (one[:, None, None] for one in matrix.unbind(1))
+    columns, rows = across[:, None] * by_column, down[:, None, None] * by_row
+    return (columns.float() + rows.float()).add_(moved)
+
+
+def _sampled(planes: Tensor, places: Tensor, mode: str) -> Tensor:
+    """Return planes of floats at places ``[n, H, W, 2]`` from -1 to 1, zeros outside.
+
+    ``mode``: ``"nearest"`` or ``"bilinear"``, as of ``grid_sample``.
+    """
+    if not is_compiling():
+        return grid_sample(planes, places, mode=mode, padding_mode="zeros", align_corners=False)
+    (count, height, width), less = planes.shape[1:], planes.new_full((), -1.0)
+    each = places[:, None].expand(-1, count, -1, -1, -1)  # all channels alike: in one kernel
+    column, row = (
+        _multiply_add(less, less.new_full((), size), at + 1.0) * 0.5
+        for size, at in zip((width, height), each.unbind(-1), strict=True)
+    )
+
+    def at(y: Tensor, x: Tensor) -> Tensor:
+        inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        y, x = (torch.where(inside, one, 0.0).long() for one in (y, x))  # what is no number, too
+        found = planes.flatten(2).gather(-1, (y * width + x).flatten(2))
+        return torch.where(inside, found.view(inside.shape), 0.0)
+
+    if mode == "nearest":
+        return at(row.round(), column.round())
+    top, left = row.floor(), column.floor()
+    below, right = row - top, column - left
+    upper = (1.0 - right) * at(top, left) + right * at(top, left + 1)
+    lower = (1.0 - right) * at(top + 1, left) + right * at(top + 1, left + 1)
+    return (1.0 - below) * upper + below * lower
+
+
+def _correlated(planes: Tensor, kernels: Tensor) -> Tensor:
+    """Return planes of floats, each correlated with its kernel, without their borders."""
+    if is_compiling():  # a convolution would be compiled for each number of samples
+        (rows, columns), (height, width) = kernels.shape[-2:], planes.shape[-2:]
+        height, width = height - rows + 1, width - columns + 1
+        total = torch.zeros_like(planes[..., :height, :width])
+        for i, j in product(range(rows), range(columns)):
+            values = planes[..., i : i + height, j : j + width]
+            total = total + values * kernels[..., i : i + 1, j : j + 1]
+        return total
+    weights = kernels.flatten(0, 1).unsqueeze(1)
+    flat = planes.reshape(1, -1, *planes.shape[-2:])
+    made = conv2d(flat, weights, groups=len(weights))
+    return made.view(*planes.shape[:2], *made.shape[-2:])
+
+
+def window_numbers(
+    box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str, *, floats: bool
+) -> Mapping[str, np.ndarray]:
+    """Return what a window ``top, left, height, width`` of ``whole`` is made of, resized to a size.
+
+    ``mode``: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
+    ``floats``: whether pixels are floats, and not bytes.
+    """
+    numbers: dict[str, np.ndarray] = {}
+    for axis, name in enumerate(("rows", "columns")):
+        first, length = box[axis], box[axis + 2]
+        if mode == "nearest":
+            numbers[name] = first + _nearest(length, size[axis])
+        else:
+            made = _averages(first, length, whole[axis], size[axis], mode == "antialias", floats)
+            numbers[name], weights = made
+            numbers |= {f"{name} weights": weights} if floats else _rounded(name, weights)
+    return numbers
+
+
+def resized_crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Return windows of images ``[n, C, H, W]``, resized; of :func:`window_numbers`, stacked."""
+    return _blended(_blended(batch, 3, "columns", arrays), 2, "rows", arrays)
+
+
+def _nearest(length: int, size: int) -> np.ndarray:
+    """Return the places along an axis that are read, int64 ``[size]``."""
+    scale = np.float32(length) / np.float32(size)
+    places = (np.arange(size, dtype=np.float32) * scale).astype(np.int64)
+    return np.minimum(places, length - 1)
+
+
+@lru_cache(maxsize=64)
+def _averages(
+    first: int, length: int, whole: int, size: int, smooth: bool, floats: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
+
+    All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
+    """
+    kind: Any = np.float32 if floats else np.float64
+    scale = kind(length) / kind(size)
+    wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
+    taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
+    half = np.array([0.5])  # as in torch, of doubles, whatever is added to it
+    center = ((np.arange(size) + half) * scale).astype(kind)
+    begin = np.maximum((center - wide + half).astype(np.int64), 0)
+    end = np.minimum((center + wide + half).astype(np.int64), length)
+    # Taps before the window or behind it weigh nothing.
+    start = np.minimum(first + begin, whole - taps)
+    at = (start - first + np.arange(taps)[:, None]).astype(kind)
+    away = np.abs(((at - center + half) * kind(1.0 / np.float64(wide))).astype(kind))
+    inside = (at >= begin) & (at < end) & (away < 1.0)
+    weights = np.where(inside, kind(1.0) - away, kind(0.0))
+    return start, weights / np.add.accumulate(weights)[-1]
+
+
+def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Return weights as whole numbers, and how sums of them are rounded: what is added, bits."""
+    scaled = weights.max() * 2.0 ** np.arange(1, _MOST_BITS + 1) + 0.5
+    bits = int((scaled.astype(np.int64) < _WEIGHT_LIMIT).sum())
+    return {
+        f"{name} weights": (weights * 2.0**bits + 0.5).astype(np.int32),
+        f"{name} rounding": np.array([1 << (bits - 1), bits], np.int32),
+    }
+
+
+def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
+    """Return weighted sums along an axis of ``[n, C, H, W]``, rounded as the dtype needs."""
+    places, weights = arrays[name], arrays[f"{name} weights"]
+    rounding = arrays.get(f"{name} rounding")
+    one, made = [len(planes), 1, 1, 1], [*planes.shape]
+    one[axis] = made[axis] = places.shape[-1]
+    first = places.view(one).expand(made)
+    total = planes.new_zeros(()) if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
+    for tap in range(weights.shape[1]):
+        # The place of a tap is that of the first one in a batch that begins so much later.
+        later = planes.narrow(axis, tap, planes.shape[axis] - tap)
+        total = _multiply_add(total, weights[:, tap].view(one), later.gather(axis, first))
+    if rounding is None:
+        return total
+    # Weights of bytes add up to one, nearly, so that no sum is above 255.
+    return total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
+
+
 def device_op(name: str, run: Run, *, compiled: bool = False) -> DeviceOp:
     """Return an operation that is the same for images and masks, and is encoded elsewhere."""
     image, mask = (Compiled(run), Compiled(run, exact=True)) if compiled else (run, run)
@@ -341,9 +709,9 @@ _SHORT: Final = frozenset({"brightness", "crop", "erase", "permute", "posterize"
 FORMS: Final[Mapping[str, DeviceOp]] = {
     run.__name__: device_op(run.__name__, run, compiled=run.__name__ not in _SHORT)
     for run in (
-        *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
-        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),
-        *(kernels.saturation, kernels.sharpness, kernels.solarize, kernels.resized_crop),
+        *(affine, blur, brightness, contrast, crop),
+        *(erase, hue, permute, perspective, posterize),
+        *(saturation, sharpness, solarize, resized_crop),
     )
 }
 """Operations with parameters of each sample's own, by name."""

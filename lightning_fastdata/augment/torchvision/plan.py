@@ -23,7 +23,7 @@ from torch import nn
 from torchvision.transforms import v2
 from torchvision.tv_tensors import Mask
 
-from lightning_fastdata.augment.stage_transform import OpPlacement, Placements
+from lightning_fastdata.augment.stage_transform import OpPlacement, Placements, Where
 from lightning_fastdata.tree import name_of
 
 MIXES: Final = (v2.CutMix, v2.MixUp)
@@ -231,12 +231,9 @@ def changes_form(transform: Any) -> bool:
 
 def may_draw(leaf: Leaf) -> bool:
     """Return whether a transform may do one thing to a sample and another to the next one."""
-    known = kind_of(leaf.transform) in {"noted", "types", "targets"}
-    return leaf.conditional or not known or draws_parameters(leaf.transform)
-
-
-def draws_parameters(transform: Any) -> bool:
-    """Return whether samples that take a transform may have parameters of their own."""
+    transform = leaf.transform
+    if leaf.conditional or kind_of(transform) not in {"noted", "types", "targets"}:
+        return True
     base = v2.Transform.make_params
     alike = type(transform).__name__ == "RandomGrayscale"  # whose parameters are the image's form
     return not alike and getattr(type(transform), "make_params", base) is not base
@@ -264,7 +261,7 @@ def make_plan(pipeline: Any, *, one_size: bool = False, pil: bool = False) -> Pl
     boundary = max((leaf.last for leaf, why in zip(leaves, own, strict=True) if why), default=-1)
     needs = max((number for number, why in enumerate(own) if why), default=-1)
     placed = []
-    for leaf, why in zip(leaves, own, strict=True):
+    for leaf, needed in zip(leaves, own, strict=True):
         before = None
         if leaf.number < sized:
             before = f"before {leaves[sized].name}, which makes the images one size"
@@ -272,7 +269,11 @@ def make_plan(pipeline: Any, *, one_size: bool = False, pil: bool = False) -> Pl
             before = f"{leaves[needs].name} behind it needs pixels"
         elif leaf.number <= boundary:
             before = f"{leaves[needs].name} may come behind it, and needs pixels"
-        placed.append(_place(leaf, why or before))
+        why = needed or before
+        if why is None and kind_of(leaf.transform) in {"types", "targets", "masks"}:
+            why = "changes no pixels of images"
+        where: Where = "device" if why is None else "worker"
+        placed.append(OpPlacement(leaf.name, where, why or "on the batch"))
     return Plan(leaves=tuple(leaves), placements=tuple(placed), boundary=boundary)
 
 
@@ -298,11 +299,3 @@ def _why_in_worker(leaf: Leaf, sized: int, tensors: int) -> str | None:
     if why is None and not _STORED.isdisjoint(_dtypes_of(leaf.transform).values()):
         return "makes a dtype that torch hardly computes with"
     return why
-
-
-def _place(leaf: Leaf, why: str | None) -> OpPlacement:
-    if why is None and kind_of(leaf.transform) in {"types", "targets", "masks"}:
-        why = "changes no pixels of images"
-    if why is None:
-        return OpPlacement(leaf.name, "device", "on the batch")
-    return OpPlacement(leaf.name, "worker", why)

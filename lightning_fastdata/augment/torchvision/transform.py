@@ -1,17 +1,24 @@
-"""A torchvision v2 pipeline as a transform of batches, and its part in the workers."""
+"""A torchvision v2 pipeline as a transform of batches, and its part in the workers.
+
+torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone. Of a pipeline of
+the first interface an error says what its form in v2 is.
+"""
 
 from __future__ import annotations
 
 import copy
+import enum
+import inspect
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from itertools import takewhile
+from typing import Any, Final, NamedTuple, Self, cast
 
 import numpy as np
 import PIL.Image
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import default_collate
 from torchvision import tv_tensors
@@ -29,45 +36,82 @@ from lightning_fastdata.augment.fields import (
     get_field,
     put_fields,
 )
-from lightning_fastdata.augment.replay.program import compile_tapes
+from lightning_fastdata.augment.mixing import MixedTransform, Mixer
+from lightning_fastdata.augment.ops.operation import Tape
+from lightning_fastdata.augment.replay.program import BatchDraws, Draws, compile_tapes, key_of_batch
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
     StageTransform,
     TapedWorker,
+    WorkerTransform,
     plain_tensors,
 )
-from lightning_fastdata.augment.torchvision.costs import USUAL, costs_of
-from lightning_fastdata.augment.torchvision.forms import device_ops
-from lightning_fastdata.augment.torchvision.kernels import plain
+from lightning_fastdata.augment.torchvision.forms import Form, device_ops, plain
 from lightning_fastdata.augment.torchvision.plan import (
+    MIXES,
     MOVES,
     NEED_BOXES,
     Leaf,
     Plan,
+    children_of,
     is_own,
+    is_v1,
+    is_v2,
     leaves_of,
     make_plan,
     may_draw,
 )
-from lightning_fastdata.augment.torchvision.tape import Form, Recorder, form_of
+from lightning_fastdata.augment.torchvision.tape import USUAL, Recorder, costs_of, form_of
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 from lightning_fastdata.randomness.global_generators import GENERATORS
 from lightning_fastdata.randomness.seeds import keyed_draws
-from lightning_fastdata.tree import at_path, children, put_leaves, with_paths
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from typing import Self
-
-    from lightning_fastdata.augment.ops.operation import Tape
-    from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.tree import Path
-    from lightning_fastdata.types import Batch, SampleKey
+from lightning_fastdata.tree import Path, at_path, children, put_leaves, with_paths
+from lightning_fastdata.types import Batch, SampleKey
 
 _FROM_ARRAYS: Final = frozenset({"ToImage", "ToTensor"})
 _KINDS: Final = {"image": tv_tensors.Image, "mask": tv_tensors.Mask}
+
+
+def stage_transform(transform: object, fields: Fields) -> StageTransform | None:
+    """Return the transform of batches of a v2 pipeline, whose end may mix them; None: it is none.
+
+    Raises:
+        TransformError: what is drawn for each sample stands behind or beside what mixes, or it is a
+            pipeline of torchvision's first interface.
+    """
+    steps = _flat(transform)
+    before = list(takewhile(lambda step: not any(map(_mixes, leaves_of(step))), steps))
+    mixing = steps[len(before) :]
+    if is_v1(transform):
+        raise TransformError(
+            f"{type(transform).__name__} is of torchvision's first interface "
+            "(torchvision.transforms), which draws once for a whole batch. Its form in v2, which "
+            f"augment= runs with draws for each sample, is\n\n{rewritten(transform)}\n\nIts pixels "
+            "are those of tensors, which differ a little from those of PIL images. To keep the "
+            "latter, leave the pipeline in the dataset."
+        )
+    if not mixing:
+        return TorchvisionTransform(transform, fields) if is_v2(transform) else None
+    for leaf in (leaf for step in mixing for leaf in leaves_of(step)):
+        if not _mixes(leaf) and may_draw(leaf):
+            raise TransformError(
+                f"{leaf.name} stands behind or beside what mixes the samples of a batch "
+                f"({mixing[0]!r}), where it would draw once for all of them. Put it before."
+            )
+    pipeline = TorchvisionTransform(v2.Compose(before), fields) if before else None
+    return _OwnMixes(pipeline, _OwnMixer(mixing, fields))
+
+
+def _mixes(leaf: Leaf) -> bool:
+    return isinstance(leaf.transform, MIXES)
+
+
+def _flat(transform: Any) -> list[Any]:
+    if type(transform) not in {v2.Compose, nn.Sequential}:
+        return [transform]
+    return [step for child in children_of(transform) or () for step in _flat(child)]
 
 
 class TorchvisionTransform(PipelineTransform):
@@ -234,6 +278,51 @@ def _stacked(samples: Sequence[Batch], device: torch.device) -> Batch:
             "with transforms that make tensors of one size: Resize, RandomCrop, ToImage, ..."
         ) from error
     return tree_map_only(Tensor, lambda one: one.to(device), whole)
+
+
+class _OwnMixes(MixedTransform):
+    def behind(self) -> StageTransform:
+        """Return what mixes behind another transform, by the number of the batch."""
+        if self.pipeline is not None:
+            return self
+        return CallableTransform(v2.Compose(self._mixer.steps), self._mixer.fields)
+
+
+class _OwnMixer(Mixer):
+    """Has torchvision mix whole batches, with what it draws under the key of the batch."""
+
+    library = "torchvision"
+
+    def __init__(self, steps: Sequence[Any], fields: Fields) -> None:
+        self.steps = tuple(steps)
+        self.fields = fields
+
+    def check_classes(self, sample: Batch) -> None:
+        """Leave it to torchvision."""
+
+    def draw(self, key: SampleKey) -> SampleKey:
+        """Return the key: the first one of a batch is that of the batch."""
+        return key
+
+    def pack(
+        self, drawn: Sequence[SampleKey], inner: WorkerTransform | None, tapes: Sequence[Any]
+    ) -> Draws:
+        """Return the key of the batch, and what was drawn for a pipeline before."""
+        before = None if inner is None else inner.collate(tapes)
+        return BatchDraws(len(drawn), key_of_batch(drawn[0]), before)
+
+    def carry_out(self, batch: Batch, draws: Draws) -> Batch:
+        """Return a collated batch as torchvision mixes it."""
+        place = find_fields(batch, self.fields, batched=True).image
+        images = get_field(batch, place)
+        assert isinstance(draws, BatchDraws)  # what pack() makes
+        self._check_beside(batch, {place}, images)
+        # So called, it is found beside other tensors, whatever their order.
+        made = put_fields(batch, {place: tv_tensors.Image(images)})
+        with plain_tensors(), keyed_draws(draws.values, ("torch",)):
+            for step in cast("tuple[Any, ...]", self.steps):
+                made = step(made)
+        return put_fields(made, {place: get_field(made, place).as_subclass(torch.Tensor)})
 
 
 class PipelineWorker(TapedWorker):
@@ -453,3 +542,58 @@ def _has_role(value: object) -> bool:
 
 def _is_image(value: object) -> bool:
     return isinstance(value, tv_tensors.Image | tv_tensors.Video | PIL.Image.Image)
+
+
+_V2_CODE: Final = {
+    "ToTensor": "v2.ToDtype(torch.float32, scale=True)",
+    "ConvertImageDtype": "v2.ToDtype({dtype}, scale=True)",
+}
+_LEFT_OUT: Final = frozenset({"PILToTensor", "ToPILImage"})
+"""What moves between PIL images and tensors: v2 has tensors from the beginning."""
+
+
+def rewritten(transform: Any) -> str:
+    """Return code that makes the v2 form of a v1 pipeline; what v2 has not is marked as such."""
+    children = _parts_of(transform) or [transform]
+    lines = [f"    {line}" for child in children for line in _code_of(child)]
+    return "\n".join(["v2.Compose([", "    v2.ToImage(),", *lines, "])"])
+
+
+def _parts_of(transform: Any) -> list[Any] | None:
+    if isinstance(transform, nn.Sequential):
+        return list(transform)
+    named = type(transform).__name__ in {"Compose", "RandomApply", "RandomChoice", "RandomOrder"}
+    return list(transform.transforms) if named else None
+
+
+def _code_of(transform: Any) -> Iterator[str]:
+    name, inside = type(transform).__name__, _parts_of(transform)
+    if name in _LEFT_OUT:
+        return
+    if name in _V2_CODE:
+        yield _V2_CODE[name].format(dtype=getattr(transform, "dtype", None)) + ","
+    elif inside is not None:
+        yield f"v2.{'Compose' if name == 'Sequential' else name}(["
+        yield from (f"    {line}" for child in inside for line in _code_of(child))
+        yield f"], p={transform.p!r})," if name in {"RandomApply", "RandomChoice"} else "]),"
+    elif hasattr(v2, name) and name != "Lambda":
+        yield f"v2.{name}({', '.join(_arguments(transform, getattr(v2, name)))}),"
+    else:
+        yield f"...,  # {name} has no form in v2: write it as a class derived from v2.Transform"
+
+
+def _arguments(transform: Any, kind: type) -> Iterator[str]:
+    """Yield the arguments of a transform of v2 that the one of v1 holds other values of."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        default, required = parameter.default, parameter.default is inspect.Parameter.empty
+        value = repr(_literal(getattr(transform, name, default)))
+        if required and hasattr(transform, name):
+            yield value
+        elif value != repr(_literal(default)):
+            yield f"{name}={value}"
+
+
+def _literal(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    return tuple(map(_literal, value)) if isinstance(value, list | tuple) else value
