@@ -22,9 +22,9 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.samplers import deciding, epoch_order, tell_samplers
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.placing import Placing
-from lightning_fastdata.plugin.seams import flattened, trainer_like
 from lightning_fastdata.plugin.transforms import Prefetching
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.files import files_of
@@ -140,9 +140,9 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
 
 def _training_loader(twin: DataModule) -> FastDataLoader:
     """Return the training loader of a data module, made as for a training on the CPU."""
-    twin._trainer = trainer_like(twin)
+    twin._trainer = seams.trainer_like(twin)
     try:
-        loaders = list(flattened(twin.train_dataloader()))
+        loaders = list(seams.flattened(twin.train_dataloader()))
     finally:
         twin._trainer = None
     one = loaders[0] if len(loaders) == 1 else None

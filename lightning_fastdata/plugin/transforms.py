@@ -29,13 +29,8 @@ from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning, TransformError
 from lightning_fastdata.planning.options import check_among
+from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
-from lightning_fastdata.plugin.seams import (
-    HOOKS,
-    attributes_of,
-    overridden_hook,
-    replace_for_one_run,
-)
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import children, held, leaves, rebuilt
 from lightning_fastdata.types import STAGES, Batch, PixelPlace, SampleKey, Stage
@@ -60,7 +55,7 @@ _WATCHED: Final = 8
 """Calls: one that happens to draw nothing, as one in two may, shows nothing."""
 _calls: WeakKeyDictionary[StageTransform, int] = WeakKeyDictionary()
 """That were watched; all there are to watch, where something was found."""
-_HOOK: Final = HOOKS[2]
+_HOOK: Final = seams.HOOKS[2]
 _STEPS: Final = "fastdata_steps"
 """Attribute of the function that takes its place: what runs before the hook."""
 
@@ -213,8 +208,8 @@ def augment_foreign_batches(
     ``in_transfer`` says whether the trainer is moving a batch of a loader right now: the model
     summary and loggers send an example input through the same hook.
     """
-    datamodule = attributes_of(trainer).datamodule
-    owner = pl_module if overridden_hook(datamodule, _HOOK) is None else datamodule
+    datamodule = seams.attributes_of(trainer).datamodule
+    owner = pl_module if seams.overridden_hook(datamodule, _HOOK) is None else datamodule
     epoch, samples = -1, 0  # of this epoch that were augmented
 
     def augment(batch: Batch) -> Batch:
@@ -245,7 +240,7 @@ def augment_foreign_batches(
         return earlier(batch, dataloader_idx)
 
     setattr(on_after_batch_transfer, _STEPS, steps)
-    replace_for_one_run(trainer, owner, _HOOK, on_after_batch_transfer)
+    seams.replace_for_one_run(trainer, owner, _HOOK, on_after_batch_transfer)
 
 
 @contextmanager
@@ -480,7 +475,8 @@ class Prefetching:
         if device not in self._lanes:
             streams = module.device_streams(device)
             self._lanes[device] = None if streams is None else SideLane(streams)
-        theirs = {n for n in HOOKS if overridden_hook(trainer.lightning_module, n) is not None}
+        model = trainer.lightning_module
+        theirs = {n for n in seams.HOOKS if seams.overridden_hook(model, n) is not None}
         early = (theirs | module.written_hooks()) - {"on_after_batch_transfer"}
         if self._lanes[device] is None:
             self.why_not = "this type of device does not copy beside its computing"
