@@ -33,8 +33,7 @@ from provable import REAL
 from turns import machine
 from verdicts import environment, hogs
 
-from lightning_fastdata.prove.text import conclude
-from lightning_fastdata.prove.trials import AS_IS, FREE, Trial, bound_of, of_dict
+from lightning_fastdata.prove.trials import AS_IS, FREE, Trial, bound_of, conclude, of_dict
 
 HERE = Path(__file__).parent
 MEASURED_S = 3.0

@@ -10,35 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning_fastdata.prove import settings as proving
+from lightning_fastdata.prove import read_settings
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-VARIABLE: Final = "LIGHTNING_FASTDATA_RUN"
-"""The environment variable that says what was asked for; the processes of all ranks inherit it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """What ``fastdata run`` was asked for."""
-
-    report: str | None = None
-    """Where the report is written, as of ``DataThroughputCallback(report=...)``."""
-
-    def as_text(self) -> str:
-        """Return the value of the environment variable."""
-        return json.dumps(asdict(self))
-
-
-def read_settings(environ: Mapping[str, str] = os.environ) -> RunSettings | None:
-    """Return what ``fastdata run`` was asked for; None: the program was started without it."""
-    text = environ.get(VARIABLE)
-    return RunSettings(**json.loads(text)) if text else None
+RUN_VARIABLE: Final = "LIGHTNING_FASTDATA_RUN"
+"""The environment variable with what ``fastdata run`` gives to the callback, as JSON; the processes
+of all ranks inherit it."""
 
 
 def lightning_callbacks() -> list[Any]:
@@ -52,11 +31,11 @@ def pytorch_lightning_callbacks() -> list[Any]:
 
 
 def _callbacks(home: str) -> list[Any]:
-    to_prove, to_run = proving.read_settings(), read_settings()
+    to_prove, to_run = read_settings(), os.environ.get(RUN_VARIABLE)
     if to_prove is not None:
         _silence()
         return [import_module(home).ProvingCallback(to_prove)]
-    return [] if to_run is None else [import_module(home).AddedCallback(**asdict(to_run))]
+    return [import_module(home).AddedCallback(**json.loads(to_run))] if to_run else []
 
 
 def _silence() -> None:

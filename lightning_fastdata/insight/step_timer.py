@@ -11,7 +11,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.prove.settings import read_settings
+from lightning_fastdata.prove import read_settings
 from lightning_fastdata.types import STAGES, B, Batch_co, Stage
 
 if TYPE_CHECKING:

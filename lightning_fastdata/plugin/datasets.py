@@ -46,9 +46,8 @@ from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
-from lightning_fastdata.prove.loaders import is_shuffled
+from lightning_fastdata.prove.session import is_shuffled, own_method
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
-from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import held_by, is_a
 from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
 
@@ -226,10 +225,10 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
             "of them. Give datasets to from_datasets(). A loader of another kind stays as it is if "
             "a subclass returns it from train_dataloader(), val_dataloader(), ..."
         )
-    own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
-    if own and not isinstance(loader, FastDataLoader):
+    own = own_method(loader)
+    if own is not None and not isinstance(loader, FastDataLoader):
         raise OptionsError(
-            f"{name} is a {kind}, which makes its batches in its own way ({own[0]}). Give its "
+            f"{name} is a {kind}, which makes its batches in its own way ({own}). Give its "
             "dataset to from_datasets(), or have a subclass return it from train_dataloader(), "
             "val_dataloader(), ..., which leaves it as it is."
         )

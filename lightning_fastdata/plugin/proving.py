@@ -16,9 +16,8 @@ from lightning_fastdata.plugin.seams.internals import attributes_of, loaders_own
 from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
 from lightning_fastdata.plugin.seams.trainer import hide_loggers, nothing
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
-from lightning_fastdata.prove.loaders import batches_in
-from lightning_fastdata.prove.session import Session, TrialEndedError
-from lightning_fastdata.prove.settings import ProveSettings
+from lightning_fastdata.prove import ProveSettings
+from lightning_fastdata.prove.session import Session, TrialEndedError, batches_in
 from lightning_fastdata.prove.trials import Trial
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""A training whose epochs are parts of a trial: who reads the next one, and what it took."""
+"""A training whose epochs are parts of a trial: who reads the next one, and what it took.
+
+Its loaders are made anew with one thing changed, in the same order of samples.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,25 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    default_collate,
+    default_convert,
+)
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.device.backend import synchronize
@@ -21,9 +38,11 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.host.usage import CpuUse, read_cpu_use
-from lightning_fastdata.prove import loaders as made
-from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Refused, named
-from lightning_fastdata.prove.settings import ProveSettings
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.source import setup_of
+from lightning_fastdata.order.samplers import is_drawn_at_start
+from lightning_fastdata.prove import ProveSettings
+from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Reader, Refused, named
 from lightning_fastdata.prove.trials import (
     AS_IS,
     FREE,
@@ -36,10 +55,10 @@ from lightning_fastdata.prove.trials import (
     turns,
 )
 from lightning_fastdata.sources.attributes import held_objects
+from lightning_fastdata.sources.shared import share
+from lightning_fastdata.torch_internals import MAKES_BATCHES
+from lightning_fastdata.tree import leaves, replace_leaves
 from lightning_fastdata.types import Batch, Stage
-
-if TYPE_CHECKING:
-    import torch
 
 _FIRST_STEPS: Final = 8
 _PROBE_S: Final = 2.0
@@ -79,7 +98,7 @@ class TrialLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._session.read(self._place)
-        self._session.opened(batches)
+        self._session.open.append(batches)
         return batches
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +112,7 @@ class Place:
 
     def __init__(self, stage: Stage, own: Any, limit: int | None) -> None:
         self.stage, self.own = stage, own
-        length = made.batches_in(own)
+        length = batches_in(own)
         known = [number for number in (length, limit) if number is not None]
         self.batches: int | None = min(known) if known else None
         """Of an epoch; None: not known."""
@@ -101,7 +120,7 @@ class Place:
         """Of the part of an epoch that is read in one go."""
         self.kept: list[Batch] = []
         self.arms: dict[str, Any] = {}
-        self.pieces: made.Pieces | None = None
+        self.pieces: Pieces | None = None
         self.asked_s: list[float] = []
         """When each batch was asked for; behind the last one, when its step had ended."""
         self.given = 0
@@ -121,16 +140,16 @@ class Place:
         return self.arms[arm]
 
     def _made(self, change: Change, make: Callable[[Any], Any] | None) -> Any:
-        cuts = made.can_be_cut(self.own) and not self.is_whole
-        if made.reader_of(self.own) == "other" or (change == Change() and not cuts):
+        cuts = can_be_cut(self.own) and not self.is_whole
+        if reader_of(self.own) == "other" or (change == Change() and not cuts):
             return self.own
         cut = None
         if cuts:
-            self.pieces = self.pieces or made.Pieces(self.own.batch_sampler)
-            cut = made.Cut(self.pieces, self.steps, again=change.cache is not None)
+            self.pieces = self.pieces or Pieces(self.own.batch_sampler)
+            cut = Cut(self.pieces, self.steps, again=change.cache is not None)
         if make is not None:
-            return make(made.remade(self.own, Change(), cut))
-        return made.remade(self.own, change, cut)
+            return make(remade(self.own, Change(), cut))
+        return remade(self.own, change, cut)
 
     def cut(self, steps: int) -> None:
         """Read so many batches in one go from now on."""
@@ -145,14 +164,18 @@ class Place:
 
     def step_s(self, arm: str) -> float:
         """Return what a step took in the part that was read, of an arm."""
-        return middle_step_s(self.asked_s, ahead=made.batches_ahead(self.arms.get(arm)))
+        return middle_step_s(self.asked_s, ahead=batches_ahead(self.arms.get(arm)))
 
     def close(self, arm: str) -> None:
         """Let go of an arm's workers."""
         loader = self.arms.pop(arm, None)
-        if loader is not None and loader is not self.own:
-            with suppress(Exception):
-                made.close(loader)
+        if loader is None or loader is self.own:
+            return
+        with suppress(Exception):
+            if isinstance(loader, FastDataLoader):
+                loader.close()
+            else:
+                loader._iterator = None
 
 
 class Session:
@@ -191,7 +214,8 @@ class Session:
         self._before: dict[int, Fingerprint | None] = {}
         """As it was before the step that runs."""
         self._changes: set[Changes] = set()
-        self._open: list[Generator[Batch]] = []
+        self.open: list[Generator[Batch]] = []
+        """What is to be closed when the part of an epoch ends, as its workers end by it."""
         self._in_place = False
         self._began_s = 0.0
         self._stepped_s = self._validated_s = 0.0
@@ -217,10 +241,6 @@ class Session:
         self._places[stage].append(place)
         return TrialLoader(self, place)
 
-    def opened(self, batches: Generator[Batch]) -> None:
-        """Note what is to be closed when the part of an epoch ends, as its workers end by it."""
-        self._open.append(batches)
-
     def stepped(self) -> None:
         """Note that a training step has ended."""
         self._stepped_s = self._validated_s = clock.monotonic()
@@ -237,9 +257,9 @@ class Session:
         Raises:
             TrialEndedError: There is none.
         """
-        for batches in self._open:
+        for batches in self.open:
             batches.close()
-        self._open = []
+        self.open = []
         synchronize(self.device)
         now_s = clock.monotonic()
         for place in self._places["train"]:
@@ -264,7 +284,7 @@ class Session:
             for number in range(place.steps):
                 batch = place.kept[number % len(place.kept)]
                 place.given += 1
-                yield made.copied(batch) if self._in_place else batch
+                yield copied(batch) if self._in_place else batch
                 place.asked_s.append(clock.monotonic())
             return
         probing = self._turn is None
@@ -291,8 +311,7 @@ class Session:
             return
         make = None
         if remedy.change.fast and not remedy.change.cache and self.make_fast is not None:
-            fast = self.make_fast
-            make = lambda loader: fast(place.stage, loader)  # noqa: E731
+            make = partial(self.make_fast, place.stage)
         try:
             yield from place.loader(arm, remedy.change, make)
         except Exception as error:  # whatever the dataset raises in other hands
@@ -317,11 +336,11 @@ class Session:
 
     def _probed(self, place: Place, batch: Batch) -> Generator[Batch]:
         if len(place.kept) < _KEPT:
-            place.kept.append(made.copied(batch))
+            place.kept.append(copied(batch))
         if place.stage != "train":
             yield batch
             return
-        tensors = made.tensors_in(batch)
+        tensors = tensors_in(batch)
         before = [tensor._version for tensor in tensors]
         self._before[id(place)] = self._look(place)
         yield batch
@@ -347,7 +366,7 @@ class Session:
 
     def _look(self, place: Place) -> Fingerprint | None:
         began_s = clock.monotonic()
-        seen = fingerprint(*made.what_is_read(place.own), within_s=_LOOK_S, roughly=True)
+        seen = fingerprint(*what_is_read(place.own), within_s=_LOOK_S, roughly=True)
         place.aside_s += clock.monotonic() - began_s
         return seen
 
@@ -437,20 +456,13 @@ class Session:
         cycle_s = now_s - self._began_s
         arm = self._turn.arm
         step_s = first.step_s(arm)
-        val_read = [place for place in val if len(place.asked_s) > 1]
-        val_steps = sum(len(place.asked_s) - 1 for place in val_read)
-        val_spent = sum((len(place.asked_s) - 1) * place.step_s(arm) for place in val_read)
-        val_batches = sum(place.batches or len(place.asked_s) - 1 for place in val_read)
-        validation_s = max(0.0, self._validated_s - self._stepped_s) if val_read else 0.0
+        # Of each loader of validation: so many batches were read.
+        read = [(place, len(place.asked_s) - 1) for place in val if len(place.asked_s) > 1]
         whole_s = epoch_s(
             cycle_s=cycle_s,
-            validation_s=validation_s,
-            steps=steps,
-            batches=max(place.batches or steps for place in train),
-            step_s=step_s,
-            validation_batches=val_batches,
-            validation_steps=val_steps,
-            validation_step_s=val_spent / val_steps if val_steps else 0.0,
+            rest_s=(max(place.batches or steps for place in train) - steps) * step_s,
+            validation_s=max(0.0, self._validated_s - self._stepped_s) if read else 0.0,
+            validation_rest_s=sum(((p.batches or n) - n) * p.step_s(arm) for p, n in read),
             validations=self.validations,
         )
         use, before = read_cpu_use(_tree()), self._use
@@ -496,7 +508,7 @@ class Session:
         train = self._places["train"]
         own = train[0].own
         order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
-        reader = made.reader_of(own) if len(train) == 1 else "other"
+        reader = reader_of(own) if len(train) == 1 else "other"
         is_loader = reader != "other"
         blocks = self.trial.blocks
         as_is = [block.epoch_s for block in blocks if block.arm == AS_IS]
@@ -504,7 +516,7 @@ class Session:
             statistics.median(block.step_ms for block in blocks if block.arm == arm)
             for arm in (AS_IS, FREE)
         ]
-        sizes = [sum(t.nbytes for t in made.tensors_in(batch)) for batch in train[0].kept]
+        sizes = [sum(t.nbytes for t in tensors_in(batch)) for batch in train[0].kept]
         batch_bytes = sum(sizes) / max(1, len(sizes))
         return LoaderFacts(
             reader=reader,
@@ -515,7 +527,7 @@ class Session:
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
-            stream=made.is_stream(own),
+            stream=is_stream(own),
             changes=next((each for each in order if each in self._changes), "nothing"),
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
@@ -572,3 +584,159 @@ def _tree() -> list[int]:
         children = psutil.Process().children(recursive=True)
         return [os.getpid(), *(child.pid for child in children)]
     return [os.getpid()]
+
+
+# -- loaders with one thing changed, and parts of an epoch of them ---------------------------------
+
+
+def reader_of(loader: object) -> Reader:
+    """Return whose loader it is, which decides how it can be changed."""
+    if isinstance(loader, FastDataLoader):
+        return "ours"
+    if not isinstance(loader, DataLoader):
+        return "other"
+    return "torch" if own_method(loader) is None else "other"
+
+
+def own_method(loader: DataLoader[Any]) -> str | None:
+    """Return the method by which a loader makes batches in its own way; None: it does not."""
+    kind = type(loader)
+    own = (n for n in MAKES_BATCHES if getattr(kind, n) is not getattr(DataLoader, n))
+    return next(own, None)
+
+
+def is_stream(loader: object) -> bool:
+    """Return whether a loader reads an iterable dataset, which has no index."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def batches_in(loader: object) -> int | None:
+    """Return the batches of an epoch; None: that is not known."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batches_ahead(loader: object) -> int:
+    """Return how many batches a loader makes before they are asked for; 0: that is not known."""
+    if not isinstance(loader, DataLoader):
+        return 0
+    if isinstance(loader, FastDataLoader):
+        setup = setup_of(loader, cpus=1.0, step_cpus=1.0)
+        if setup is not None:
+            return setup.look_ahead
+    return loader.num_workers * (loader.prefetch_factor or 2)
+
+
+def can_be_cut(loader: object) -> bool:
+    """Return whether a part of an epoch can be read as an epoch of its own."""
+    made = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+    return reader_of(loader) == "torch" and made and not is_stream(loader)
+
+
+def what_is_read(loader: object) -> tuple[object, ...]:
+    """Return what decides the samples of a loader, apart from a sampler that is torch's own."""
+    if not isinstance(loader, DataLoader):
+        return (loader,)
+    source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    order = () if is_stream(loader) or is_drawn_at_start(source) else (source,)
+    return (loader.dataset, loader.collate_fn, *order)
+
+
+class Pieces:
+    """The batches of a sampler, of which each part of an epoch takes the next few."""
+
+    def __init__(self, batch_sampler: Iterable[Any]) -> None:
+        self._sampler = batch_sampler
+        self._batches: Iterator[Any] = iter(())
+
+    def take(self, count: int) -> list[Any]:
+        """Return so many batches of indices; behind the last one the sampler begins again."""
+        taken = list(islice(self._batches, count))
+        while len(taken) < count:
+            self._batches = iter(self._sampler)
+            more = list(islice(self._batches, count - len(taken)))
+            if not more:
+                break
+            taken += more
+        return taken
+
+
+class Cut(Sampler[Any]):
+    """A batch sampler of one part after the other; ``again``: of the same part each time."""
+
+    def __init__(self, pieces: Pieces, count: int, *, again: bool = False) -> None:
+        self._pieces, self._count, self._again = pieces, count, again
+        self._kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        # Taken when the first one is asked for: torch begins an iteration twice.
+        taken = self._kept or self._pieces.take(self._count)
+        self._kept = taken if self._again else []
+        yield from taken
+
+
+def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> DataLoader[Any]:
+    """Return a loader of the same batches, or those of a part of an epoch, with a change."""
+    workers = loader.num_workers if change.num_workers is None else change.num_workers
+    given: dict[str, Any] = {
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        **({"timeout": loader.timeout} if loader.timeout else {}),
+        "in_order": loader.in_order,
+        "pin_memory": loader.pin_memory,
+        **_order(loader, cut, keyed=change.fast),
+    }
+    if loader.collate_fn not in (default_collate, default_convert):
+        given["collate_fn"] = loader.collate_fn
+    dataset: Any = share(copy(loader.dataset)) if change.share else loader.dataset
+    if change.cache:
+        dataset = CachedDataset(dataset, change.cache)
+    if change.fast:
+        return FastDataLoader(dataset, num_workers="auto", **given)
+    given |= {"num_workers": workers}
+    if workers:
+        given["persistent_workers"] = loader.persistent_workers or change.persistent_workers
+        given["multiprocessing_context"] = loader.multiprocessing_context
+        given["prefetch_factor"] = loader.prefetch_factor
+    return DataLoader(dataset, **given)
+
+
+def _order(loader: DataLoader[Any], cut: Cut | None, *, keyed: bool) -> dict[str, Any]:
+    if cut is not None:
+        return {"batch_sampler": cut}
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return {"batch_sampler": batches}
+    own: dict[str, Any] = {"batch_size": loader.batch_size}
+    if isinstance(loader.dataset, IterableDataset):
+        return own | {"drop_last": loader.drop_last}
+    own |= {"drop_last": loader.drop_last} if loader.batch_size is not None else {}
+    if keyed and is_shuffled(loader):
+        return own | {"shuffle": True}
+    return own | {"sampler": loader.sampler}
+
+
+def is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader was made with ``shuffle=True``, as far as it can be told."""
+    sampler: object = loader.sampler
+    if type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    source: object = sampler.data_source
+    return source is loader.dataset and sampler.num_samples == len(sampler.data_source)
+
+
+def copied(batch: Batch) -> Batch:
+    """Return a batch with tensors of its own."""
+    return replace_leaves(
+        batch, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    )
+
+
+def tensors_in(batch: Batch) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -1,17 +1,22 @@
-"""Which change is tried when, and what the measured blocks of epochs say of it."""
+"""Which change is tried when, what the measured blocks of epochs say of it, and that in words."""
 
 from __future__ import annotations
 
 import functools
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from lightning_fastdata.prove.remedies import Refused, Remedy, together
+import numpy as np
+
+from lightning_fastdata.errors import printable
+from lightning_fastdata.prove.remedies import Refused, Remedy, code_of, together
 
 Phase: TypeAlias = Literal["bound", "try", "confirm"]
+Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not known"]
 
 AS_IS: Final = "as it is"
 FREE: Final = "the same batches again"
@@ -33,6 +38,15 @@ _LOSES: Final = 0.9
 """A remedy that is surely so slow has no further round."""
 _WITHOUT_A: Final = 3
 """So many other blocks may lie between two of the training as it is."""
+_WIDTH: Final = 88
+_OTHERS_CPUS: Final = 0.3
+"""CPUs of other programs from which on they are told of."""
+_KNOWN: Final = 99.0
+"""The upper end of an interval above which the interval says nothing."""
+_UNSURE: Final = 1.1
+"""An upper end above which it is said that one cannot be sure of nothing."""
+_UNMEASURED: Final = "no training step was measured"
+_MORE_TIME: Final = "More time, or a quieter machine, would tell."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +84,6 @@ class Gain:
     low: float
     """Of the interval, corrected for the number of tries."""
     high: float
-    pairs: int
-    """Blocks of both kinds that were compared in turn."""
 
     @property
     def holds(self) -> bool:
@@ -99,6 +111,19 @@ class Trial:
     """Why it ended before everything was tried; empty: it did not."""
     ended: bool = False
     """It came to its end."""
+
+
+def of_dict(known: Mapping[str, Any]) -> Trial:
+    """Return the trial of what `dataclasses.asdict` made plain."""
+    remedies = {name: Remedy.of_dict(each) for name, each in known["remedies"].items()}
+    return Trial(
+        **{
+            **known,
+            "blocks": [Block(**each) for each in known["blocks"]],
+            "remedies": remedies,
+            "refused": [Refused(**each) for each in known["refused"]],
+        }
+    )
 
 
 # -- the order of the blocks -----------------------------------------------------------------------
@@ -140,7 +165,7 @@ def turns(
 
 
 def _pair_s(trial: Trial, arm: str) -> float:
-    return _block_s(trial, AS_IS) + _block_s(trial, arm)
+    return sum(_mean(trial, each, "wall_s") or 0.0 for each in (AS_IS, arm))
 
 
 def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
@@ -175,11 +200,6 @@ def _tried(trial: Trial, left_s: Callable[[], float], names: Sequence[str]) -> I
                 yield Turn(arm=name, phase="try", warm=True)
             if name not in trial.failed:
                 yield Turn(arm=name, phase="try")
-
-
-def _block_s(trial: Trial, arm: str) -> float:
-    known = [block.wall_s for block in trial.blocks if block.arm == arm]
-    return statistics.fmean(known) if known else 0.0
 
 
 def _loses(trial: Trial, name: str) -> bool:
@@ -297,69 +317,219 @@ def interval(logs: Sequence[float], *, tries: int = 1, spread: Spread | None = N
     middle = statistics.fmean(logs)
     spread = _pooled([logs]) if spread is None else spread
     if spread is None:
-        return Gain(factor=math.exp(middle), low=0.0, high=math.inf, pairs=len(logs))
+        return Gain(factor=math.exp(middle), low=0.0, high=math.inf)
     quantile = student_quantile(1 - _LEVEL / (2 * tries), spread.freedom)
     half = quantile * spread.deviation / math.sqrt(len(logs))
     high = math.inf if middle + half > 700 else math.exp(middle + half)
-    return Gain(factor=math.exp(middle), low=math.exp(middle - half), high=high, pairs=len(logs))
+    return Gain(factor=math.exp(middle), low=math.exp(middle - half), high=high)
 
 
 @functools.cache
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution, of a probability above a half."""
-    low, high = 0.0, 1.0
-    while _student_above(high, freedom) > 1 - probability:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _student_above(middle, freedom) > 1 - probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    """Return the quantile of Student's t distribution, of a probability above a half.
 
-
-def _student_above(t: float, freedom: int) -> float:
-    """Return the probability of a value above ``t`` >= 0.
-
-    With t = sqrt(n) tan(u), the density is a power of cos(u), of which Simpson's rule is exact to
-    ten digits.
+    With t = sqrt(freedom) * tan(angle), the density of the angle is a power of its cosine.
     """
-    steps = 400
-    end = math.atan(t / math.sqrt(freedom))
-    width = (math.pi / 2 - end) / steps
-    ends = [math.cos(end + width * at) ** (freedom - 1) for at in range(steps)] + [
-        1.0 if freedom == 1 else 0.0
-    ]
-    total = ends[0] + ends[-1] + 4 * sum(ends[1:-1:2]) + 2 * sum(ends[2:-1:2])
-    scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
-    return math.exp(scale) / math.sqrt(math.pi) * total * width / 3
+    angles = np.linspace(0.0, np.pi / 2, 100_001)
+    density = np.cos(angles) ** (freedom - 1)
+    areas = np.concatenate(([0.0], np.cumsum(density[1:] + density[:-1])))  # of trapezoids
+    angle = np.interp(2 * probability - 1, areas / areas[-1], angles)
+    return math.sqrt(freedom) * math.tan(angle)
 
 
-# -- as plain data ---------------------------------------------------------------------------------
+# -- in words --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """What a trial comes to."""
+
+    trial: Trial
+    outcome: Outcome
+    verdict: str
+    """One sentence."""
+    remedy: str | None = None
+    """The name of the remedy that is recommended."""
+    gain: Gain | None = None
+    """Of it."""
+    code: tuple[str, ...] = ()
+    """Lines to paste."""
+
+    @property
+    def says(self) -> tuple[str, ...]:
+        """What to know of the remedy that is recommended."""
+        if self.remedy is None or self.gain is None:
+            return ()
+        remedy, epochs = self.trial.remedies[self.remedy], self.trial.facts.get("epochs")
+        says = list(remedy.says)
+        if remedy.change.cache and epochs:
+            in_all = epochs / (1 + (epochs - 1) / self.gain.factor)
+            says.append(f"in the {epochs:.0f} epochs of this script that is {in_all:.3g}x in all")
+        return tuple(says)
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing is to be changed; 1: a change is recommended; 2: it is not known."""
+        return {"change": 1, "not known": 2}.get(self.outcome, 0)
+
+    def text(self) -> str:
+        """Return it for people."""
+        lines = [f"fastdata prove · {printable(self.trial.script, keep='')}", ""]
+        lines += _table(self.trial, self.remedy)
+        lines += ["", *_wrapped(self.verdict, "")]
+        if self.remedy is not None:
+            lines += ["", "Write:", *(f"    {line}" for line in self.code)]
+            lines += [line for said in self.says for line in _wrapped(said, "know  ")]
+        told = [f"{each.name}: {each.why}" for each in self.trial.refused]
+        if told:
+            lines += ["", *(line for each in told for line in _wrapped(each, "not tried  "))]
+        unsuited = {each.name for each in self.trial.refused}
+        for name, why in self.trial.failed.items():
+            if name in unsuited:
+                continue
+            lines += _wrapped(f"{name}: {why}", "failed  ")
+        if self.trial.stopped and self.trial.blocks:
+            lines += _wrapped(f"{self.trial.stopped}; this is what is known", "stopped  ")
+        others = (
+            statistics.fmean(b.others_cpus for b in self.trial.blocks) if self.trial.blocks else 0
+        )
+        if others > _OTHERS_CPUS:
+            said = (
+                f"other programs used {others:.1f} CPUs meanwhile; without them the gain may differ"
+            )
+            lines += _wrapped(said, "note  ")
+        if self.trial.blocks:  # the notes speak of the figures
+            lines += [line for note in self.trial.notes for line in _wrapped(note, "note  ")]
+        return "\n".join(lines)
+
+
+def conclude(trial: Trial) -> Conclusion:
+    """Return what the blocks of a trial say, whether it came to its end or not."""
+    found = confirmed(trial)
+    if found is not None and found[1].holds:
+        name, gain = found
+        facts = trial.facts
+        code = code_of(
+            trial.remedies[name].change,
+            given_to_fit=bool(facts.get("given_to_fit")),
+            validates=bool(facts.get("validates")),
+            home=facts.get("home", "lightning_fastdata"),
+        )
+        verdict = (
+            f"{name}: an epoch takes {1 / gain.factor:.0%} of its time, {gain.factor:.2f}x as "
+            f"fast ({gain.low:.2f} to {gain.high:.2f})."
+        )
+        return Conclusion(
+            trial=trial, outcome="change", verdict=verdict, remedy=name, gain=gain, code=tuple(code)
+        )
+    outcome, verdict = _without_a_change(trial, found)
+    return Conclusion(trial=trial, outcome=outcome, verdict=verdict)
+
+
+def _without_a_change(trial: Trial, unsure: tuple[str, Gain] | None) -> tuple[Outcome, str]:
+    """Return what a trial comes to that recommends nothing, and the sentence that says it.
+
+    ``unsure``: the remedy that was confirmed, whose gain may be chance.
+    """
+    if not log_gains(trial.blocks, FREE, "bound"):
+        return "not known", f"Nothing is known: {trial.stopped or _UNMEASURED}."
+    bound = bound_of(trial)
+    if bound.factor < LEAST_GAIN and bound.high > _UNSURE:
+        return "not known", (
+            f"Not decided: free data would bring {bound.factor:.2f}x, which is not sure yet "
+            f"({_in_words(bound)}). {_MORE_TIME}"
+        )
+    if bound.factor < LEAST_GAIN:
+        share = min(1.0, 1 / bound.factor)
+        return "nothing to gain", (
+            f"Nothing to gain: the model takes {share:.0%} of the time, and free "
+            f"data would bring {max(bound.factor, 1.0):.2f}x at most."
+        )
+    free = f"free data would bring {bound.factor:.2f}x"
+    if unsure is not None and unsure[1].factor > LEAST_GAIN:
+        name, gain = unsure
+        return "not known", (
+            f"Not decided: {name} seems to bring {gain.factor:.2f}x ({_in_words(gain)}), which may "
+            f"be chance. {_MORE_TIME}"
+        )
+    if not trial.ended:
+        return "not known", f"Not decided: {free}, and no change has been confirmed yet."
+    known = {block.arm for block in trial.blocks} | trial.failed.keys()
+    if untried := [name for name in trial.remedies if name not in known]:
+        names = ", ".join(untried)
+        return "not known", f"Not decided: {free}, and the time did not do for {names}."
+    if not trial.remedies:
+        return "not known", f"Nothing tried: {free}, and there is no change to try on this loader."
+    return "nothing found", f"Nothing found: {free}, and no change that was tried brings 3 %."
+
+
+def _rows(trial: Trial) -> list[tuple[str, Gain | None]]:
+    rows: list[tuple[str, Gain | None]] = [(AS_IS, None)]
+    if log_gains(trial.blocks, FREE, "bound"):
+        rows.append((FREE, bound_of(trial)))
+    rows += [(name, gain_of(trial, name)) for name in trial.remedies]
+    return [row for row in rows if row[1] is not None or _mean(trial, row[0], "epoch_s")]
+
+
+def _table(trial: Trial, chosen: str | None) -> list[str]:
+    rows = _rows(trial)
+    if not rows:
+        return [" nothing was measured"]
+    width = max(24, *(len(name) for name, _ in rows))
+    lines = [f" {'':<{width}}  {'step':>9}  {'epoch':>9}  {'gain':>6}  interval"]
+    for name, gain in rows:
+        step, epoch = _mean(trial, name, "step_ms"), _mean(trial, name, "epoch_s")
+        cells = f"{_number(step)} ms  {_number(epoch)} s "
+        told = "" if gain is None else f"  {gain.factor:>5.2f}x  {_in_words(gain)}"
+        mark = (
+            " <-" if name == chosen else "  (at most)" if name == FREE and gain is not None else ""
+        )
+        lines.append(f" {name:<{width}}  {cells}{told}{mark}".rstrip())
+    return lines
+
+
+def _in_words(gain: Gain) -> str:
+    """Return it in words, where there were enough pairs for one that says something."""
+    return f"{gain.low:.2f} to {gain.high:.2f}" if gain.high <= _KNOWN else "not known"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return f"{'-':>7}"
+    digits = 1 if value < 1000 else 0
+    return f"{value:>7.{digits}f}" if value >= 10 else f"{value:>7.2f}"
+
+
+def _mean(trial: Trial, name: str, what: str) -> float | None:
+    known = [getattr(block, what) for block in trial.blocks if block.arm == name]
+    return statistics.fmean(known) if known else None
+
+
+def _wrapped(text: str, head: str) -> list[str]:
+    return textwrap.wrap(
+        printable(text), _WIDTH, initial_indent=f" {head}", subsequent_indent=" " * (len(head) + 1)
+    )
+
+
+# -- what an epoch takes by a part of it -----------------------------------------------------------
 
 
 def epoch_s(
     *,
     cycle_s: float,
+    rest_s: float,
     validation_s: float,
-    steps: int,
-    batches: int,
-    step_s: float,
-    validation_batches: int,
-    validation_steps: int,
-    validation_step_s: float,
+    validation_rest_s: float,
     validations: float,
 ) -> float:
     """Return what an epoch takes by a part of it.
 
     The start and the end of an epoch are in that part whole, and so are those of validation; what
-    is missing are steps from the middle. The part took ``cycle_s``, with so many training steps of
-    an epoch's ``batches``, and of that ``validation_s`` for some steps of one of its validations.
+    is missing are steps from the middle. The part took ``cycle_s``, and its missing training steps
+    take ``rest_s``. Of that were ``validation_s`` for some steps of one validation, whose missing
+    steps take ``validation_rest_s``.
     """
-    train_s = cycle_s - validation_s + (batches - steps) * step_s
-    once_s = validation_s + (validation_batches - validation_steps) * validation_step_s
-    return train_s + validations * once_s
+    return cycle_s - validation_s + rest_s + validations * (validation_s + validation_rest_s)
 
 
 def middle_step_s(asked_s: Sequence[float], *, ahead: int = 0) -> float:
@@ -377,16 +547,3 @@ def middle_step_s(asked_s: Sequence[float], *, ahead: int = 0) -> float:
         return 0.0
     begin, end = (steps // 4, steps - steps // 4) if steps >= max(8, 4 * ahead) else (0, steps)
     return (asked_s[end] - asked_s[begin]) / (end - begin)
-
-
-def of_dict(known: Mapping[str, Any]) -> Trial:
-    """Return the trial of what `dataclasses.asdict` made plain."""
-    remedies = {name: Remedy.of_dict(each) for name, each in known["remedies"].items()}
-    return Trial(
-        **{
-            **known,
-            "blocks": [Block(**each) for each in known["blocks"]],
-            "remedies": remedies,
-            "refused": [Refused(**each) for each in known["refused"]],
-        }
-    )

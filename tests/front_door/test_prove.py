@@ -25,10 +25,9 @@ from warm_python import warm_python
 from lightning_fastdata import StepTimer
 from lightning_fastdata.cli import main
 from lightning_fastdata.host import clock
+from lightning_fastdata.prove import PROVE_VARIABLE, ProveSettings
 from lightning_fastdata.prove.remedies import SHARE
-from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
-from lightning_fastdata.prove.text import conclude
-from lightning_fastdata.prove.trials import AS_IS, FREE, of_dict
+from lightning_fastdata.prove.trials import AS_IS, FREE, conclude, of_dict
 
 CLOCK = []
 """The one of the test; not in the datasets, which could not be compared then."""
@@ -84,7 +83,7 @@ def tried(tmp_path, monkeypatch):
     """Return what runs a function in a trial, and what is known behind it."""
     file = tmp_path / "trial" / "trial.json"
     settings = ProveSettings(script="train.py", file=str(file), budget_s=75.0)
-    monkeypatch.setenv(VARIABLE, settings.as_text())
+    monkeypatch.setenv(PROVE_VARIABLE, settings.as_text())
     monkeypatch.chdir(tmp_path)
 
     def run(function):
@@ -236,7 +235,7 @@ def test_a_part_whose_batches_are_all_read_ahead_is_no_faster_than_its_workers(t
 
 
 def prove(folder, *arguments, code):
-    environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    environ = {k: v for k, v in os.environ.items() if k != PROVE_VARIABLE}
     command = ("-m", "lightning_fastdata", "prove", *arguments)
     commands = folder.with_name(f"{folder.name}-commands")
     commands.mkdir()

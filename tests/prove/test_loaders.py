@@ -8,7 +8,8 @@ from planning.planned import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.prove.loaders import (
+from lightning_fastdata.prove.remedies import Change
+from lightning_fastdata.prove.session import (
     Cut,
     Pieces,
     can_be_cut,
@@ -17,7 +18,6 @@ from lightning_fastdata.prove.loaders import (
     remade,
     what_is_read,
 )
-from lightning_fastdata.prove.remedies import Change
 
 
 class Numbers(Dataset):

@@ -10,13 +10,13 @@ from dataclasses import asdict
 import pytest
 
 from lightning_fastdata.prove.remedies import Change, Remedy
-from lightning_fastdata.prove.text import conclude
 from lightning_fastdata.prove.trials import (
     AS_IS,
     FREE,
     Block,
     Trial,
     bound_of,
+    conclude,
     confirmed,
     epoch_s,
     gain_of,
@@ -257,9 +257,8 @@ def test_a_part_of_an_epoch_tells_of_the_whole(steps, validations):
         return asked(count)[-1]
 
     whole = epoch_s(
-        cycle_s=cycle(steps) + 0.3, validation_s=0.3, steps=steps, batches=1000,
-        step_s=middle_step_s(asked(steps)), validation_batches=20, validation_steps=5,
-        validation_step_s=0.02, validations=validations,
+        cycle_s=cycle(steps) + 0.3, rest_s=(1000 - steps) * middle_step_s(asked(steps)),
+        validation_s=0.3, validation_rest_s=15 * 0.02, validations=validations,
     )  # fmt: skip
     assert whole == pytest.approx(cycle(1000) + validations * (0.3 + 15 * 0.02), rel=1e-9)
 

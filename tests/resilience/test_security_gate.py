@@ -21,7 +21,7 @@ ALLOWED = {
     ("ext/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
     ("sources/shared.py", "pickle.loads"): "memory that this user has sealed",
     ("executors/stream_state.py", "pickle.loads"): f"states of streams: {PIPE}",
-    ("cli/replays.py", "exec_module"): "the file with the data module, named by the user",
+    ("cli.py", "exec_module"): "the file with the data module, named by the user",
 }
 """Module and call -> why it may."""
 
