@@ -11,7 +11,7 @@ from thoroughness import max_examples
 
 from lightning_fastdata.device.backend import is_out_of_memory
 from lightning_fastdata.host.memory import reserve_bytes
-from lightning_fastdata.plugin.guard.steps import Probe, accumulated, chosen, doubled, halved
+from lightning_fastdata.plugin.guard.callback import Probe, accumulated, chosen, doubled, halved
 
 MIB, GIB = 2**20, 2**30
 

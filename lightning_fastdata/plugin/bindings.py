@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_fastdata.plugin.guard.callback import GuardHooks
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.proving import ProvingHooks
-from lightning_fastdata.plugin.seams.loaders import EmptyLoaders
-from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
+from lightning_fastdata.plugin.seams import EmptyLoaders
+from lightning_fastdata.plugin.throughput import AddedHooks, ThroughputHooks
 
 
 class NoLoaders(EmptyLoaders, CombinedLoader):  # noqa: D101

@@ -43,9 +43,7 @@ from lightning_fastdata.order.samplers import (
     rows_in,
 )
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
-from lightning_fastdata.plugin.seams.loaders import average_exactly
-from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
+from lightning_fastdata.plugin import seams
 from lightning_fastdata.prove.session import is_shuffled, own_method
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.tree import held_by, is_a
@@ -150,21 +148,20 @@ def told_of_pipelines(dataset: object, name: str, stage: Stage) -> list[str]:
         *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
         *loaded_classes("torchvision.transforms.v2", "Transform"),
     )
-    return [_told_of(dataset, name, stage, each) for each in find_instances(dataset, kinds)]
-
-
-def _told_of(dataset: object, name: str, stage: Stage, pipeline: object) -> str:
-    library = type(pipeline).__module__.partition(".")[0]
-    attribute = next((key for key, one in held_by(dataset).items() if one is pipeline), None)
-    where, how = f"A part of {name}", f"give it to the data module as the {stage} of augment="
-    if attribute is not None:
-        where, given = f"{name}.{attribute}", f"dataset.{attribute}"
-        given = given if stage == "train" else f"{{{stage!r}: {given}}}"
-        how = f"write augment={given}, and give the dataset {attribute}=None"
-    return (
-        f"{where} is a {type(pipeline).__name__} of {library} that runs in the workers. To have it "
-        f"computed on the device, {how}."
-    )
+    told = []
+    for pipeline in find_instances(dataset, kinds):
+        library = type(pipeline).__module__.partition(".")[0]
+        attribute = next((key for key, one in held_by(dataset).items() if one is pipeline), None)
+        where, how = f"A part of {name}", f"give it to the data module as the {stage} of augment="
+        if attribute is not None:
+            where, given = f"{name}.{attribute}", f"dataset.{attribute}"
+            given = given if stage == "train" else f"{{{stage!r}: {given}}}"
+            how = f"write augment={given}, and give the dataset {attribute}=None"
+        told.append(
+            f"{where} is a {type(pipeline).__name__} of {library} that runs in the workers. To "
+            f"have it computed on the device, {how}."
+        )
+    return told
 
 
 # -- loaders that a user has -----------------------------------------------------------------------
@@ -363,9 +360,9 @@ def _share_of_rank(
     spec: LoaderSpec, arguments: Mapping[str, Any], trainer: Trainer | None
 ) -> RankBatchSampler | SharedSampler | None:
     """Return this rank's share of an order; None where nothing is shared out, or splits itself."""
-    if trainer is None or trainer.world_size == 1 or not spreads_samples(trainer):
+    if trainer is None or trainer.world_size == 1 or not seams.spreads_samples(trainer):
         return None
-    if spec.stage != "train" and attributes_of(trainer).overfit_batches:
+    if spec.stage != "train" and seams.attributes_of(trainer).overfit_batches:
         return None  # Lightning puts samplers of its own there
     kwargs = trainer.distributed_sampler_kwargs
     batches, order = arguments.get("batch_sampler"), arguments.get("sampler")
@@ -405,7 +402,7 @@ def bad_samples_of(asked: BadSamplePolicy | BadSamples, trainer: Trainer | None)
         )
     if rule.quarantine_file is None and rule.policy != "raise" and trainer is not None:
         # All ranks are asked for a trainer's log folder together, as they are in its methods.
-        runs = running_stage(trainer) is not None
+        runs = seams.running_stage(trainer) is not None
         folder = (trainer.log_dir if runs else None) or trainer.default_root_dir
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
         file = os.path.join(folder, f"bad_samples{rank}.jsonl")  # noqa: PTH118 - may be a URL
@@ -438,7 +435,7 @@ def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
     if length is None and not isinstance(share, SharedSampler):
         _tell_of_uneven_parts(sampler, trainer)
     batches = min(length or 0, limit) if isinstance(limit, int) else length or 0
-    fewest, most = -of_ranks(trainer, -batches), of_ranks(trainer, batches)
+    fewest, most = -seams.of_ranks(trainer, -batches), seams.of_ranks(trainer, batches)
     about = f"{name}: {type(sampler).__name__}"
     if fewest < most:
         raise OptionsError(
@@ -448,7 +445,7 @@ def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
     drawn = getattr(sampler, "generator", None)
     held = drawn.get_state().numpy().tobytes() if isinstance(drawn, torch.Generator) else b""
     state = zlib.crc32(held)
-    if -of_ranks(trainer, -state) < of_ranks(trainer, state):
+    if -seams.of_ranks(trainer, -state) < seams.of_ranks(trainer, state):
         warnings.warn(
             f"{about} has a generator that is not seeded alike on all ranks. They share out other "
             "orders, or have that of rank 0 behind a checkpoint. Seed it by one number.",
@@ -475,9 +472,9 @@ def settle_sharing(
     # Of an order of this package each sample comes once, which is not worth a line.
     left = None if epoch_order(loader.batch_sampler) is not None else share.left_over()
     if left is not None and trainer.is_global_zero:
-        print_line(trainer, f"fastdata: {name}: {left}")
+        seams.print_line(trainer, f"fastdata: {name}: {left}")
     if stage != "train":
-        average_exactly(trainer)
+        seams.average_exactly(trainer)
 
 
 # -- samples that are kept -------------------------------------------------------------------------
@@ -495,8 +492,11 @@ def kept(
     """
     if folder != "auto":
         return with_cache(dataset, folder), None
+    epochs = math.inf
+    if trainer is not None and trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        epochs = trainer.max_epochs - trainer.current_epoch
     try:
-        cached, reason = _decision(dataset, _epochs_left(trainer))
+        cached, reason = _decision(dataset, epochs)
     except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there
         cached, reason = None, str(error)
         warnings.warn(f"No samples are kept (cache='auto'): {error}", FastDataWarning, stacklevel=2)
@@ -546,10 +546,3 @@ def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[b
 
 def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:
     tell("gain", measure_gain(dataset, folder))
-
-
-def _epochs_left(trainer: Trainer | None) -> float:
-    most = None if trainer is None else trainer.max_epochs
-    if trainer is None or most is None or most < 0:
-        return math.inf
-    return most - trainer.current_epoch

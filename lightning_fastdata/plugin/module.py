@@ -41,6 +41,7 @@ from lightning_fastdata.planning.options import (
     given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
+from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
     GivenLoader,
@@ -59,31 +60,15 @@ from lightning_fastdata.plugin.datasets import (
     taken_apart,
     told_of_pipelines,
 )
-from lightning_fastdata.plugin.guard.callback import attach_guard
-from lightning_fastdata.plugin.guard.steps import GuardPolicy
-from lightning_fastdata.plugin.placing.stage_transforms import (
-    StagePlan,
+from lightning_fastdata.plugin.guard.callback import GuardPolicy, attach_guard
+from lightning_fastdata.plugin.placing import AugmentOn, Placing, device_type
+from lightning_fastdata.plugin.transforms import (
+    Prefetching,
+    PrefetchName,
     StageTransforms,
-    carry_out_draws,
     finish,
     inside,
     transfer,
-)
-from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
-from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing, device_type
-from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
-from lightning_fastdata.plugin.seams.internals import itself, replace_for_one_run
-from lightning_fastdata.plugin.seams.loaders import with_paths
-from lightning_fastdata.plugin.seams.trainer import (
-    first_epoch,
-    has_ended,
-    is_to_be_restored,
-    mend_counts,
-    move_place,
-    print_line,
-    refuse_other_tree,
-    running_stage,
-    training_place,
 )
 from lightning_fastdata.randomness.search import find_composes, find_instances
 from lightning_fastdata.randomness.seeds import global_seed
@@ -321,23 +306,24 @@ class DataModule:
         self._trainer = trainer
         if trainer is None:
             return
-        refuse_other_tree(self, trainer)
+        seams.refuse_other_tree(self, trainer)
         self._warn_of_lost_arguments()
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
             attach_guard(trainer, self._guard_callback, always=self.chooses_batch_size)
         # A subclass's own hook may leave out super(), and then Lightning's warning is right.
-        choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
-        if running_stage(trainer) == "train" and not self._validates(trainer):
+        seams.choose_own_hooks(self, trainer, set(seams.HOOKS) - self.written_hooks())
+        if seams.running_stage(trainer) == "train" and not self._validates(trainer):
             # Of any method of this name but its own Lightning says that data were passed in.
-            replace_for_one_run(trainer, self, "val_dataloader", super().val_dataloader)  # type: ignore[misc]
+            lightnings = super().val_dataloader  # type: ignore[misc]
+            seams.replace_for_one_run(trainer, self, "val_dataloader", lightnings)
 
     def _validates(self, trainer: Trainer) -> bool:
         """Return whether the LightningModule, or this data module, has anything of validation."""
         cls, names = type(self), ("val_dataset", "val_dataloader")
         own = any(n in vars(self) or getattr(cls, n) is not getattr(DataModule, n) for n in names)
-        return own or overridden_hook(trainer.lightning_module, "validation_step") is not None
+        return own or seams.overridden_hook(trainer.lightning_module, "validation_step") is not None
 
     def train_dataset(self) -> Any:
         """Return the dataset to train on."""
@@ -388,7 +374,7 @@ class DataModule:
         module = cls(**given, **arguments)  # type: ignore[arg-type]
         for stage, dataset in zip(STAGES, datasets, strict=True):
             if dataset is not None:
-                setattr(module, DATASET_METHOD[stage], partial(itself, dataset))
+                setattr(module, DATASET_METHOD[stage], partial(seams.itself, dataset))
         return module
 
     @classmethod
@@ -453,7 +439,7 @@ class DataModule:
             )
         for stage, form in given.items():
             based = [replace(one, base=base) for _, one in named(form, stage)]
-            setattr(module, DATASET_METHOD[stage], partial(itself, in_form_of(form, based)))
+            setattr(module, DATASET_METHOD[stage], partial(seams.itself, in_form_of(form, based)))
         return module
 
     def register_transform(
@@ -514,11 +500,11 @@ class DataModule:
         spec, arguments = self._spec(dataset, stage, name, overrides)
         refuse_empty(spec)
         spec = self._cached(spec)
-        arguments = ordered(spec, arguments, self._shuffle_of(stage), self.run_seed())
+        seed = self.run_seed()
+        arguments = ordered(spec, arguments, self._shuffle_of(stage), seed)
         if not isinstance(arguments.get("sampler"), ShuffleSampler):
             spec = replace(spec, sampler=arguments.get("sampler"))
-        of = StagePlan(spec=spec, seed=self.run_seed(), trainer=self._trainer)
-        facts, transform = self._looked_at(of)
+        facts, transform = self._looked_at(spec)
         plan = self._plans[name] = self._plan(spec, facts)
         for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=2)
@@ -531,14 +517,16 @@ class DataModule:
             "batch_size": spec.batch_size or 1,
             "collate_fn": spec.collate_fn,
             "drop_last": self.drop_last and stage == "train",
-            "seed": of.seed,
-            "epoch": first_epoch if run is None else run.epoch,
+            "seed": seed,
+            "epoch": seams.first_epoch if run is None else run.epoch,
             "run": run,
             "tuner": self._tuner(spec, plan),
             "chosen": spec.options.num_workers == "auto" and not plan.only_here,
             "standby": plan.standby,
             "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
-            **self.placing.settings(of, transform, self._transforms, plan),
+            **self.placing.settings(
+                spec, plan, transform, self._transforms, seed=seed, trainer=self._trainer
+            ),
             **plan.loader_arguments(),
             "on_bad_sample": bad_samples_of(plan.options.on_bad_sample, self._trainer),
         }
@@ -556,7 +544,7 @@ class DataModule:
         """
         datasets, by_name = self._named_datasets(stage)
         if is_missing(datasets):
-            running = running_stage(self._trainer)
+            running = seams.running_stage(self._trainer)
             if stage == "val" and running in (None, "train"):
                 return [] if running is None else self._no_loaders([])
             raise DatasetError(
@@ -592,7 +580,7 @@ class DataModule:
 
     def _tell(self, name: str, move: str) -> None:
         if self._trainer is not None and self._trainer.is_global_zero:
-            print_line(self._trainer, f"fastdata: {name}: {move}")
+            seams.print_line(self._trainer, f"fastdata: {name}: {move}")
 
     def _warn_of_lost_arguments(self) -> None:
         """Warn, once, of what a subclass was given, has saved, and has passed no further.
@@ -674,16 +662,16 @@ class DataModule:
             return self.shuffle.get(stage)
         return self.shuffle if stage == "train" else None
 
-    def _looked_at(self, of: StagePlan) -> tuple[DatasetFacts, StageTransform | None]:
+    def _looked_at(self, spec: LoaderSpec) -> tuple[DatasetFacts, StageTransform | None]:
         """Find out what a loader rests on, and check the first sample of its dataset.
 
         Returns that, and the transform that starts in its workers, as it suits the dataset.
         """
-        spec, stage = of.spec, of.spec.stage
+        stage = spec.stage
         transforms, part = self._transforms[stage], self._transforms.worker_part(stage)
-        on_device = self.placing.may_use_device(stage, of.trainer)
+        on_device = self.placing.may_use_device(stage, self._trainer)
         questions = Questions(
-            sample=of.trainer is not None,
+            sample=self._trainer is not None,
             collated=spec.collate_fn is None and not transforms,
             further=_FURTHER_SAMPLES if on_device and part is not None else 0,
             cost=spec.needs_cost,
@@ -780,7 +768,7 @@ class DataModule:
         loaded, that is returned.
         """
         loaders = dict(_training_loaders(self._trainer))
-        place = training_place(self._trainer)
+        place = seams.training_place(self._trainer)
         if place.last:
             place = Place(place.epoch + 1, 0, last=False)
         if self._saved and not any(loader.begun for loader in loaders.values()):
@@ -811,7 +799,7 @@ class DataModule:
         if "epoch" in state:
             self._saved_place = Place(int(state["epoch"]), int(state["batches"]), last=False)
             if self._trainer is not None:
-                mend_counts(self._trainer, self._saved_place.epoch)
+                seams.mend_counts(self._trainer, self._saved_place.epoch)
         for path, loader in _training_loaders(self._trainer):
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
@@ -856,25 +844,12 @@ class DataModule:
         if stage != "train" or trainer is None:
             return nullcontext()
         # What one batch draws rests on no other, so that a run may go on from any of them.
-        place = training_place(trainer)
+        place = seams.training_place(trainer)
         device = trainer.strategy.root_device
         number: tuple[int, ...] = trainer.global_rank, place.taken
         if self.part_begin:
             number += (self.part_begin,)
         return drawn_under(self.run_seed(), place.epoch, number, device)
-
-    def batches_ahead(self) -> int:
-        """Return how many batches are on the device beside the one that is trained on, at most."""
-        self._prefetching.decide(self)
-        return self._prefetching.batches_ahead
-
-    def drop_ahead(self) -> bool:
-        """Let go of what was sent ahead, and send no more; return whether there was a batch."""
-        return self._prefetching.drop_ahead()
-
-    def carried_out(self, batch: Batch) -> Batch:
-        """Return a batch with what the workers drew for it carried out, where it is."""
-        return carry_out_draws(batch, self._transforms)
 
     def device_streams(self, device: torch.device) -> DeviceStreams | None:
         """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
@@ -883,11 +858,11 @@ class DataModule:
     def written_hooks(self) -> frozenset[str]:
         """Return the transfer hooks that the class itself overrides."""
         cls = type(self)
-        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModule, n))
+        return frozenset(n for n in seams.HOOKS if getattr(cls, n) is not getattr(DataModule, n))
 
     def _hook_of_module(self, name: str) -> Callable[..., Batch] | None:
         trainer = self._trainer
-        return None if trainer is None else overridden_hook(trainer.lightning_module, name)
+        return None if trainer is None else seams.overridden_hook(trainer.lightning_module, name)
 
 
 _PARAMETERS: Final = dict(list(inspect.signature(DataModule.__init__).parameters.items())[1:])
@@ -911,7 +886,8 @@ class TrainingRun:
     @property
     def over(self) -> bool:
         """Whether the trainer has come to its end, or was interrupted."""
-        return has_ended(self._module.trainer)
+        trainer = self._module.trainer
+        return trainer is not None and (trainer.state.finished or trainer.interrupted)
 
     def place(self) -> Place:
         """Return where the run is.
@@ -921,9 +897,9 @@ class TrainingRun:
         LightningModule asks for ``estimated_stepping_batches``.
         """
         trainer, saved = self._module.trainer, self._module._saved_place
-        if saved is not None and trainer is not None and is_to_be_restored(trainer):
+        if saved is not None and trainer is not None and seams.is_to_be_restored(trainer):
             return saved
-        return training_place(trainer)
+        return seams.training_place(trainer)
 
     def epoch(self) -> int:
         """Return the epoch, counted from 0, of the batches that come next."""
@@ -941,7 +917,7 @@ class TrainingRun:
             state = of_other_rank(state, loaders[path].dataset)
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches and len(loaders) == 1:
-            move_place(trainer, state.epoch, state.batches, anew.batches)
+            seams.move_place(trainer, state.epoch, state.batches, anew.batches)
         saved[path] = anew if anew.batches != state.batches else state
         return saved[path]
 
@@ -949,7 +925,7 @@ class TrainingRun:
 def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLoader]]:
     """Yield the training loaders of this package that a trainer has, each with its path."""
     loaders = None if trainer is None else trainer.train_dataloader
-    for path, loader in with_paths(loaders):
+    for path, loader in seams.with_paths(loaders):
         if isinstance(loader, FastDataLoader):
             yield "/".join(map(str, path)), loader
 

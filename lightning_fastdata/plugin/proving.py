@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.plugin.seams.hooks import home_of, package_of
-from lightning_fastdata.plugin.seams.internals import attributes_of, loaders_owner
-from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
-from lightning_fastdata.plugin.seams.trainer import hide_loggers, nothing
-from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
+from lightning_fastdata.plugin import seams
+from lightning_fastdata.plugin.throughput import ThroughputHooks
 from lightning_fastdata.prove import ProveSettings
 from lightning_fastdata.prove.session import Session, TrialEndedError, batches_in
 from lightning_fastdata.prove.trials import Trial
@@ -52,7 +49,7 @@ class ProvingHooks:
             OptionsError: Several processes train together.
         """
         self._unsave_config(trainer)
-        made = hide_loggers(trainer)
+        made = seams.hide_loggers(trainer)
         if stage != "fit":
             return
         if self.session is not None:
@@ -74,7 +71,7 @@ class ProvingHooks:
             self.session.ended_by(error)
             raise error
         trial.facts["given_to_fit"] = self.session.make_fast is not None
-        trial.facts["home"] = home_of(package_of(trainer))
+        trial.facts["home"] = seams.home_of(seams.package_of(trainer))
         trial.facts["logs"] = [str(folder) for folder in made]
         self._leave_out(trainer, trial)
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -87,12 +84,12 @@ class ProvingHooks:
         trainer.check_val_every_n_epoch, trainer.val_check_interval = 1, 1.0
         trainer.num_sanity_val_steps = 0
         # Until it is known how many steps the parts of an epoch have.
-        attributes_of(trainer).reload_dataloaders_every_n_epochs = 1
-        watch_sources(trainer, ("train", "val"), self._give)
+        seams.attributes_of(trainer).reload_dataloaders_every_n_epochs = 1
+        seams.watch_sources(trainer, ("train", "val"), self._give)
 
     def _unsave_config(self, trainer: Trainer) -> None:
         """Remove the file that LightningCLI has written of this run: the next one finds it."""
-        for callback in attributes_of(trainer).callbacks:
+        for callback in seams.attributes_of(trainer).callbacks:
             name = getattr(callback, "config_filename", None)
             if not (getattr(callback, "already_saved", False) and isinstance(name, str)):
                 continue
@@ -103,7 +100,7 @@ class ProvingHooks:
 
     def _leave_out(self, trainer: Trainer, trial: Trial) -> None:
         left_out, kept = [], []
-        for callback in attributes_of(trainer).callbacks:
+        for callback in seams.attributes_of(trainer).callbacks:
             names = {kind.__name__ for kind in type(callback).__mro__}
             if names & set(_LEFT_OUT):
                 left_out.append(type(callback).__name__)
@@ -111,9 +108,9 @@ class ProvingHooks:
             kept.append(callback)
             if isinstance(callback, ThroughputHooks):
                 callback.summary, callback.report_path = False, False
-        attributes_of(trainer).callbacks = kept
+        seams.attributes_of(trainer).callbacks = kept
         # On the instance: a script may ask for checkpoints of its own.
-        vars(trainer)["save_checkpoint"] = nothing
+        vars(trainer)["save_checkpoint"] = seams.nothing
         said = ", ".join(dict.fromkeys(left_out))
         trial.notes.append(
             "Loggers are silent, learning rate schedules stand still, and nothing is saved by the "
@@ -122,10 +119,10 @@ class ProvingHooks:
 
     def _fast_loaders(self, trainer: Trainer) -> Callable[[str, Any], Any] | None:
         """Return what makes loaders as ``from_loaders`` does; None: `fit` was given none."""
-        owner = loaders_owner(trainer.fit_loop)
+        owner = seams.loaders_owner(trainer.fit_loop)
         if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
             return None
-        home = importlib.import_module(home_of(package_of(trainer)))
+        home = importlib.import_module(seams.home_of(seams.package_of(trainer)))
 
         def make(stage: str, loader: Any) -> Any:
             data = home.FastDataModule.from_loaders(**{stage: loader}, num_workers="auto")
@@ -139,15 +136,16 @@ class ProvingHooks:
         if session is None:
             return None
         if stage not in self._loaders:
-            self._loaders[stage] = mapped(
+            self._loaders[stage] = seams.mapped(
                 loaders, lambda own: session.loader(stage, own, _limit(own, self._limits[stage]))
             )
         if stage == "train":
-            train = list(flattened(loaders))
+            train = list(seams.flattened(loaders))
             session.validations = _validations(*self._every, batches_in(train[0])) if train else 0.0
             session.advance()
             self._advanced = True
-        return mapped(self._loaders[stage], lambda one: one)  # Lightning keeps counts in its form
+        # Lightning keeps counts in the form that it gets.
+        return seams.mapped(self._loaders[stage], lambda one: one)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the next part of the trial, unless the loaders were asked for just now."""
@@ -157,7 +155,7 @@ class ProvingHooks:
             self.session.advance()
         self._advanced = False
         if self.session.settled:
-            attributes_of(trainer).reload_dataloaders_every_n_epochs = 0
+            seams.attributes_of(trainer).reload_dataloaders_every_n_epochs = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let nothing but the trial end the training."""

@@ -23,11 +23,10 @@ from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.ranks import deciding, tell_samplers
 from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.module import DataModule
-from lightning_fastdata.plugin.placing.transfer import Prefetching
-from lightning_fastdata.plugin.placing.trial import Placing
-from lightning_fastdata.plugin.seams.loaders import flattened
-from lightning_fastdata.plugin.seams.trainer import trainer_like
+from lightning_fastdata.plugin.placing import Placing
+from lightning_fastdata.plugin.transforms import Prefetching
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.types import Batch
@@ -142,9 +141,9 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
 
 def _training_loader(twin: DataModule) -> FastDataLoader:
     """Return the training loader of a data module, made as for a training on the CPU."""
-    twin._trainer = trainer_like(twin)
+    twin._trainer = seams.trainer_like(twin)
     try:
-        loaders = list(flattened(twin.train_dataloader()))
+        loaders = list(seams.flattened(twin.train_dataloader()))
     finally:
         twin._trainer = None
     one = loaders[0] if len(loaders) == 1 else None

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import lightning_fastdata.pytorch_lightning
 from lightning_fastdata import LoaderOptions
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.seams.hooks import HOOKS
+from lightning_fastdata.plugin.seams import HOOKS
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ from gpu.device import CUDA, DeviceWork, PictureDicts, largest_gap, needs_cuda, 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.plugin.placing.stage_transforms import transfer
+from lightning_fastdata.plugin.transforms import transfer
 
 pytestmark = needs_cuda
 

@@ -133,8 +133,7 @@ def test_the_automatic_place_for_pixels_is_measured_on_the_device_and_changes_no
     oracle = train(tmp_path, data(options=options, augment_on="cpu"), max_epochs=4)
     for stage in ("train", "val"):
         choice = datamodule.placing.choice(stage)
-        assert choice.device_ms > 0
-        assert choice.saved_ms is not None
+        assert "for which that needs" in choice.reason
         assert choice.reason in datamodule.explain()
     assert len(ours.seen) == len(oracle.seen) == 24
     for one, other in zip(ours.seen, oracle.seen, strict=True):

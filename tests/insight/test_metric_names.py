@@ -12,7 +12,7 @@ from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
-from lightning_fastdata.plugin.loggers.boards import MAIN, wall_scalars
+from lightning_fastdata.plugin.boards import MAIN, wall_scalars
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
 BY_THE_PLUGIN = {"data_tune/workers", "data_val/stall_percent"}

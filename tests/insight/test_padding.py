@@ -19,7 +19,7 @@ from lightning_fastdata.batches.staged import StagedBatch, batch_samples
 from lightning_fastdata.insight.measure.padding import Padding, PaddingMeter
 from lightning_fastdata.insight.model.evidence import Evidence, closed_options
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.plugin.watch import measured_run
+from lightning_fastdata.plugin import throughput
 
 LENGTHS = drawn("chat", 64 * 8).reshape(64, 8) // 40 + 1
 SHARE = 1 - LENGTHS[:24].sum() / (8 * LENGTHS[:24].max(1)).sum()
@@ -193,7 +193,7 @@ def fitted(tmp_path, monkeypatch):
     def fit(loader):
         evidence = []
         monkeypatch.setattr(
-            measured_run, "judge", lambda *known: evidence.append(known[2]) or judge(*known)
+            throughput, "judge", lambda *known: evidence.append(known[2]) or judge(*known)
         )
         callback = DataThroughputCallback(summary=False, report=False)
         model = Logs()

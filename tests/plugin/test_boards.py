@@ -18,8 +18,8 @@ from trainers import quiet_trainer
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import WIDTH
-from lightning_fastdata.plugin.loggers import boards
-from lightning_fastdata.plugin.loggers.boards import custom_scalar_layout
+from lightning_fastdata.plugin import boards
+from lightning_fastdata.plugin.boards import custom_scalar_layout
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin import bindings
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard import callback as guard_callback
-from lightning_fastdata.plugin.guard import snapshots, steps
+from lightning_fastdata.plugin.guard import snapshots
 
 ROWS, BATCH, FEATURES, CLASSES = 48, 16, 6, 3
 HOMES = {lightning.pytorch: bindings, pytorch_lightning: of_the_other_package}
@@ -754,7 +754,7 @@ def test_the_model_is_copied_to_host_memory_once_and_put_back_once(monkeypatch):
 
 @each("guard", ["accumulate", "auto"])
 def test_without_room_in_host_memory_for_a_copy_of_the_model_nothing_is_tried(monkeypatch, guard):
-    monkeypatch.setattr(steps, "_COPY_SHARE", 2**62)
+    monkeypatch.setattr(guard_callback, "_COPY_SHARE", 2**62)
     auto = guard == "auto"
     run = fit(
         Steps(total=1000 * GIB), guard="warn" if auto else guard, batch_size=guard if auto else 32

@@ -25,18 +25,16 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.planning.plan_for import LoaderSpec
-from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
-from lightning_fastdata.plugin.placing.trial import (
+from lightning_fastdata.plugin.placing import (
     PlaceCosts,
-    PlaceTask,
     Placing,
     SampleCosts,
     choose_place,
     read_place_costs,
     time_on_device,
 )
-from lightning_fastdata.plugin.watch.measured_run import RunJudge
-from lightning_fastdata.plugin.watch.recording import Recording
+from lightning_fastdata.plugin.recording import Recording
+from lightning_fastdata.plugin.throughput import MeasuredRun
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -91,7 +89,7 @@ on_cuda = partial(Placing, "auto", accelerator=lambda trainer: "cuda")
 
 
 def placed(costs=COSTS):
-    return on_cuda(costs=lambda task, accelerator: costs)
+    return on_cuda(costs=lambda *_, **__: costs)
 
 
 def train(tmp_path, *, augment=None, place="auto", placing=None, workers=2, trainer=None, **how):
@@ -156,8 +154,7 @@ def test_whatever_is_measured_changes_no_batch(tmp_path):
     expected, _ = train(tmp_path, place="cpu", workers=0)
     model, module = train(tmp_path, placing=on_cuda(), workers=2, executor="workers")
     choice = module.placing.choice("train")
-    assert choice.device_ms > 0
-    assert choice.saved_ms is not None
+    assert "a batch of 4 takes 2 workers" in choice.reason
     assert choice.reason in module.explain()
     all_equal(model.images, expected.images)
 
@@ -175,8 +172,8 @@ def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
 def test_loaders_made_anew_go_on_in_the_place_that_was_chosen(tmp_path):
     tried = []
 
-    def costs(task, accelerator):
-        tried.append(task.batch_size)
+    def costs(known, *_, **__):
+        tried.append(known.batch_size)
         return COSTS
 
     expected, _ = train(tmp_path, place="cpu")
@@ -218,7 +215,7 @@ class Facts(Callback):
     """Asks what is known of the loader while there is one."""
 
     def on_train_end(self, trainer, pl_module):
-        self.found = RunJudge(trainer, Recording(trainer)).facts()
+        self.found = MeasuredRun(trainer, Recording(trainer), None).facts()
 
 
 @pytest.mark.parametrize(
@@ -295,15 +292,17 @@ class CostlyPipeline(StageTransform):
         return self.inner.apply(batch, draws)
 
 
-def task_of(dataset, transform, **about):
+def measured(dataset, transform, *, accelerator=True, **how):
     spec = LoaderSpec(dataset=dataset, name="task", options=LoaderOptions(), batch_size=6)
-    known = {"device": CPU, "workers": 2, "cpus": 2.0, "transform": transform}
-    return PlaceTask(of=StagePlan(spec=spec, seed=0), **{**known, **about})
+    known = PlaceCosts(
+        accelerator=accelerator, defers=transform.defers, batch_size=6, workers=2, cpus=2.0
+    )
+    return read_place_costs(known, spec, transform, seed=0, device=CPU, **how)
 
 
 def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device(virtual):
-    task = task_of(Costly(virtual), CostlyPipeline(virtual))
-    costs = read_place_costs(task, accelerator=True, clocks=Clocks(queue_s=lambda: 0.0))
+    clocks = Clocks(queue_s=lambda: 0.0)
+    costs = measured(Costly(virtual), CostlyPipeline(virtual), clocks=clocks)
     assert costs.sample.read_ms == pytest.approx(5)
     assert costs.sample.waits_ms == pytest.approx(4)
     assert costs.sample.whole_ms == pytest.approx(25)
@@ -312,7 +311,8 @@ def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device(virtual):
     assert costs.sample.samples == 10  # 28 ms each, until 0.3 s are over, without the first
     choice = choose_place(costs)
     assert choice.place == "device"
-    assert choice.saved_ms == pytest.approx(6 * 17 / 2)
+    saved_ms = costs.loader_ms("workers") - costs.loader_ms("device")
+    assert saved_ms == pytest.approx(6 * 17 / 2)
 
 
 def test_measuring_leaves_the_random_state_and_the_dataset_alone():
@@ -328,9 +328,7 @@ def test_measuring_leaves_the_random_state_and_the_dataset_alone():
     dataset = Draws()
     torch.manual_seed(1)
     np.random.seed(1)
-    costs = read_place_costs(
-        task_of(dataset, as_batch_transform(pipeline())), accelerator=True, budget_s=0.01
-    )
+    costs = measured(dataset, as_batch_transform(pipeline()), budget_s=0.01)
     assert costs.sample.whole_ms > 0
     assert costs.sample.deferred_ms > costs.sample.read_ms
     assert costs.device_ms > 0
@@ -348,13 +346,13 @@ def test_what_cannot_be_measured_is_not_guessed():
 
     transform = as_batch_transform(pipeline())
     for dataset in (Stream(), Broken()):
-        costs = read_place_costs(task_of(dataset, transform), accelerator=True)
+        costs = measured(dataset, transform)
         assert costs.sample is None
         assert choose_place(costs).place == "device"
     worker_only = as_batch_transform(A.Compose([A.ImageCompression(p=1)]))
     for costs in (
-        read_place_costs(task_of(Broken(), worker_only), accelerator=True),
-        read_place_costs(task_of(Broken(), transform), accelerator=False),
+        measured(Broken(), worker_only),
+        measured(Broken(), transform, accelerator=False),
     ):
         assert choose_place(costs).place == "workers"
 
@@ -364,7 +362,7 @@ def test_a_device_that_cannot_do_its_part_leaves_it_to_the_workers():
         raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB\nmore")
 
     transform = as_batch_transform(pipeline())
-    costs = read_place_costs(task_of(Images(), transform), accelerator=True, device_ms=raises)
+    costs = measured(Images(), transform, device_ms=raises)
     choice = choose_place(costs)
     assert choice.place == "workers"
     assert "Tried to allocate 2 GiB" in choice.reason

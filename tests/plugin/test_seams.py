@@ -18,11 +18,9 @@ from torch.utils.data import DataLoader
 
 import lightning_fastdata
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.plugin.seams import internals
-from lightning_fastdata.plugin.seams.internals import replace_for_one_run
-from lightning_fastdata.plugin.seams.loaders import average_exactly
-from lightning_fastdata.plugin.seams.profiler_tee import attach
-from lightning_fastdata.plugin.seams.trainer import unseen_steps
+from lightning_fastdata.plugin import seams
+from lightning_fastdata.plugin.recording import attach_tee
+from lightning_fastdata.plugin.seams import average_exactly, replace_for_one_run, unseen_steps
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
@@ -59,8 +57,8 @@ def test_only_the_seams_use_a_private_name_and_their_docstring_has_it(name):
         for file in PACKAGE.rglob("*.py")
         if used.search(file.read_text("utf-8"))
     }
-    assert users == {("plugin", "seams")}
-    assert used.search(internals.__doc__)
+    assert users == {("plugin", "seams.py")}
+    assert used.search(seams.__doc__)
 
 
 @each("name", CLASSES_KNOWN_BY_NAME)
@@ -80,10 +78,10 @@ def test_each_loop_asks_its_own_source_for_loaders(tmp_path):
     trainer = make_trainer(tmp_path)
     loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
     loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    sources = [internals.data_source(loop) for loop in loops]
+    sources = [seams.data_source(loop) for loop in loops]
     assert None not in sources
     assert len(set(map(id, sources))) == 5
-    assert internals.data_source(object()) is None
+    assert seams.data_source(object()) is None
 
 
 def test_it_is_known_whether_a_fit_was_given_loaders(tmp_path):
@@ -91,7 +89,7 @@ def test_it_is_known_whether_a_fit_was_given_loaders(tmp_path):
 
     class Asks(Linear):
         def on_train_start(self):
-            heard.append(internals.loaders_owner(self.trainer.fit_loop))
+            heard.append(seams.loaders_owner(self.trainer.fit_loop))
 
     loader, module = DataLoader(Rows(8), 4), RowsModule()
     make_trainer(tmp_path, limit_val_batches=0).fit(Asks(), loader)
@@ -105,7 +103,7 @@ def test_a_fit_that_resumes_is_told_from_one_that_does_not(tmp_path):
 
     class Asks(Linear):
         def on_train_start(self):
-            heard.append(internals.began_from_file(self.trainer))
+            heard.append(seams.began_from_file(self.trainer))
 
     trainer = make_trainer(tmp_path, limit_val_batches=0)
     trainer.fit(Asks(), RowsModule())
@@ -118,13 +116,13 @@ def test_a_fit_that_resumes_is_told_from_one_that_does_not(tmp_path):
 def test_the_step_of_lightnings_axis_is_the_count_of_batches_that_stepped(tmp_path):
     trainer = make_trainer(tmp_path, limit_val_batches=0, accumulate_grad_batches=2)
     trainer.fit(Linear(), RowsModule(batch_size=8, length=32))
-    assert internals.batches_that_stepped(trainer) == 2
+    assert seams.steps_logged_by(trainer, -1) == 2
 
 
 @pytest.mark.parametrize("spreads", [True, False])
 def test_whether_lightning_spreads_samples_is_what_the_user_said(tmp_path, spreads):
     trainer = make_trainer(tmp_path, use_distributed_sampler=spreads)
-    assert internals.spreads_samples(trainer) is spreads
+    assert seams.spreads_samples(trainer) is spreads
 
 
 def test_a_trainer_that_forgot_its_training_loader_asks_for_another_one(tmp_path):
@@ -139,7 +137,7 @@ def test_a_trainer_that_forgot_its_training_loader_asks_for_another_one(tmp_path
         def on_fit_start(self, trainer, pl_module):
             assert trainer.estimated_stepping_batches == 4
             trainer.datamodule.batch_size = 4
-            internals.forget_training_loader(trainer)
+            seams.forget_training_loader(trainer)
 
     trainer = make_trainer(tmp_path, limit_val_batches=0, callbacks=[Smaller()])
     trainer.fit(Linear(), Counts(batch_size=8, length=32))
@@ -150,10 +148,10 @@ def test_a_trainer_that_forgot_its_training_loader_asks_for_another_one(tmp_path
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "sequential"])
 def test_the_mode_of_a_combined_loader_makes_another_one_like_it(mode):
     loaders = {"a": DataLoader(Rows(2)), "b": DataLoader(Rows(4))}
-    found = internals.combined_mode(CombinedLoader(loaders, mode))
+    found = seams.combined_mode(CombinedLoader(loaders, mode))
     assert found == mode
     CombinedLoader(loaders, mode=found)
-    assert internals.combined_mode(DataLoader(Rows(2))) is None
+    assert seams.combined_mode(DataLoader(Rows(2))) is None
 
 
 # -- what is replaced ------------------------------------------------------------------------------
@@ -166,7 +164,7 @@ class Parts:
         loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop]
         self.owners = [
             model, module, trainer.strategy,
-            *map(internals.data_source, loops),
+            *map(seams.data_source, loops),
         ]  # fmt: skip
         self.profiler, self.trainer = trainer.profiler, trainer
         self.replaced = self.names()
@@ -235,7 +233,7 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
             with pytest.raises(ZeroDivisionError):
                 trainer.fit(model, datamodule=module)
         assert parts.are_as_before()
-        selector = internals.hook_selector(trainer)
+        selector = seams.hook_selector(trainer)
         assert "get_instance" not in vars(selector)
 
 
@@ -266,7 +264,7 @@ def test_what_a_listener_raises_is_told_and_the_training_goes_on(tmp_path, profi
     told = []
     trainer = make_trainer(tmp_path, max_epochs=1, profiler=profiler)
     calls = ((fail,), ()) if end == "begin" else ((), (fail,))
-    detach = attach(
+    detach = attach_tee(
         trainer, lambda name: calls if name == "run_training_batch" else None, told.append
     )
     trainer.fit(Linear(), DataLoader(Rows(), batch_size=2))

@@ -21,7 +21,7 @@ from lightning_fastdata import (
     as_batch_transform,
 )
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
+from lightning_fastdata.plugin.transforms import told_of_shared_draws
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.order.samplers import RankBatchSampler
-from lightning_fastdata.plugin.seams.loaders import average_exactly
+from lightning_fastdata.plugin.seams import average_exactly
 
 
 def ranks_of(tmp_path, **arguments):

@@ -12,7 +12,7 @@ from tuning.made_up import cost
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.plugin.seams.loaders import labelled
+from lightning_fastdata.plugin.seams import labelled
 from lightning_fastdata.tuning.simulate import simulate
 
 COSTS = (cost(blocked=40.0, samples=4),) * 40

@@ -24,6 +24,7 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
+from lightning_fastdata.plugin.transforms import carry_out_draws
 from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
 
 if TYPE_CHECKING:
@@ -161,14 +162,14 @@ class RunsInParts:
         logged, said = False, ""
         while True:
             self.is_stepping = self.has_logged = False
-            parts = _Parts(self, rows, size, first=first, silent=logged)
-            with nullcontext() if size == rows else parts.replacing():
+            in_parts = self._in_parts(rows, size, first=first, silent=logged)
+            with nullcontext() if size == rows else in_parts:
                 try:
                     result = self.run(optimizer, batch_idx, kwargs)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    dropped = self.datamodule.drop_ahead()
+                    dropped = self.datamodule._prefetching.drop_ahead()
                     smallest = size == 1 and not dropped
                     why = self._why_not(smallest=smallest, lost=undo is None and not first)
                     if why is not None:
@@ -189,6 +190,57 @@ class RunsInParts:
                 self._warn(rows, size, said)
             self.most = numbers * size // rows
         return result
+
+    @contextmanager
+    def _in_parts(self, rows: int, size: int, *, first: bool, silent: bool) -> Iterator[None]:
+        """Have the module do its training step, backward passes included, in parts of a batch.
+
+        ``first``: gradients of before are over. ``silent``: an earlier try has logged everything.
+        """
+        trainer, module, attributes = self.trainer, self.pl_module, vars(self.pl_module)
+        step, zero, log = module.training_step, module.optimizer_zero_grad, module.log
+        logged: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(part_rows: int, name: str, value: object, *args: object, **how: object) -> None:
+            # Until all parts have logged: the step may be tried again.
+            if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
+                how = {**how, "batch_size": part_rows}
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            logged.append(((name, value, *args), how))
+
+        def step_in_parts(batch: Batch, *rest: object) -> object:
+            optimizer = trainer.strategy.optimizers[0]
+            if first:
+                zero(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
+            outputs = []
+            for begin in range(0, rows, size):
+                end = min(begin + size, rows)
+                attributes["log"] = partial(keep, end - begin)
+                output = step(part_of(batch, begin, end, rows), *rest)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if loss is None:
+                    continue
+                weighted = loss * ((end - begin) / rows)
+                trainer.strategy.backward(weighted / trainer.accumulate_grad_batches, optimizer)
+                outputs.append((end - begin, output, weighted.detach()))
+                del output, loss, weighted
+            attributes.pop("log", None)
+            for arguments, how in [] if silent else logged:
+                log(*arguments, **how)
+            return _joined(outputs)
+
+        # Lightning looks there for the arguments that the step takes.
+        step_in_parts.__wrapped__ = step  # type: ignore[attr-defined]
+        names = ("training_step", "optimizer_zero_grad", "log")
+        before = {name: attributes[name] for name in names if name in attributes}
+        attributes["training_step"] = step_in_parts
+        attributes["optimizer_zero_grad"] = lambda *_: None  # would undo the parts
+        try:
+            yield
+        finally:
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(before)
 
     def _remembered(self, *, first: bool) -> Undo:
         """Return what puts back all that a try changes; ``first``: gradients of before are over."""
@@ -236,80 +288,11 @@ class RunsInParts:
         )
 
 
-_REFUSED = (
+_REFUSED: Final = (
     "A training batch of {rows} samples ran out of memory, and is not tried again in parts: {why}. "
     "Set a smaller batch_size, with accumulate_grad_batches to keep the optimizer steps."
 )
-
-
-class _Parts:
-    """A training step that takes its batch in parts, backward passes included."""
-
-    def __init__(
-        self, owner: RunsInParts, rows: int, size: int, *, first: bool, silent: bool
-    ) -> None:
-        self.owner, self.rows, self.size = owner, rows, size
-        self.first, self.silent = first, silent
-        self.logged: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Have the module do its training step so."""
-        attributes = vars(self.owner.pl_module)
-        names = ("training_step", "optimizer_zero_grad", "log")
-        before = {name: attributes[name] for name in names if name in attributes}
-        module = self.owner.pl_module
-        step, zero, log = module.training_step, module.optimizer_zero_grad, module.log
-        replaced = partial(self._step, step, zero, log)
-        # Lightning looks there for the arguments that the step takes.
-        replaced.__wrapped__ = step  # type: ignore[attr-defined]
-        attributes["training_step"] = replaced
-        attributes["optimizer_zero_grad"] = lambda *_: None  # would undo the parts
-        try:
-            yield
-        finally:
-            for name in names:
-                attributes.pop(name, None)
-            attributes.update(before)
-
-    def _step(
-        self,
-        step: Callable[..., Any],
-        zero: Callable[..., object],
-        log: Callable[..., object],
-        batch: Batch,
-        *rest: object,
-    ) -> object:
-        trainer, rows = self.owner.trainer, self.rows
-        optimizer = trainer.strategy.optimizers[0]
-        if self.first:
-            zero(trainer.current_epoch, trainer.fit_loop.batch_idx, optimizer)
-        outputs = []
-        for begin in range(0, rows, self.size):
-            end = min(begin + self.size, rows)
-            vars(self.owner.pl_module)["log"] = partial(self._log, end - begin)
-            output = step(part_of(batch, begin, end, rows), *rest)
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if loss is None:
-                continue
-            weighted = loss * ((end - begin) / rows)
-            trainer.strategy.backward(weighted / trainer.accumulate_grad_batches, optimizer)
-            outputs.append((end - begin, output, weighted.detach()))
-            del output, loss, weighted
-        vars(self.owner.pl_module).pop("log", None)
-        for arguments, how in [] if self.silent else self.logged:
-            log(*arguments, **how)
-        return _joined(outputs)
-
-    def _log(self, rows: int, name: str, value: object, *args: object, **how: object) -> None:
-        """Keep what a part logs until all have: it may be tried again."""
-        if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
-            how = {**how, "batch_size": rows}
-        value = value.detach() if isinstance(value, torch.Tensor) else value
-        self.logged.append(((name, value, *args), how))
-
-
-_BATCH_SIZE_AT = 9
+_BATCH_SIZE_AT: Final = 9
 """Place of ``batch_size`` behind name and value in ``LightningModule.log``."""
 
 
@@ -412,7 +395,7 @@ class ArrivesInParts:
             return
         batch = _as_loaded(batch)
         if self.on_host:
-            batch = self.datamodule.carried_out(batch)
+            batch = carry_out_draws(batch, self.datamodule._transforms)
         plain = batch.batch if isinstance(batch, StagedBatch) else batch
         rows = rows_of(plain)
         size = rows if self.largest is None else self.largest
@@ -426,7 +409,7 @@ class ArrivesInParts:
 
     def _less(self, batch: Batch) -> str | None:
         """Go over to what takes less memory, and return it in words; None: there is nothing."""
-        if self.datamodule.drop_ahead():
+        if self.datamodule._prefetching.drop_ahead():
             return ""
         batch = _as_loaded(batch)
         if _has_draws(batch) and not self.on_host:

@@ -1,23 +1,24 @@
-"""One run of a trainer, measured: which marks belong to which stage, and what is logged when."""
+"""One run of a trainer, measured: which marks belong to which stage.
+
+Callbacks have no hook around the fetch of a batch or its transfer, but the loops announce both to
+``trainer.profiler``, a public attribute and the only public place that sees every fetch. A tee
+takes its place, and forwards every call to it.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
-from lightning_fastdata.plugin.seams.loaders import flattened
-from lightning_fastdata.plugin.seams.profiler_tee import Listener
-from lightning_fastdata.plugin.seams.trainer import STAGES_OF
+from lightning_fastdata.plugin import seams
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.padding import PaddingMeter
     from lightning_fastdata.types import Batch, Stage
 
+Listener: TypeAlias = tuple[tuple[Callable[[], None], ...], tuple[Callable[[], None], ...]]
+"""What is called at the start of an action and at its end, in this order."""
+
+_NOTHING: Final[AbstractContextManager[object]] = nullcontext()
+_OWN: Final = frozenset(("profiler", "profile", "_listened"))
 _OTHER: Final = Activity("other")
 _WAIT: Final = Activity("wait")
 _COMPUTE: Final = Activity("compute")
@@ -44,6 +50,120 @@ _HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start"
 """Hooks of a module that a run waits for, beside its steps."""
 
 
+class ProfilerTee:
+    """A profiler that forwards to another one and calls listeners on the way.
+
+    Args:
+        profiler: The user's, or Lightning's own.
+        find: Returns the listener of an action, by the name with which it is announced, such as
+            ``"[_TrainingEpochLoop].train_dataloader_next"``, or None; asked once for each name.
+        tell: Takes what a listener raises, which the training must not see.
+
+    Attributes:
+        profile: Takes the name of an action and returns the block that times it, as
+            ``Profiler.profile`` does.
+    """
+
+    def __init__(
+        self,
+        profiler: Any,
+        find: Callable[[str], Listener | None],
+        tell: Callable[[Exception], None],
+    ) -> None:
+        self.profiler = profiler
+        self._listened = cache(partial(_listened, find, tell))
+        # Lightning's default does nothing at the price of a generator per block. A subclass of it
+        # has another name and is asked. A step has some twenty blocks: looked up, they cost next to
+        # nothing.
+        idle = type(profiler).__name__ == "PassThroughProfiler"
+        self.profile: Callable[[str], AbstractContextManager[object]] = (
+            self._listened if idle else self._profile
+        )
+
+    def start(self, action_name: str) -> None:
+        """Forward, then call the listener: the user's profiler is not part of the interval."""
+        self.profiler.start(action_name)
+        self._listened(action_name).__enter__()
+
+    def stop(self, action_name: str) -> None:
+        """Call the listener, then forward."""
+        self._listened(action_name).__exit__(None, None, None)
+        self.profiler.stop(action_name)
+
+    @contextmanager
+    def _profile(self, action_name: str) -> Iterator[object]:
+        with self.profiler.profile(action_name) as value, self._listened(action_name):
+            yield value
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
+        # The listeners belong to one run of one trainer; a copy of the trainer is not measured.
+        return seams.itself, (self.profiler,)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.profiler, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:  # Lightning writes to its profiler (`_lightning_module`, `_local_rank`, ...)
+            setattr(self.profiler, name, value)
+
+
+def _listened(
+    find: Callable[[str], Listener | None], tell: Callable[[Exception], None], action_name: str
+) -> AbstractContextManager[object]:
+    """Return a block at both of whose ends the listener of an action is called."""
+    listener = find(action_name)
+    return _NOTHING if listener is None else _Listened(*listener, tell)
+
+
+class _Listened(AbstractContextManager[None]):
+    """A block that may be entered again and again, also within itself."""
+
+    __slots__ = ("_begin", "_end", "_tell")
+
+    def __init__(
+        self,
+        begin: tuple[Callable[[], None], ...],
+        end: tuple[Callable[[], None], ...],
+        tell: Callable[[Exception], None],
+    ) -> None:
+        self._begin, self._end, self._tell = begin, end, tell
+
+    def __enter__(self) -> None:
+        try:
+            for call in self._begin:
+                call()
+        except Exception as error:
+            self._tell(error)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for call in self._end:
+                call()
+        except Exception as error:
+            self._tell(error)
+
+
+def attach_tee(
+    trainer: Trainer,
+    find: Callable[[str], Listener | None],
+    tell: Callable[[Exception], None],
+) -> Callable[[], None]:
+    """Put a tee in front of the trainer's profiler and return what takes it away again."""
+    measured = seams.attributes_of(trainer)
+    tee = measured.profiler = ProfilerTee(measured.profiler, find, tell)
+
+    def detach() -> None:
+        holder: seams.TrainerAttributes | ProfilerTee = measured
+        while holder.profiler is not tee and isinstance(holder.profiler, ProfilerTee):
+            holder = holder.profiler
+        if holder.profiler is tee:
+            holder.profiler = tee.profiler
+
+    return detach
+
+
 class WallWatch:
     """Counts the time of a trainer's run by what it announces; that of ``ours`` is apart."""
 
@@ -53,7 +173,7 @@ class WallWatch:
         kind = _HOOKS_OF[method]
         self._hooks = frozenset(f"on_{kind}_{when}" for when in _HOOKS)
         self._batch_ends = f"on_{kind}_batch_end"
-        fetches = "train_dataloader" if self._fits else STAGES_OF[method][0]
+        fetches = "train_dataloader" if self._fits else seams.STAGES_OF[method][0]
         self._fetches = f"{fetches}_next"
         self.step = "run_training_batch" if self._fits else f"{kind}_step"
         self._trainer = trainer
@@ -133,9 +253,9 @@ class WallWatch:
         return (partial(self.clock.enter, activity),), (self.clock.leave,)
 
     def _of_callback(self, key: str, hook: str) -> Activity | None:
-        callbacks = attributes_of(self._trainer).callbacks
+        callbacks = seams.attributes_of(self._trainer).callbacks
         callback = next((each for each in callbacks if each.state_key == key), None)
-        if overridden_hook(callback, hook) is None:
+        if seams.overridden_hook(callback, hook) is None:
             return None
         if callback is self._ours:
             return None if hook in _NEXT_TO_NOTHING else Activity("measuring")
@@ -149,7 +269,7 @@ class WallWatch:
         if hook not in self._hooks:
             return None
         module = self._trainer.lightning_module
-        written = overridden_hook(module, hook) is not None
+        written = seams.overridden_hook(module, hook) is not None
         enter, leave = self._entering(Activity("callbacks", f"{type(module).__name__}.{hook}"))
         if hook != self._batch_ends:
             return (enter, leave) if written else None
@@ -162,7 +282,7 @@ class WallWatch:
             return
         # In other steps Lightning lets go of the batch, which takes long for large ones.
         trainer = self._trainer
-        every = attributes_of(trainer).log_every_n_steps
+        every = seams.attributes_of(trainer).log_every_n_steps
         if trainer.loggers and every and trainer.global_step % every == 0:
             self.clock.turn_to(_LOGGING)
 
@@ -219,7 +339,7 @@ class Recording:
 
     def __init__(self, trainer: Trainer, ours: object = None, method: str = "fit") -> None:
         self._trainer = trainer
-        self.method, self.stages, self.fits = method, STAGES_OF[method], method == "fit"
+        self.method, self.stages, self.fits = method, seams.STAGES_OF[method], method == "fit"
         self.wall = WallWatch(trainer, ours, method)
         self.augments: Callable[[Stage], bool] = lambda _stage: False
         self.in_transfer = self.optimizer_stepped = False
@@ -252,7 +372,7 @@ class Recording:
     def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
         stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
-        stamps.watch(flattened(loaders))
+        stamps.watch(seams.flattened(loaders))
         if stage == self.main.stage:
             self._shown = loaders
             self.wall.loaders_came()
@@ -268,7 +388,7 @@ class Recording:
             self.watch("val", self.val_loaders())
             trainer = self._trainer
             look = _LooksAtBatches(trainer, self.main.padding)
-            replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
+            seams.replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
         self.batches_stepped = 0
         self.host = HostMeter()
 

@@ -26,7 +26,7 @@ from functools import partial
 from itertools import cycle, islice
 from operator import getitem
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.plan_for import LoaderPlan
-    from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
+    from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec
+    from lightning_fastdata.plugin.transforms import StageTransforms
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
 """What a user sets."""
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("lightning_fastdata.plugin.placing.trial")  # which the documentation names
 _ON_CPU: Final = (
     "the trainer has no accelerator, so that torch computes these pixels on the CPU in the "
     "training process, which takes many times as long as in the workers"
@@ -115,17 +115,12 @@ class PlaceCosts:
         return self.batch_size * max(each / self.workers, computes / max(self.cpus, 1e-3))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceChoice:
+class PlaceChoice(NamedTuple):
     """Where the pixels are computed, and why."""
 
     place: PixelPlace
     reason: str
     """With its numbers."""
-    saved_ms: float | None = None
-    """Milliseconds per batch by which the device's part makes the workers faster; None: unknown."""
-    device_ms: float | None = None
-    """Milliseconds per batch that this part takes the device; None: not known."""
 
 
 def choose_place(costs: PlaceCosts) -> PlaceChoice:
@@ -133,19 +128,18 @@ def choose_place(costs: PlaceCosts) -> PlaceChoice:
     sample, device_ms = costs.sample, costs.device_ms
     if not costs.accelerator:
         return PlaceChoice(
-            place="workers",
-            reason="there is no accelerator, and on a CPU torch takes many times as long for these "
-            f"pixels in batches as {costs.library} for samples in the workers",
+            "workers",
+            "there is no accelerator, and on a CPU torch takes many times as long for these pixels "
+            f"in batches as {costs.library} for samples in the workers",
         )
     if not costs.defers:
-        return PlaceChoice(place="workers", reason="the pipeline leaves nothing to a device")
+        return PlaceChoice("workers", "the pipeline leaves nothing to a device")
     if costs.refusal is not None:
-        return PlaceChoice(place="workers", reason=costs.refusal)
+        return PlaceChoice("workers", costs.refusal)
     if sample is None or device_ms is None:
         why = "no sample could be measured; the device takes off the workers what it can"
-        return PlaceChoice(place="device", reason=why)
+        return PlaceChoice("device", why)
     whole_ms, deferred_ms = costs.loader_ms("workers"), costs.loader_ms("device")
-    saved_ms = whole_ms - deferred_ms
     workers = f"{costs.workers} worker{'s' if costs.workers > 1 else ''}"
     makers = workers if costs.workers else "the training process"
     why = (
@@ -154,76 +148,62 @@ def choose_place(costs: PlaceCosts) -> PlaceChoice:
         f"{device_ms:.4g} ms (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms, "
         f"{sample.read_ms:.3g} of them reading; {sample.samples} measured)"
     )
-    place: PixelPlace = "device" if device_ms < saved_ms else "workers"
-    return PlaceChoice(place=place, reason=why, saved_ms=saved_ms, device_ms=device_ms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceTask:
-    """A loader's work, and who does it."""
-
-    of: StagePlan
-    transform: StageTransform  # starts in the workers
-    device: torch.device  # where the trainer computes
-    workers: int  # side processes of its loader
-    cpus: float  # that this rank may use
-    start_method: str | None = None  # of its workers; None: the default of Python
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a batch of this rank."""
-        return self.of.spec.batch_size or 1
+    return PlaceChoice("device" if device_ms < whole_ms - deferred_ms else "workers", why)
 
 
 def read_place_costs(
-    task: PlaceTask,
+    costs: PlaceCosts,
+    spec: LoaderSpec,
+    transform: StageTransform,
     *,
-    accelerator: bool,
+    seed: int,
+    device: torch.device,
+    start_method: str | None = None,
     clocks: Clocks | None = None,
     device_ms: Callable[[Callable[[], object], torch.device], float] | None = None,
     budget_s: float = _BUDGET_S,
 ) -> PlaceCosts:
-    """Measure what a pipeline costs the workers, and the device; the random state stays.
+    """Return costs with what a pipeline takes the workers, and the device; the random state stays.
 
     That reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times, by
     ``device_ms``. Nothing is measured where nothing can be chosen, as without an accelerator. The
     default clocks count CPU time of all threads: workers have one, where OpenCV may use many here.
+
+    ``transform`` starts in the workers, and draws by ``seed``; ``device`` is where the trainer
+    computes. ``start_method``: of the workers; None: Python's default.
     """
-    spec, transform = task.of.spec, task.transform
-    costs = PlaceCosts(
-        accelerator=accelerator,
-        defers=transform.defers,
-        batch_size=task.batch_size,
-        workers=task.workers,
-        cpus=task.cpus,
-        library=transform.library,
-    )
-    if not (accelerator and transform.defers and spec.options.probe) or spec.is_stream:
+    if not (costs.accelerator and costs.defers and spec.options.probe) or spec.is_stream:
         return costs
     clocks = clocks or Clocks(cpu_s=clock.process_time)
-    method = task.start_method or multiprocessing.get_start_method()
+    method = start_method or multiprocessing.get_start_method()
     # What the measuring has no use for may be such that it cannot be pickled.
     spec = replace(spec, sampler=None, batch_sampler=None, worker_init_fn=None)
-    sent = replace(task, of=replace(task.of, spec=spec, trainer=None))
-    found = try_apart(_measure, sent, clocks, budget_s, start_method=method).values
+    work = spec, transform, seed, clocks, budget_s
+    found = try_apart(_measure, *work, start_method=method).values
     if "costs" not in found or "batch" not in found:
         return costs
     costs = replace(costs, sample=found["costs"])
     try:
-        batch = move(found["batch"], task.device)
-        work = partial(transform.apply, batch.batch, batch.draws)
+        batch = move(found["batch"], device)
+        part = partial(transform.apply, batch.batch, batch.draws)
         with torch.no_grad():
-            took_ms = (device_ms or time_on_device)(work, task.device)
+            took_ms = (device_ms or time_on_device)(part, device)
         return replace(costs, device_ms=took_ms)
     except _TOO_MUCH as error:
         first = (str(error).splitlines() or [""])[0]
-        why = f"a trial of its part on {task.device} raised {type(error).__name__}: {first}"
+        why = f"a trial of its part on {device} raised {type(error).__name__}: {first}"
         return replace(costs, refusal=why)
 
 
-def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> None:
+def _measure(
+    spec: LoaderSpec,
+    transform: StageTransform,
+    seed: int,
+    clocks: Clocks,
+    budget_s: float,
+    tell: Tell,
+) -> None:
     """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
-    spec, transform, seed = task.of.spec, task.transform, task.of.seed
     whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
     indices = spread_indices(dataset_length(spec.dataset) or 0, _MOST_SAMPLES)
     if whole is None or deferred is None or not indices:
@@ -262,24 +242,19 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
         samples=len(took_ms["read"]) - skip,
     )
     tell("costs", costs)
-    tell("batch", collates["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
+    tell("batch", collates["deferred"](list(islice(cycle(made["deferred"]), spec.batch_size or 1))))
 
 
-def time_on_device(
-    work: Callable[[], object],
-    device: torch.device,
-    *,
-    now_s: Callable[[], float] = clock.monotonic,
-) -> float:
+def time_on_device(work: Callable[[], object], device: torch.device) -> float:
     """Return the milliseconds in which a device does some work: the median of 5, after 2 others."""
     took_ms = []
     with current(device):
         for _ in range(_WARM_UP + _ROUNDS):
             synchronize(device)
-            began_s = now_s()
+            began_s = clock.monotonic()
             work()
             synchronize(device)
-            took_ms.append(1000 * (now_s() - began_s))
+            took_ms.append(1000 * (clock.monotonic() - began_s))
     return median(took_ms[_WARM_UP:])
 
 
@@ -335,59 +310,73 @@ class Placing:
 
     def settings(
         self,
-        of: StagePlan,
+        spec: LoaderSpec,
+        plan: LoaderPlan,
         transform: StageTransform | None,
         transforms: StageTransforms,
-        plan: LoaderPlan,
+        *,
+        seed: int,
+        trainer: Trainer | None,
     ) -> dict[str, Any]:
         """Decide for a loader that is to be made, and return what it takes for it.
 
-        ``transform`` is what starts in its workers, as it suits the dataset.
+        ``transform`` is what starts in its workers, as it suits the dataset, and draws by ``seed``.
+        Without a trainer all of it is left to the workers.
         """
-        stage, trainer = of.spec.stage, of.trainer
+        stage = spec.stage
         if transform is None or trainer is None or self.asked != "auto":
             on_device = transform is not None and self.may_use_device(stage, trainer)
         else:
-            on_device = self._decided(of, transform, trainer, plan).place == "device"
+            choice = self._decided(spec, plan, transform, seed, trainer)
+            on_device = choice.place == "device"
         # Without a trainer there is no hook to finish the batches, so they come finished.
         later = transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
         staged = stage if trainer is not None and later else None
         return {"transform": transform, "on_device": on_device, "staged": staged}
 
     def _decided(
-        self, of: StagePlan, transform: StageTransform, trainer: Trainer, plan: LoaderPlan
+        self,
+        spec: LoaderSpec,
+        plan: LoaderPlan,
+        transform: StageTransform,
+        seed: int,
+        trainer: Trainer,
     ) -> PlaceChoice:
         """Return what was decided for a stage, or decide now, as for batches of another size."""
-        task = PlaceTask(
-            of=of,
-            transform=transform,
-            device=trainer.strategy.root_device,
+        stage, batch_size = spec.stage, spec.batch_size or 1
+        held = self._held.get(stage)
+        if held is not None and held[0] == batch_size:
+            return held[1]
+        known = PlaceCosts(
+            accelerator=self._accelerator(trainer) != "cpu",
+            defers=transform.defers,
+            batch_size=batch_size,
             workers=plan.num_workers,
             cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
-            start_method=plan.start_method,
+            library=transform.library,
         )
-        stage = of.spec.stage
-        held = self._held.get(stage)
-        if held is not None and held[0] == task.batch_size:
-            return held[1]
-        costs = self._read_costs(task, accelerator=self._accelerator(trainer) != "cpu")
+        device, method = trainer.strategy.root_device, plan.start_method
+        costs = self._read_costs(
+            known, spec, transform, seed=seed, device=device, start_method=method
+        )
         choice = choose_place(costs)
-        self._held[stage] = task.batch_size, choice
+        self._held[stage] = batch_size, choice
         rank = f"rank {trainer.global_rank}, " if trainer.world_size > 1 else ""
         where = "on the device" if choice.place == "device" else "all in the workers"
         _LOG.info('augment_on="auto", %s%s: %s: %s.', rank, stage, where, choice.reason)
         return choice
 
-    def where(self, stage: Stage, trainer: Trainer | None) -> tuple[PixelPlace, str]:
+    def where(self, stage: Stage, trainer: Trainer | None) -> PlaceChoice:
         """Return where the pixels of a stage are, or will be, computed, and why."""
         if self.asked == "cpu":
-            return "workers", 'augment_on="cpu"'
+            return PlaceChoice("workers", 'augment_on="cpu"')
         if self.asked == "gpu":
             on_cpu = trainer is not None and self._accelerator(trainer) == "cpu"
-            return "device", 'augment_on="gpu"' + (f"; {_ON_CPU}" if on_cpu else "")
+            return PlaceChoice("device", 'augment_on="gpu"' + (f"; {_ON_CPU}" if on_cpu else ""))
         choice = self.choice(stage)
         if choice is not None:
-            return choice.place, choice.reason
+            return choice
         if self._accelerator(trainer) == "cpu":
-            return "workers", "there is no accelerator to run on"
-        return "device", "unless a trial before the training finds the workers to be faster"
+            return PlaceChoice("workers", "there is no accelerator to run on")
+        why = "unless a trial before the training finds the workers to be faster"
+        return PlaceChoice("device", why)

@@ -187,13 +187,13 @@ def log_summary(loggers: Iterable[Logger], name: str, report: RunReport, step: i
     """
     markdown = f"```\n{report.text(WIDTH)}\n```"
     for logger in loggers:
-        key, experiment = _key(logger, name), _part(logger, "experiment")
+        key, experiment = _key(logger, name), getattr(logger, "experiment", None)
         if log := _method(logger, "log_text", "key", "columns", "data", "step"):
             log(key=key, columns=["text"], data=[[markdown]], step=step)
         elif log := _method(experiment, "add_text", "tag", "text_string", "global_step"):
             log(key, markdown, global_step=step)
         elif log := _method(experiment, "log_text", "run_id", "text", "artifact_file"):
-            log(_part(logger, "run_id"), markdown, f"{name}_{step}.md")
+            log(getattr(logger, "run_id", None), markdown, f"{name}_{step}.md")
         elif log := _method(experiment, "log_text", "text", "step", "metadata"):
             log(markdown, step=step, metadata={"name": name})
 
@@ -205,13 +205,13 @@ def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure],
     """
     draw = cache(draw)
     for logger in loggers:
-        key, experiment = _key(logger, name), _part(logger, "experiment")
+        key, experiment = _key(logger, name), getattr(logger, "experiment", None)
         if log := _method(logger, "log_image", "key", "images", "step"):
             log(key=key, images=[draw()], step=step)
         elif log := _method(experiment, "add_figure", "tag", "figure", "global_step"):
             log(key, draw(), global_step=step, close=False)
         elif log := _method(experiment, "log_figure", "run_id", "figure", "artifact_file"):
-            log(_part(logger, "run_id"), draw(), f"{name}_{step}.png")
+            log(getattr(logger, "run_id", None), draw(), f"{name}_{step}.png")
         elif log := _method(experiment, "log_figure", "figure_name", "figure", "step"):
             log(figure_name=name, figure=draw(), step=step)
 
@@ -223,13 +223,13 @@ def log_file(loggers: Iterable[Logger], file: Path) -> None:
     """
     path = str(file)
     for logger in loggers:
-        experiment = _part(logger, "experiment")
+        experiment = getattr(logger, "experiment", None)
         if log := _method(logger, "log_file", "path"):
             log(path)
         elif log := _method(experiment, "save", "glob_str", "base_path", "policy"):
             log(glob.escape(path), base_path=str(file.parent), policy="now")
         elif log := _method(experiment, "log_artifact", "run_id", "local_path"):
-            log(_part(logger, "run_id"), path)
+            log(getattr(logger, "run_id", None), path)
         elif log := _method(experiment, "log_asset", "file_data", "file_name", "overwrite"):
             log(path, file_name=file.name, overwrite=True)
 
@@ -237,18 +237,13 @@ def log_file(loggers: Iterable[Logger], file: Path) -> None:
 def log_layout(loggers: Iterable[Logger], layout: Mapping[str, object]) -> None:
     """Write a layout as from `custom_scalar_layout` to TensorBoard loggers; once in a run."""
     for logger in loggers:
-        if log := _method(_part(logger, "experiment"), "add_custom_scalars", "layout"):
+        if log := _method(getattr(logger, "experiment", None), "add_custom_scalars", "layout"):
             log(layout)
 
 
 def _key(logger: Logger, name: str) -> str:
-    separator = _part(logger, "group_separator")
+    separator = getattr(logger, "group_separator", None)
     return name.replace("/", separator) if isinstance(separator, str) else name
-
-
-def _part(owner: object, name: str) -> Any:
-    """Return what a logger, or its experiment, has under a name; None if it has nothing."""
-    return getattr(owner, name, None)
 
 
 def _method(owner: object, name: str, *parameters: str) -> Callable[..., object] | None:
@@ -256,7 +251,7 @@ def _method(owner: object, name: str, *parameters: str) -> Callable[..., object]
 
     Loggers share names of methods but not their meaning, so the parameters decide.
     """
-    method = _part(owner, name)
+    method: Any = getattr(owner, name, None)
     try:
         known = inspect.signature(method).parameters
     except (TypeError, ValueError):

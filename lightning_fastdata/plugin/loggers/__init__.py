@@ -1,1 +1,0 @@
-"""What goes to loggers: scalars, texts, the picture of a step, and reports."""

@@ -1,1 +1,0 @@
-"""Where the pixels of a pipeline are computed: workers or device."""

@@ -1,0 +1,679 @@
+"""The only place that reads private names of Lightning; ``docs/seams.md`` says what for.
+
+Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dict``,
+``_combined_loader`` and ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set,
+too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
+loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
+``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
+set, too; ``_results`` of a trainer, whose ``batch_size`` is set; ``_mode`` of a CombinedLoader.
+
+Replaced on one object, never on a class, until the run of its trainer ends:
+
+- here: ``dataloader`` of a loop's data source; ``reduce`` of the strategy; ``get_instance`` of the
+  hook selector; ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run`
+  replaced; during the steps that the batch-size guard tries, ``callbacks``, ``loggers`` and
+  ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
+- in :mod:`.transforms`: ``on_after_batch_transfer`` of a module
+- in :mod:`.module`: its own ``val_dataloader``, where nothing is to be validated
+- in :mod:`.recording`: ``trainer.profiler``, ``batch_to_device`` of the strategy
+- in :mod:`.guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
+  strategy; in :mod:`.guard.parts`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
+  ``log`` of the module
+- in :mod:`.proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
+  the trainer
+
+``tests/plugin/test_seams.py`` pins each of them against the installed Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_fastdata.batches.staged import packed_documents
+from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.loading.position import Place
+from lightning_fastdata.tree import held
+from lightning_fastdata.types import STAGES, Stage
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_fastdata.plugin.module import DataModule
+
+_Value = TypeVar("_Value")
+
+HOOKS: Final = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
+"""How the modules of Lightning's two packages begin."""
+_BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
+"""Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
+STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+"""A trainer's method -> its stages, the one that it is for first."""
+
+
+class TrainerAttributes(Protocol):
+    """Attributes of a trainer that other classes of Lightning set, unseen by a type checker."""
+
+    datamodule: object
+    callbacks: list[Callback]
+    profiler: Any
+    log_every_n_steps: int
+    overfit_batches: int | float
+    reload_dataloaders_every_n_epochs: int
+
+
+def attributes_of(trainer: Trainer) -> TrainerAttributes:
+    """Return the trainer, with types for the attributes that its class does not declare."""
+    return cast("TrainerAttributes", trainer)
+
+
+def _private(owner: object, *path: str) -> Any:
+    """Return an attribute, or that of an attribute and so on; None where a version lacks one."""
+    for name in path:
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def data_source(loop: object) -> Any:
+    """Return the object that a loop asks for its loaders by ``dataloader()``; None: there is none.
+
+    Lightning calls no hook between getting a loader and starting its workers.
+    """
+    source = _private(loop, "_data_source")
+    replaceable = _private(source, "__dict__") is not None
+    return source if replaceable and callable(_private(source, "dataloader")) else None
+
+
+def loaders_owner(loop: object) -> object:
+    """Return what a loop has its loaders from: a module with hooks, or loaders themselves.
+
+    None: there are none, or it is not known.
+    """
+    owner: object = _private(loop, "_data_source", "instance")
+    return owner
+
+
+def spreads_samples(trainer: Trainer) -> bool:
+    """Return what ``use_distributed_sampler`` was given; its default, True, where not known."""
+    given = _private(trainer, "_accelerator_connector", "use_distributed_sampler")
+    return given is None or bool(given)
+
+
+def forget_training_loader(trainer: Trainer) -> None:
+    """Have a trainer ask for its training loader again, as Lightning's batch-size finder does.
+
+    Without the name a loader that was made already keeps its batch size.
+    """
+    if _private(trainer.fit_loop, "_combined_loader") is not None:
+        trainer.fit_loop._combined_loader = None
+
+
+def hook_selector(trainer: Trainer) -> Any:
+    """Return what chooses, by ``get_instance(name)``, whose transfer hook runs; None: not known.
+
+    Each run has one of its own, made before the data module gets its trainer.
+    """
+    selector = _private(trainer, "_data_connector", "_datahook_selector")
+    return selector if callable(_private(selector, "get_instance")) else None
+
+
+def count_documents(trainer: Trainer, batch: object) -> None:
+    """Have the means that Lightning logs weigh a batch of packed documents by their number.
+
+    It would warn that their tensors are of different lengths, and weigh each batch the same.
+    """
+    documents = packed_documents(batch)
+    # The trainer takes some microseconds to find them, which most batches need not pay.
+    results = None if documents is None else _private(trainer, "_results")
+    if results is not None and hasattr(results, "batch_size"):
+        results.batch_size = documents
+
+
+def itself(value: _Value) -> _Value:
+    """Return what was given: so a copy of a trainer gets what was there before a replacement.
+
+    And so a data module gets a dataset that was given to it; unlike a lambda, it can be pickled.
+    """
+    return value
+
+
+def replace_for_one_run(trainer: Trainer, owner: object, name: str, value: object) -> None:
+    """Replace an attribute of one object, and put it back when the trainer's run ends.
+
+    Every run ends in ``strategy.teardown()``, after an exception, too. The hooks of a data module
+    or LightningModule, which users override without ``super()``, would not do.
+
+    The value is to be picklable, and is copied with the trainer.
+    """
+    ending = vars(trainer.strategy).get("teardown")
+    if not isinstance(ending, _PutsBack):
+        ending = _PutsBack(trainer.strategy)
+        ending.replace(trainer.strategy, "teardown", ending)
+    ending.replace(owner, name, value)
+
+
+class _PutsBack:
+    """A strategy's ``teardown`` that first puts back what was replaced."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.before: list[tuple[object, str, dict[str, object]]] = []
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        attributes = vars(owner)
+        self.before.append((owner, name, {n: v for n, v in attributes.items() if n == name}))
+        attributes[name] = value
+
+    def __call__(self) -> None:
+        for owner, name, before in reversed(self.before):
+            vars(owner).pop(name, None)
+            vars(owner).update(before)
+        self.strategy.teardown()
+
+
+# -- Lightning's two packages, and hooks that users wrote ------------------------------------------
+
+
+def package_of(one: object) -> str:
+    """Return which of Lightning's packages the class of an object is of; empty: neither."""
+    modules = (base.__module__ for base in type(one).__mro__)
+    return next((p[:-1] for name in modules for p in PACKAGES if name.startswith(p)), "")
+
+
+def home_of(package: str) -> str:
+    """Return the module that has the data module which a Trainer of a package takes."""
+    return "lightning_fastdata" + ".pytorch_lightning" * (package == "pytorch_lightning")
+
+
+def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
+    """Return the bound hook that a user wrote on this object or in its class, or None."""
+    # Asked anew each time: in a notebook a class gets hooks between two fits.
+    if owner is None or not (name in vars(owner) or _written_in_class(type(owner), name)):
+        return None
+    hook: Callable[..., Any] = getattr(owner, name)
+    return hook
+
+
+def _written_in_class(cls: type[object], name: str) -> bool:
+    definer = next((base for base in cls.__mro__ if name in vars(base)), None)
+    if definer is None or definer.__name__ not in _BASES:
+        return definer is not None
+    return not definer.__module__.startswith(PACKAGES)
+
+
+def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str]) -> None:
+    """Have Lightning call transfer hooks of a data module, in one run, without its warning.
+
+    Lightning calls the data module's hook and warns that the LightningModule's is not called. Ours
+    calls it, so that the warning would be false.
+    """
+    selector = hook_selector(trainer)
+    if selector is not None:
+        chooses = partial(_choose, datamodule, frozenset(names), selector.get_instance)
+        replace_for_one_run(trainer, selector, "get_instance", chooses)
+
+
+def _choose(
+    datamodule: object, names: frozenset[str], ask: Callable[[str], object], hook_name: str
+) -> object:
+    return datamodule if hook_name in names else ask(hook_name)
+
+
+def augmenting_stages(trainer: Trainer, pl_module: LightningModule) -> Callable[[Stage], bool]:
+    """Return what says whether something runs in ``on_after_batch_transfer`` in a stage.
+
+    A data module knows it once it has made the stage's loaders.
+    """
+    ours = own_datamodule(trainer)
+    owners = [pl_module] if ours is not None else [pl_module, attributes_of(trainer).datamodule]
+    written = any(overridden_hook(owner, "on_after_batch_transfer") for owner in owners)
+    return ours.augments_on_device if ours is not None and not written else lambda _stage: written
+
+
+def written_hook(trainer: Trainer, name: str) -> str:
+    """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``, or "".
+
+    Lightning calls that of its data module, if it has one of its own.
+    """
+    data, module = attributes_of(trainer).datamodule, trainer.lightning_module
+    ours = own_datamodule(trainer)
+    if overridden_hook(data, name) if ours is None else name in ours.written_hooks():
+        return f"{type(data).__name__}.{name}"
+    return f"{type(module).__name__}.{name}" if overridden_hook(module, name) else ""
+
+
+def check_hooks_run(pl_module: LightningModule) -> None:
+    """Refuse to augment for a training step whose batches pass no transfer hook."""
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise TransformError(
+            f"{type(pl_module).__name__}.training_step(dataloader_iter) fetches its batches "
+            "itself, and Lightning then calls no on_after_batch_transfer, so that `augment` would "
+            "never run. Use training_step(batch, batch_idx), or call the transform in the step "
+            "and leave out `augment`."
+        )
+
+
+# -- the loaders of a trainer ----------------------------------------------------------------------
+
+
+def combined_mode(loaders: object) -> str | None:
+    """Return how a CombinedLoader combines, such as ``"max_size"``; None: it is none."""
+    mode: str | None = _private(loaders, "_mode")
+    return None if _private(loaders, "flattened") is None else mode
+
+
+def watch_sources(
+    trainer: Trainer,
+    stages: Collection[Stage],
+    watch: Callable[[Stage, object], object],
+) -> Callable[[], None]:
+    """Show a trainer's loaders before they are iterated, and return what stops that.
+
+    ``watch`` returns None, or what is to be iterated in their place.
+
+    Lightning calls no hook between getting a loader and starting its workers. Where a version has
+    no data source, the loaders are seen when the training starts.
+    """
+    loops: list[tuple[Stage, object]] = [
+        ("train", trainer.fit_loop),
+        ("val", trainer.fit_loop.epoch_loop.val_loop),
+        ("val", trainer.validate_loop),
+        ("test", trainer.test_loop),
+        ("predict", trainer.predict_loop),
+    ]
+    shown = []
+    for stage, loop in loops:
+        source = data_source(loop) if stage in stages else None
+        if source is not None:
+            vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, watch)
+            shown.append(source)
+
+    def stop() -> None:
+        for source in shown:
+            vars(source).pop("dataloader", None)
+
+    return stop
+
+
+class _ShownLoaders:
+    """A data source's ``dataloader``, which shows what it returns."""
+
+    def __init__(
+        self,
+        ask: Callable[[], object],
+        stage: Stage,
+        watch: Callable[[Stage, object], object],
+    ) -> None:
+        self.ask = ask
+        self.stage = stage
+        self.watch = watch
+
+    def __call__(self) -> object:
+        loaders = self.ask()
+        others = self.watch(self.stage, loaders)
+        return loaders if others is None else others
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
+        # A copy of the trainer is not measured.
+        return itself, (self.ask,)
+
+
+class EmptyLoaders:
+    """Makes a CombinedLoader of Lightning's one of no loaders.
+
+    Lightning takes an empty list or dict for a loader itself, whose length is 0, and warns of that.
+    """
+
+    @property
+    def flattened(self) -> list[Any]:
+        """None at all."""
+        return []
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        """Take back what Lightning has prepared, which is none, too."""
+
+
+def flattened(loaders: object) -> Iterator[Any]:
+    """Return a trainer's loaders one by one, in whatever form they come."""
+    return (loader for _, loader in with_paths(loaders))
+
+
+def mapped(loaders: Any, function: Callable[[Any], object]) -> Any:
+    """Return a trainer's loaders in the same form, each replaced by what the function returns."""
+    mode = combined_mode(loaders)
+    if mode is not None:
+        kind: Callable[..., Any] = type(loaders)
+        return kind(mapped(loaders.iterables, function), mode=mode)
+    if isinstance(loaders, Mapping):
+        return {key: mapped(loader, function) for key, loader in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return [mapped(loader, function) for loader in loaders]
+    return None if loaders is None else function(loaders)
+
+
+def labelled(loaders: object) -> list[tuple[str, Any]]:
+    """Return several loaders, each with its key as the user wrote it; empty if there is one.
+
+    For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``.
+    """
+    found = [
+        (f"loader {path[0]!r}{''.join(f'[{key!r}]' for key in path[1:])}", loader)
+        for path, loader in with_paths(loaders)
+        if path
+    ]
+    return found if len(found) > 1 else []
+
+
+def with_paths(
+    loaders: Any, path: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], Any]]:
+    """Yield a trainer's loaders with the keys and positions under which each is found."""
+    if hasattr(loaders, "iterables") and hasattr(loaders, "flattened"):  # a CombinedLoader
+        loaders = loaders.iterables
+    inner: Iterable[tuple[object, object]]
+    if isinstance(loaders, Mapping):
+        inner = loaders.items()
+    elif isinstance(loaders, list | tuple):
+        inner = enumerate(loaders)
+    else:
+        if loaders is not None:
+            yield path, loaders
+        return
+    for key, loader in inner:
+        yield from with_paths(loader, (*path, key))
+
+
+def average_exactly(trainer: Trainer) -> None:
+    """Keep a trainer's strategy from rounding the mean of whole numbers over the ranks, in one run.
+
+    An epoch's mean in ``self.log(..., sync_dist=True)`` is the mean of the ranks' sums over the
+    mean of their counts. Lightning rounds the latter down, because counts are integers: 11 samples
+    on two ranks count as 2 * 5, and the logged mean is a tenth too large.
+    """
+    strategy = trainer.strategy
+    ours = isinstance(strategy.reduce, partial) and strategy.reduce.func is _reduce
+    if not ours:
+        replace_for_one_run(trainer, strategy, "reduce", partial(_reduce, strategy.reduce))
+
+
+def _reduce(
+    reduce: Callable[..., object],
+    tensor: object,
+    group: object = None,
+    reduce_op: object = "mean",
+) -> object:
+    """Reduce over the ranks as a strategy does; means of integers are floating-point numbers."""
+    if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
+    return reduce(tensor, group=group, reduce_op=reduce_op)
+
+
+# -- how far a training has come -------------------------------------------------------------------
+
+
+def running_stage(trainer: Trainer | None) -> Stage | None:
+    """Return the stage of the trainer method that runs now; ``"train"`` during all of a fit."""
+    method = None if trainer is None else trainer.state.fn
+    return None if method is None else STAGES_OF[method.value][0]
+
+
+def training_place(trainer: Trainer | None) -> Place:
+    """Return how far a training has come.
+
+    A batch is taken when its training step has ended: if the step fails, or a checkpoint is written
+    before, the weights know nothing of it.
+    """
+    if trainer is None:
+        return Place(0, 0, last=False)
+    loop: Any = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if not epochs.ready == epochs.started == epochs.processed + 1:  # between two epochs
+        if _was_cut(trainer):
+            return Place(int(epochs.processed) - 1, int(batches.current.processed), last=False)
+        return Place(int(epochs.processed), 0, last=False)
+    taken = int(batches.current.processed)
+    last = bool(batches.is_last_batch) and taken == batches.current.ready
+    return Place(int(epochs.processed), taken, last=last, within=began_from_file(trainer))
+
+
+def _was_cut(trainer: Trainer) -> bool:
+    """Return whether a training was ended within its last epoch, which Lightning counts as over.
+
+    So ``max_steps``, ``max_time`` and ``should_stop`` do.
+    """
+    loop: Any = trainer.fit_loop
+    batches, steps = loop.epoch_loop.batch_progress, trainer.max_steps
+    stopped = trainer.should_stop or 0 <= steps <= trainer.global_step
+    return stopped and not batches.is_last_batch and batches.current.processed > 0
+
+
+def is_to_be_restored(trainer: Trainer) -> bool:
+    """Return whether a fit goes on from a checkpoint, whose counts are not restored yet."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    fits = running_stage(trainer) == "train" and trainer.ckpt_path is not None
+    return fits and not began_from_file(trainer) and not total.ready
+
+
+def began_from_file(trainer: Trainer) -> bool:
+    """Return whether a fit that resumes from a file has not ended its first epoch; else False."""
+    return bool(_private(trainer.fit_loop, "_loaded_from_state_dict"))
+
+
+def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
+    """Have a training that is about to go on load counts that Lightning 2.6 goes on from rightly.
+
+    It tells what comes next from which of its counts differ, and is wrong in four cases. Totals
+    hold a batch for ever whose step was interrupted, so that the next checkpoint after a step goes
+    on one batch short. After a checkpoint of an epoch's last step, the next epoch is not counted as
+    begun. Between two epochs, an epoch is left out or counted twice where the batches of the
+    one before are still counted. And an epoch within which the training was ended is counted as
+    over, where by our own ``epoch_saved`` it is not.
+    """
+    loaded = _private(trainer, "_checkpoint_connector", "_loaded_checkpoint") or {}
+    loops: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
+    if not {"epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"} <= loops.keys():
+        return
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    epoch, batch = epochs["current"], batches["current"]
+    if epoch["processed"] == epoch_saved + 1 and batch["processed"]:
+        for name in ("processed", "completed"):
+            epochs["total"][name] -= epoch[name] - epoch_saved
+            epoch[name] = epoch_saved
+    if batch["ready"] > batch["processed"]:
+        batches["is_last_batch"] = False
+    stepped = batch["processed"] - batch["completed"]
+    within = epoch["ready"] == epoch["started"] == epoch["processed"] + 1
+    if within and stepped and batches["is_last_batch"]:
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+        over = epoch["started"]
+    else:
+        over = epoch["processed"]
+    if not within or over == epoch["started"]:
+        for name in epoch:
+            epochs["total"][name] += over - epoch[name]
+            epoch[name] = over
+            batch[name] = 0
+        batches["is_last_batch"], stepped = False, 0
+    total = batches["total"]
+    batch["ready"] = batch["started"] = batch["processed"]
+    total["ready"] = total["started"] = total["processed"]
+    total["completed"] = total["processed"] - stepped
+
+
+def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
+    """Have a training that took so many batches of an epoch count them as another number.
+
+    Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
+    epoch by the number of batches.
+    """
+    if training_place(trainer)[:2] != (epoch, taken):
+        return
+    loop: Any = trainer.fit_loop
+    current = loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + counted - taken)
+    fetcher = _private(trainer.fit_loop, "_data_fetcher")
+    if fetcher is not None and _private(fetcher, "fetched") == taken:
+        fetcher.fetched = counted  # of those of before the resume
+
+
+def first_epoch() -> int:
+    """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
+    return 0
+
+
+def steps_logged_by(trainer: Trainer, counted: int) -> int:
+    """Return the step at which Lightning itself logs; where that is not known, what was counted.
+
+    It counts batches that ended in an optimizer step, which differs from ``global_step`` with
+    several optimizers.
+    """
+    stepped = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
+    return counted if stepped is None else int(stepped)
+
+
+# -- what else a data module and a callback ask of their trainer -----------------------------------
+
+
+def own_datamodule(trainer: Trainer) -> DataModule | None:
+    """Return the trainer's data module if it is a FastDataModule, else None."""
+    from lightning_fastdata.plugin.module import DataModule  # which imports this
+
+    datamodule = attributes_of(trainer).datamodule
+    return datamodule if isinstance(datamodule, DataModule) else None
+
+
+def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:
+    """Raise OptionsError if a Trainer is of that package of Lightning which the module is not of.
+
+    Lightning itself would say "Expected a parent".
+    """
+    ours, its = package_of(datamodule), package_of(trainer)
+    if ours and its and ours != its:
+        raise OptionsError(
+            f"{type(datamodule).__name__} is a data module of {ours}, and the Trainer one of "
+            f"{its}, which takes its own only. Write `from {home_of(its)} import FastDataModule, "
+            f"DataThroughputCallback`, or `from {ours} import Trainer`."
+        )
+
+
+def loss_scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
+    """Return what scales the loss of a trainer in half precision; None: nothing does."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def of_ranks(trainer: Trainer, value: int) -> int:
+    """Return the largest of what all ranks give here."""
+    shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
+    if trainer.world_size > 1:
+        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return int(shared)
+
+
+def print_line(trainer: Trainer, text: str) -> None:
+    """Print a line above the bar, if there is one."""
+    bar: Any = trainer.progress_bar_callback
+    if getattr(bar, "is_enabled", False) and hasattr(bar, "print"):
+        bar.print(text)
+        return
+    sys.stdout.write(f"{text}\n")
+
+
+def close_progress_bar(trainer: Trainer) -> None:
+    """Close the bar, whose own teardown may come after ours and would draw over the summary.
+
+    Both of Lightning's bars are closed by these public names, and closing twice is harmless.
+    """
+    bar = trainer.progress_bar_callback
+    rich_progress = held(bar, "progress")
+    if rich_progress is not None:
+        rich_progress.stop()
+        return
+    for stage in STAGES:
+        with suppress(AttributeError, TypeError):  # TQDM's raise a TypeError before first use
+            getattr(bar, f"{stage}_progress_bar").close()
+
+
+def trainer_like(datamodule: object) -> Trainer:
+    """Return a trainer on the CPU, of the package that a data module belongs to."""
+    package = package_of(datamodule)
+    said = logging.getLogger(f"{package}.utilities.rank_zero")
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer: Trainer = importlib.import_module(package).Trainer(
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+    finally:
+        said.setLevel(level)
+    return trainer
+
+
+def hide_loggers(trainer: Trainer) -> list[Path]:
+    """Have a trainer log nowhere, and return the folders in which its loggers would have written.
+
+    Loggers wrote nothing so far, as Lightning took this process for another than the first.
+    """
+    rank_zero_only.rank = trainer.global_rank
+    named = [getattr(one, "log_dir", None) for one in trainer.loggers]
+    folders = [Path(folder) for folder in named if folder is not None]
+    _silence(trainer)
+    return folders
+
+
+def _silence(trainer: Trainer) -> None:
+    loggers = importlib.import_module(f"{package_of(trainer)}.loggers.logger")
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+
+
+@contextmanager
+def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Hide what happens in the block from callbacks, loggers and profiler; ``self.log`` is silent.
+
+    All that is replaced for it is as it was behind the block.
+    """
+    profilers = importlib.import_module(f"{package_of(trainer)}.profilers")
+    hidden, attributes = attributes_of(trainer), vars(pl_module)
+    kept = hidden.callbacks, trainer.loggers, hidden.profiler
+    shadowed = {name: attributes[name] for name in {"log", "log_dict"} & attributes.keys()}
+    hidden.callbacks = []
+    _silence(trainer)
+    hidden.profiler = profilers.PassThroughProfiler()
+    attributes.update(log=nothing, log_dict=nothing)
+    try:
+        yield
+    finally:
+        hidden.callbacks, trainer.loggers, hidden.profiler = kept
+        del attributes["log"], attributes["log_dict"]
+        attributes.update(shadowed)
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Take the place of ``self.log``, ``self.log_dict`` and ``trainer.save_checkpoint``."""

@@ -1,0 +1,549 @@
+"""The transforms of each stage, and the transfer of batches to where they run.
+
+Batches move with their step, or one ahead on a stream beside it. What the workers drew for a batch
+crosses with it, and is carried out behind it.
+
+A callable may give a whole batch to a transform of torchvision, which draws once for it. Such a
+transform flips all of a batch or nothing, where in a dataset it flips one sample in two. The first
+calls of each callable are watched: which transforms of torchvision get the batch? What one does is
+then seen on copies of one sample. Only torchvision's own code runs again, which keeps no state, and
+what it draws is put back: the training is left as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lightning_fastdata.augment import StageTransform, as_batch_transform, left_undone
+from lightning_fastdata.batches.staged import StagedBatch, batch_samples, move
+from lightning_fastdata.device.backend import reads_page_locked
+from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
+from lightning_fastdata.errors import FastDataWarning, TransformError
+from lightning_fastdata.planning.options import check_among
+from lightning_fastdata.plugin import seams
+from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
+from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.tree import children, held, leaves, rebuilt
+from lightning_fastdata.types import STAGES, Batch, PixelPlace, SampleKey, Stage
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import Precision
+
+    from lightning_fastdata.plugin.module import DataModule
+
+PrefetchName: TypeAlias = Literal["auto", "off"]
+
+_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
+_COPIES: Final = 8
+"""With draws of their own, all of them come out flipped, or not, once in 128 times."""
+_TRIES: Final = 32
+_SEED: Final = 1
+_ROUNDING: Final = 0.01
+"""Share of the largest value by which two results may differ, as mixtures of equal images do."""
+_WATCHED: Final = 8
+"""Calls: one that happens to draw nothing, as one in two may, shows nothing."""
+_calls: WeakKeyDictionary[StageTransform, int] = WeakKeyDictionary()
+"""That were watched; all there are to watch, where something was found."""
+_HOOK: Final = seams.HOOKS[2]
+_STEPS: Final = "fastdata_steps"
+"""Attribute of the function that takes its place: what runs before the hook."""
+
+_ALSO_NORMALISED: Final[Mapping[str, str]] = {
+    "Albumentations": "A.Compose([A.Normalize(), A.ToTensorV2()])",
+    "torchvision": "v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])",
+}
+"""A pipeline that only makes floats of images and normalises them, by whose it is."""
+
+
+class StageTransforms:
+    """What was registered for each stage; a pipeline is always the first.
+
+    ``augment`` is a transform for training, or a dict with stages as keys, or None.
+
+    Raises:
+        TransformError: As :meth:`register`.
+    """
+
+    def __init__(self, augment: object, *, image: str | int | None, mask: str | int | None) -> None:
+        self._image, self._mask = image, mask
+        self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
+        self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
+        """Of each stage, what was registered, and what it was last made to suit a dataset."""
+        self._told = False
+        self.assign(augment)
+
+    def assign(self, augment: object) -> None:
+        """Have these transforms, and none else, as :class:`StageTransforms` takes them."""
+        self.given = augment
+        for registered in self._of.values():
+            registered.clear()
+        by_stage: Mapping[Any, object]
+        by_stage = augment if isinstance(augment, Mapping) else {"train": augment}
+        for stage, transform in by_stage.items():
+            if transform is not None:
+                self.register(transform, stage)
+
+    def __getitem__(self, stage: Stage) -> list[StageTransform]:
+        return self._of[stage]
+
+    def worker_part(self, stage: Stage) -> StageTransform | None:
+        """Return the transform of a stage that starts in the workers, if there is one."""
+        registered = self._of[stage]
+        return registered[0] if registered and registered[0].starts_in_worker else None
+
+    def worker_part_for(self, stage: Stage, samples: Iterable[object]) -> StageTransform | None:
+        """Return what starts in the workers, as it suits a dataset; it is explained so from now on.
+
+        ``samples`` are of the dataset, read as far as is needed; none: as it suits any.
+        """
+        part = self.worker_part(stage)
+        if part is None:
+            return None
+        suited = part.for_samples(samples)
+        self._explained[stage] = part, suited
+        return suited
+
+    def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
+        """Return whether anything of a stage runs on the device; ``pipeline``: of a pipeline."""
+        return any(pipeline or not made.starts_in_worker for made in self._of[stage])
+
+    def register(self, transform: object, stage: Stage) -> Callable[[], None]:
+        """Add a transform to a stage, and return what removes it again.
+
+        Raises:
+            TransformError: The stage does not exist, the transform is of no known kind, or it
+                would be a second pipeline or one that comes too late.
+        """
+        if stage not in STAGES:
+            raise TransformError(
+                f"There is no stage {stage!r} to register a transform for; stages are "
+                f"{', '.join(STAGES)}."
+            )
+        made = as_batch_transform(transform, image=self._image, mask=self._mask)
+        registered = self._of[stage]
+        if registered:
+            made = made.behind()
+        if made.starts_in_worker and registered:
+            raise TransformError(
+                f"The {made.library} pipeline {made.name} was registered for stage {stage!r} after "
+                f"{registered[0].name}. It starts in the workers and has to be the first and only "
+                "one: register it first, or join two pipelines in one Compose."
+            )
+        registered.append(made)
+
+        def remove() -> None:
+            if made in registered:
+                registered.remove(made)
+
+        return remove
+
+    def warn_if_unlike_training(self, stage: Stage, name: str, sample: object) -> None:
+        """Warn, once, if training normalises the images and a stage does not.
+
+        ``sample`` is one of its dataset, ``name``. What callables do to it is not known.
+        """
+        callables = any(not one.starts_in_worker for one in self._of[stage])
+        if self._told or stage == "train" or callables:
+            return
+        undone = left_undone(self._of["train"], self._of[stage], sample, self._image)
+        if undone is not None:
+            self._told = True
+            part = self.worker_part("train")
+            example = _ALSO_NORMALISED["Albumentations" if part is None else part.library]
+            warnings.warn(
+                f"{name}: training runs {undone}. Nothing in augment= does the same for stage "
+                f"{stage!r}, so that the model gets other numbers there than it learns on. Give "
+                f"each stage its pipeline: augment={{'train': compose, {stage!r}: {example}}}.",
+                FastDataWarning,
+                stacklevel=3,
+            )
+
+    def explain(self, where: Callable[[Stage], tuple[PixelPlace, str]]) -> list[str]:
+        """Return, for each transform, where each of its operations runs and why.
+
+        ``where`` returns for a stage where the pixels of its pipeline are computed, and why.
+        """
+        parts = []
+        for stage, registered in self._of.items():
+            place, why = where(stage)
+            for made in registered:
+                known, used = self._explained.get(stage, (None, made))
+                text = (used if known is made else made).explain()
+                if made.starts_in_worker and place == "workers":
+                    text = f"all of it in the workers, by {made.library} itself: {why}"
+                elif made.starts_in_worker:
+                    text = f"on the device: {why}\n{text}"
+                parts.append(f"augment, {stage}\n{text}")
+        return parts
+
+
+# -- what a callable does to a batch ---------------------------------------------------------------
+
+
+def augment_foreign_batches(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    transform: StageTransform,
+    *,
+    seed: int,
+    in_transfer: Callable[[], bool],
+) -> None:
+    """Run a transform on every training batch of a trainer, until its run ends.
+
+    Lightning asks one object for the hook: the data module if it overrides it, else the
+    LightningModule. That instance gets an attribute of the hook's name, which runs the transform
+    and then what was there before; the class is not touched.
+
+    ``in_transfer`` says whether the trainer is moving a batch of a loader right now: the model
+    summary and loggers send an example input through the same hook.
+    """
+    datamodule = seams.attributes_of(trainer).datamodule
+    owner = pl_module if seams.overridden_hook(datamodule, _HOOK) is None else datamodule
+    epoch, samples = -1, 0  # of this epoch that were augmented
+
+    def augment(batch: Batch) -> Batch:
+        nonlocal epoch, samples
+        if batch is None or not trainer.training or not in_transfer():
+            return batch
+        if trainer.current_epoch != epoch:
+            epoch, samples = trainer.current_epoch, 0
+        key = SampleKey(seed, epoch, samples)
+        samples += batch_samples(batch)
+        # Lightning converts to the precision's dtype before the transfer; uint8 images became
+        # floating point only now.
+        with told_of_shared_draws(transform, batch):
+            batch = transform.apply_unprepared(batch, key)
+        return trainer.precision_plugin.convert_input(batch)
+
+    earlier = getattr(owner, _HOOK)
+    steps: list[Callable[[Batch], Batch]] | None = held(earlier, _STEPS)
+    if steps is not None:  # of another callback, which comes first
+        steps.append(augment)
+        return
+    steps = [augment]
+
+    # A plain function without __wrapped__: Lightning compares its code with the default hook's.
+    def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:
+        for step in steps:
+            batch = step(batch)
+        return earlier(batch, dataloader_idx)
+
+    setattr(on_after_batch_transfer, _STEPS, steps)
+    seams.replace_for_one_run(trainer, owner, _HOOK, on_after_batch_transfer)
+
+
+@contextmanager
+def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[None]:
+    """Run the block, which calls a transform with a batch, and warn if it draws once for all."""
+    samples = batch_samples(batch)
+    calls = _calls.get(transform, 0)
+    if transform.starts_in_worker or calls == _WATCHED or samples < 2:
+        yield
+        return
+    _calls[transform] = calls + 1
+    deepest = max((leaf.ndim for leaf in leaves(batch) if _has_rows(leaf, samples)), default=0)
+    called: list[tuple[torch.nn.Module, Any]] = []
+    compiled: list[bool] = []
+
+    def note(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            compiled.append(True)
+        # A single sample has fewer dimensions, however many channels or frames it has.
+        whole = any(_has_rows(leaf, samples) and leaf.ndim >= deepest for leaf in leaves(given))
+        if whole and _is_torchvisions(module):
+            called.append((module, _copies(given, samples)))
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+        if compiled:  # each hook has it compiled anew, which torch gives up after some times
+            _calls[transform] = _WATCHED
+    sharing = (type(module).__name__ for module, copies in called if _draws_once(module, copies))
+    once = next(sharing, None)
+    if once is not None:
+        _calls[transform] = _WATCHED
+        spelled = getattr(transform, "spelled", transform.name)
+        warnings.warn(
+            f"The transform {transform.name} draws once for a whole batch: it gives the batch to "
+            f"torchvision's {once}, by which copies of one sample came out alike, and all of them "
+            "changed with the numbers drawn. So the images of a "
+            "batch are flipped, cropped or coloured alike. Call it in the dataset's __getitem__, "
+            "where it draws for each sample, or give augment= an albumentations Compose or a "
+            "torchvision v2.Compose itself, which draw for each sample, too; what is written for "
+            f"one image goes into the latter: v2.Compose([{spelled}]). If a batch is to share its "
+            "draws, filter this warning.",
+            FastDataWarning,
+            stacklevel=3,
+        )
+
+
+def _is_torchvisions(transform: object) -> bool:
+    """Return whether no code of the user's is in a transform."""
+    own = type(transform).__module__.startswith("torchvision.transforms")
+    inside = getattr(transform, "transforms", ())
+    return own and type(transform).__name__ != "Lambda" and all(map(_is_torchvisions, inside))
+
+
+def _draws_once(module: torch.nn.Module, copies: tuple[Any, ...]) -> bool:
+    """Return whether a transform was seen to do the same to all samples, whatever it draws."""
+    put_back = snapshot_random_states()
+    try:
+        torch.manual_seed(_SEED)
+        with torch.no_grad():
+            return _seen_to_share(module, copies)
+    except Exception as error:  # copies may be nothing to it, as without boxes
+        _LOG.info("%s was not tried: %s: %s", type(module).__name__, type(error).__name__, error)
+        return False
+    finally:
+        put_back()
+
+
+def _seen_to_share(module: torch.nn.Module, copies: tuple[Any, ...]) -> bool:
+    seen: list[list[torch.Tensor]] = []
+    watch = DrawWatch()
+    for _ in range(_TRIES):
+        made = module(*_copies(copies, _COPIES))
+        rows = [one for one in leaves(made) if _has_rows(one, _COPIES)]
+        alike = all(_same(one, one[:1].expand_as(one)) for one in rows)
+        if not rows or not alike or not watch.drew():
+            return False
+        firsts = [one[0] for one in rows]
+        if any(_differ(firsts, others) for others in seen):
+            return True
+        seen.append(firsts)
+    return False
+
+
+def _differ(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
+    """Return whether two results of one sample differ; a batch has one size, drawn or not."""
+    if [one.shape for one in these] != [one.shape for one in those]:
+        return False
+    return not all(map(_same, these, those))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.double(), other.double()
+    return not one.numel() or bool((one - other).abs().max() <= _ROUNDING * other.abs().max())
+
+
+def _has_rows(value: object, samples: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == samples
+
+
+def _copies(batch: Batch, samples: int) -> Batch:
+    """Return a batch, or what a transform was called with, of copies of the first sample."""
+    if isinstance(batch, torch.Tensor):
+        if not _has_rows(batch, samples):
+            return batch
+        return batch[:1].repeat(_COPIES, *[1] * (batch.ndim - 1))
+    parts = children(batch)
+    if parts is None:
+        return batch
+    # A list with a tensor of the batch in it is the batch itself, or a part of it. A tuple as long
+    # as the batch may be arguments, or a size.
+    holds_rows = any(_has_rows(part, samples) for _, part in parts)
+    if isinstance(batch, list) and len(batch) == samples and not holds_rows:
+        return [batch[0]] * _COPIES
+    return rebuilt(batch, [_copies(part, samples) for _, part in parts])
+
+
+# -- the way of a batch to its transforms, alone or combined from several loaders ------------------
+
+
+def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
+    """Apply a function to a batch as the user knows it, leaving its draws where they are."""
+    if isinstance(batch, StagedBatch):
+        return batch.with_batch(function(batch.batch))
+    if not _is_combined(batch):
+        return function(batch)
+    plain = function(_each(batch, lambda b: b.batch if isinstance(b, StagedBatch) else b))
+    if type(batch) is dict:
+        return {key: _restaged(batch[key], value) for key, value in plain.items()}
+    return type(batch)(map(_restaged, batch, plain))
+
+
+def _restaged(staged: Batch, value: Batch) -> Batch:
+    return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
+
+
+def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device) -> Batch:
+    """Move a batch as the user knows it, and what was drawn for its transform, to the device."""
+    if isinstance(batch, StagedBatch):
+        if batch.crossing is not None:
+            return batch.crossing.land()
+        draws = batch.draws
+        if draws is not None:
+            draws = draws.to(device, non_blocking=reads_page_locked(device.type))
+        return StagedBatch(move(batch.batch), draws, batch.stage)
+    if _is_combined(batch):
+        return _each(batch, lambda part: transfer(part, move, device))
+    return move(batch)
+
+
+def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
+    """Carry out what the workers drew for a batch, or for several combined, on the device.
+
+    Only that: it reads the batch and nothing else. Callables may read what the training writes and
+    draw from generators that it draws from, so they run where they would without prefetching.
+    """
+    if isinstance(batch, StagedBatch):
+        first = next((t for t in transforms[batch.stage] if t.starts_in_worker), None)
+        if batch.draws is None or first is None:
+            return batch
+        return StagedBatch(first.apply(batch.batch, batch.draws), None, batch.stage)
+    if _is_combined(batch):
+        return _each(batch, lambda part: carry_out_draws(part, transforms))
+    return batch
+
+
+def finish(
+    batch: Batch,
+    transforms: StageTransforms,
+    drawing: Callable[[Stage], AbstractContextManager[None]],
+) -> tuple[Batch, bool]:
+    """Run what a batch on the device waits for; return it plain, with whether anything ran.
+
+    ``drawing`` returns a block in which the callables of a stage draw.
+    """
+    if _is_combined(batch):
+        return _each(batch, lambda part: finish(part, transforms, drawing)[0]), True
+    if not isinstance(batch, StagedBatch):
+        return batch, False
+    plain = carry_out_draws(batch, transforms).batch
+    # Else it ran in the workers, and in carry_out_draws.
+    callables = [each for each in transforms[batch.stage] if not each.starts_in_worker]
+    if callables:
+        with drawing(batch.stage):
+            for transform in callables:
+                with told_of_shared_draws(transform, plain):
+                    plain = transform.apply(plain, None)
+    return plain, True
+
+
+def _is_combined(batch: Batch) -> bool:
+    """Return whether these are batches of several loaders, of which some wait."""
+    values = batch.values() if type(batch) is dict else batch
+    several = type(batch) in (dict, list, tuple)
+    return several and any(isinstance(value, StagedBatch) for value in values)
+
+
+def _each(batches: Batch, function: Callable[[Batch], Batch]) -> Batch:
+    if type(batches) is dict:
+        return {key: function(batch) for key, batch in batches.items()}
+    return type(batches)(map(function, batches))
+
+
+class Prefetching:
+    """Sends the batches of one data module ahead, if the user asked for it and it can be done.
+
+    Raises:
+        OptionsError: There is no such way to prefetch.
+    """
+
+    def __init__(self, asked: PrefetchName) -> None:
+        check_among("prefetch", asked, get_args(PrefetchName))
+        self.asked: PrefetchName = asked
+        self.why_not: str | None = (
+            "not asked for" if asked == "off" else "decided when the training starts"
+        )
+        """Why batches are not sent ahead; None: they are."""
+        self._lanes: dict[torch.device, SideLane | None] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        # Streams belong to one process.
+        return {**vars(self), "_lanes": {}}
+
+    def decide(self, module: DataModule) -> None:
+        """Decide for the trainer of a data module, which is asked for its hooks and its streams."""
+        trainer = module.trainer
+        if trainer is None or self.asked == "off":
+            return
+        device = trainer.strategy.root_device
+        if device not in self._lanes:
+            streams = module.device_streams(device)
+            self._lanes[device] = None if streams is None else SideLane(streams)
+        model = trainer.lightning_module
+        theirs = {n for n in seams.HOOKS if seams.overridden_hook(model, n) is not None}
+        early = (theirs | module.written_hooks()) - {"on_after_batch_transfer"}
+        if self._lanes[device] is None:
+            self.why_not = "this type of device does not copy beside its computing"
+        elif early:
+            self.why_not = f"{', '.join(sorted(early))} of yours runs in the batch's own step"
+        else:
+            self.why_not = None
+
+    def batches_ahead(self, module: DataModule) -> int:
+        """Return how many batches are on the device beside the one that is trained on, at most."""
+        self.decide(module)
+        return BATCHES_AHEAD if self.why_not is None else 0
+
+    def drop_ahead(self) -> bool:
+        """Let go of batches that were sent ahead, and send no more; return whether there was one.
+
+        Each is made anew when it is its turn.
+        """
+        return sum(lane.drop() for lane in self._lanes.values() if lane is not None) > 0
+
+    def look_ahead(
+        self, trainer: Trainer | None, stage: Stage, transforms: StageTransforms
+    ) -> Callable[[Iterator[Batch]], Iterator[Batch]] | None:
+        """Return what sends the batches of a loader one ahead; None if they are not."""
+        if trainer is None or self.why_not is not None:
+            return None
+        return partial(self._one_ahead, trainer, stage, transforms)
+
+    def _one_ahead(
+        self, trainer: Trainer, stage: Stage, transforms: StageTransforms, batches: Iterator[Batch]
+    ) -> Iterator[Batch]:
+        """Return the batches of an epoch as :class:`StagedBatch` that cross to the device."""
+        device = trainer.strategy.root_device
+        lane = self._lanes.get(device)
+        if lane is None:  # a copy of the loader in another process
+            return batches
+
+        def work(batch: Batch) -> Batch:
+            return carry_out_draws(move(batch, device, non_blocking=True), transforms)
+
+        def receive(crossing: Crossing) -> StagedBatch:
+            lane.note_landing()  # it lands when Lightning's hooks are called, behind the next send
+            return StagedBatch(None, None, stage, _Converted(crossing, trainer.precision_plugin))
+
+        return OneAhead(batches, lambda b: lane.send(b, work), receive, lambda: lane.has_room)
+
+    def explain(self) -> str:
+        """Return whether batches are sent ahead, and why not."""
+        if self.why_not is None:
+            return "prefetch  one batch ahead, on a stream beside the computing"
+        return f"prefetch  off  {self.why_not}"
+
+
+class _Converted:
+    """A crossing whose batch Lightning would have converted to the precision's dtype before."""
+
+    def __init__(self, crossing: Crossing, precision: Precision) -> None:
+        self._crossing = crossing
+        self._precision = precision
+
+    @property
+    def source(self) -> Batch:
+        """The batch as Lightning would have brought it to the device."""
+        return self._in_precision(self._crossing.source)
+
+    def land(self) -> Batch:
+        return self._in_precision(self._crossing.land())
+
+    def _in_precision(self, batch: Batch) -> Batch:
+        return batch if isinstance(batch, StagedBatch) else self._precision.convert_input(batch)
