@@ -19,6 +19,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -372,9 +373,12 @@ def _run_trial(
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
     """Have the script end; it may take the time that ending takes."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    ways: list[Callable[[], None]] = [child.terminate, child.kill]
+    if os.name == "posix":  # elsewhere no program can press Ctrl-C for another one alone
+        ways.insert(0, partial(child.send_signal, signal.SIGINT))
+    for end in ways:
         with suppress(KeyboardInterrupt):  # a second one of an impatient user
-            child.send_signal(number)
+            end()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_GRACE_S)
                 return

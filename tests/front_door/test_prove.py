@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import textwrap
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from virtual_time import PatientClock, virtual_time
 from warm_python import warm_python
 
-from lightning_fastdata import StepTimer
+from lightning_fastdata import StepTimer, cli
 from lightning_fastdata.cli import main
 from lightning_fastdata.host import clock
 from lightning_fastdata.prove import PROVE_VARIABLE, ProveSettings
@@ -333,3 +335,30 @@ def test_a_read_only_file_is_refused_before_the_trial_and_keeps_what_is_in_it(
     monkeypatch.undo()
     assert file.read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "train.py"]
+
+
+class ProcessOfWindows:
+    """A script's process that can be ended, and cannot be sent any other signal."""
+
+    ended = False
+
+    def send_signal(self, number):
+        raise ValueError(f"Unsupported signal: {number}")
+
+    def terminate(self):
+        self.ended = True
+
+    kill = terminate
+
+    def wait(self, timeout=None):
+        if not self.ended:
+            raise subprocess.TimeoutExpired("train.py", timeout)
+
+
+def test_a_script_is_ended_where_processes_take_no_ctrl_c(monkeypatch):
+    process = ProcessOfWindows()
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "name", "nt")
+        windows.delattr(signal, "SIGKILL")
+        cli._stop(process)
+    assert process.ended
