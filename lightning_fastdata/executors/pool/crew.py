@@ -773,7 +773,9 @@ class Crew:
         yield Loss(child, [lost[number] for number in sorted(lost)], suspect)
         living = {each.number: each.pid for each in self.children.values()}
         if self._streams:
-            self._deaths.tell(child.process.exitcode, living, "The rest of its stream is missing.")
+            self._deaths.warn_of_memory(
+                child.process.exitcode, living, "The rest of its stream is missing."
+            )
             return
         if self._queue is not None:
             missing = self._tasks.keys() - self._queue.numbers()

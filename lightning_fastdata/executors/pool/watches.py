@@ -339,7 +339,7 @@ class Deaths:
                 for each.
         """
         now_s = clock.monotonic()
-        self.tell(code, pids, "It is replaced, and its samples are read again.")
+        self.warn_of_memory(code, pids, "It is replaced, and its samples are read again.")
         self._last.append(_Death(now_s, code, tasks))
         while self._last[0].at_s < now_s - _MINUTE_S:
             self._last.popleft()
@@ -354,7 +354,7 @@ class Deaths:
                 "otherwise what the processes printed says why."
             )
 
-    def tell(self, code: int | None, pids: Mapping[int, int], then: str) -> None:
+    def warn_of_memory(self, code: int | None, pids: Mapping[int, int], then: str) -> None:
         """Warn with the figures of a death, and what comes then, if the kernel killed for memory.
 
         ``pids``: As of :meth:`note`.
