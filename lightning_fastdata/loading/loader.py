@@ -635,7 +635,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self.faults.count_in(state.bad)
             position.check_order(state)
             if isinstance(inner, KeptExecutor):
-                inner.go_on_from(state.base_seed)
+                inner.go_on_from(state.base_seed, epoch=state.epoch, within=state.batches > 0)
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = position.start_of(begun, position.as_it_is(self, indices), indices)

@@ -166,6 +166,8 @@ class KeptExecutor:
         self.base_seed: int | None = None
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
+        self._within = False
+        """The next epoch goes on within one of a run that was saved."""
         self._in_stream: list[LanePosition] | None = None
         self._last: Executor | None = None
         """Of the epoch that began last, also when it is over."""
@@ -176,7 +178,6 @@ class KeptExecutor:
         if not self.persistent or self.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self.base_seed = int(drawn)
-        resumes = self._in_stream is not None or self._earlier_seed is not None
         if self._earlier_seed is not None:
             self.base_seed, self._earlier_seed = self._earlier_seed, None
         unfinished = self._unfinished()
@@ -184,9 +185,10 @@ class KeptExecutor:
             for other in unfinished:
                 other.end("another epoch of its loader has begun, which keeps its workers")
             unfinished = []
-        if resumes and self.indices is None and self.aside and self._iterator is not None:
+        if self._within and self.indices is None and self.aside and self._iterator is not None:
             self._iterator.close()  # those that go on in a stream are seeded as its first ones were
             self._iterator = None
+        self._within = False
         keep = self._keeps_now(in_use=bool(unfinished)) and not unfinished
         executor = self._iterator if keep else None
         if executor is None:
@@ -297,8 +299,7 @@ class KeptExecutor:
             return base_seed
         # A worker_init_fn may draw from what the process was seeded with: another epoch, seed or
         # global seed has to give other numbers.
-        text = f"{self.plan.seed},{self.epoch()},{base_seed}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        return _digest(self.plan.seed, self.epoch(), base_seed)
 
     def _start_epoch(self, executor: Executor) -> None:
         if self.indices is not None:
@@ -340,12 +341,21 @@ class KeptExecutor:
         history = self._last.history if isinstance(self._last, StreamReader) else None
         return history is not None and history.drew
 
-    def go_on_from(self, base_seed: int | None) -> None:
+    def go_on_from(self, base_seed: int | None, *, epoch: int, within: bool) -> None:
         """Begin the next epoch as a run that goes on did.
 
-        ``base_seed``: what its side processes were seeded from; None: not known.
+        ``base_seed``: what the side processes of the run were seeded from; None: not known.
+        ``within``: it goes on within that epoch; else the next one begins.
         """
-        if base_seed is not None and self.persistent:
+        self._within = within
+        if base_seed is None:
+            return
+        if self.indices is None and not within:
+            if self.persistent and self._iterator is not None:
+                return  # the workers of the epoch before are there, and go on
+            # From the very seed, the draws of a stream's last epoch would come once more.
+            base_seed = _digest(base_seed, epoch)
+        if self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
 
@@ -414,6 +424,12 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
+
+
+def _digest(*numbers: int) -> int:
+    """Return a seed that follows from some numbers, from 0 to 2**63 - 1."""
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class EpochIterator:

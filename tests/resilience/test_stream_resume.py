@@ -458,6 +458,30 @@ def test_draws_that_no_state_holds_are_told(workers, stream, how):
     assert sum("draws from global generators" in said for said in texts) == 1
 
 
+@each("keeps", [False, True])
+@each("goes_on", ["in its own loader", "in another one"])
+def test_an_epoch_behind_a_boundary_draws_other_numbers_than_the_one_before(keeps, goes_on) -> None:
+    def made():
+        generator = torch.Generator().manual_seed(5)
+        how = {"executor": "workers", "persistent_workers": keeps, "generator": generator}
+        return FastDataLoader(Drawing(), 2, num_workers=1, **how)
+
+    def draws(loader):
+        return [[field.tolist() for field in batch] for batch in loader]
+
+    before = made()
+    first, state = draws(before), before.state_dict()
+    after = before if goes_on == "in its own loader" else made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastDataWarning)
+        after.load_state_dict(state)
+        second, third = draws(after), draws(after)
+    assert len({str(each) for each in (first, second, third)}) == 3
+    if keeps and after is before:  # its workers go on as if nothing had been loaded
+        never_stopped = made()
+        assert [first, second, third] == [draws(never_stopped) for _ in range(3)]
+
+
 class Timed(CountsPasses):
     """Its state takes seconds of a clock."""
 
