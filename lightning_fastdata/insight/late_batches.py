@@ -104,10 +104,7 @@ _WAYS: Final[dict[str, tuple[str, tuple[Advice, ...]]]] = {
     "handover": ("handing complete batches over", (_AS_MEMORY, _FEW_ARRAYS)),
     "pin": (
         "copying batches into page-locked memory",
-        (
-            _FEWER_BYTES,
-            Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
-        ),
+        (_FEWER_BYTES, Advice(text="pin_memory=False", changes=("pin_memory",), joins=True)),
     ),
     "network": (
         "the way of complete batches from their actors",
@@ -126,7 +123,7 @@ class LateBatches:
 
     summary: StageSummary = NO_STEPS
     """Where the steps went; the causes are those of this loader."""
-    share: float = 1.0
+    loader_share: float = 1.0
     """Of the waits, those for this loader's batches: others are read in the same steps."""
     setup: LoaderSetup | None = None
     """As it is; None: no predictions are made."""
@@ -150,7 +147,7 @@ class LateBatches:
     @property
     def times(self) -> StepTimes:
         """How long the steps take, and wait for this loader's batches."""
-        return times_of(self.summary).waiting_for(self.share)
+        return times_of(self.summary).waiting_for(self.loader_share)
 
     @property
     def causes(self) -> WaitCauses:
@@ -304,11 +301,6 @@ class LateBatches:
         candidates = [now if n == now.workers else _with_workers(now, n) for n in sorted(numbers)]
         return choose(self.costs, candidates)[0]
 
-    def of_wait(self, share: float, what: str) -> str:
-        """Return in words that something is a share of the wait, and what that costs."""
-        stall = self.times.stall_share or 0.0
-        return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
-
 
 def late_batches_of(
     summary: StageSummary,
@@ -317,7 +309,7 @@ def late_batches_of(
     setup: LoaderSetup | None = None,
     *,
     step_queued: float = 0.0,
-    share: float = 1.0,
+    loader_share: float = 1.0,
     machine: MachineSeen = NO_MACHINE,
 ) -> LateBatches:
     """Return what is known of late batches in a stage, by its steps and by stamps.
@@ -328,7 +320,7 @@ def late_batches_of(
         stamps: The newest of it, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
         step_queued: Part of the steps in which the training was ready but had no CPU.
-        share: Of the waits, those for batches of this loader.
+        loader_share: Of the waits, those for batches of this loader.
         machine: What the training had of it.
     """
     if setup is not None:
@@ -340,7 +332,7 @@ def late_batches_of(
     free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
     return LateBatches(
         summary=summary,
-        share=share,
+        loader_share=loader_share,
         setup=setup,
         costs=_recorded_costs(summary, stamps, step_queued),
         loader=loader,
@@ -465,15 +457,15 @@ def _slow_samples(e: LateBatches) -> Finding | None:
         for s in e.causes.slow_samples[:3]
     )
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
-    cause = e.of_wait(share, "waiting for single slow samples")
-    if e.causes.overtaken_share:
-        cause += f"; {e.causes.overtaken_share:.0%} of the batches held up complete ones"
-    finding = make_finding(
-        e.times.stall_share,
-        cause,
+    overtaken = e.causes.overtaken_share
+    finding = _spent(
+        e,
+        share,
+        "waiting for single slow samples",
         Advice(text=repair, part=share),
-        _gain_of(e, share, scaled(e.costs, slow_samples=False)),
         "the other samples",
+        e.gain(costs=scaled(e.costs, slow_samples=False)),
+        f"; {overtaken:.0%} of the batches held up complete ones" if overtaken else "",
     )
     alone = e.setup is not None and not e.setup.workers
     return _more_workers(e, finding) if alone else finding
@@ -518,12 +510,14 @@ def _latency(e: LateBatches) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or _shares(e):
         return None
-    finding = make_finding(
-        e.times.stall_share,
-        e.of_wait(share, "waiting for storage, a network or a lock") + _where_it_waits(e, share),
+    finding = _spent(
+        e,
+        share,
+        "waiting for storage, a network or a lock",
         (Advice(text="keep the data on a local disk", part=share), _CACHE),
-        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
+        e.gain(costs=scaled(e.costs, blocked=0.0)),
+        _where_it_waits(e, share),
     )
     return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
 
@@ -532,17 +526,19 @@ def _bandwidth(e: LateBatches) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or not _shares(e):
         return None
-    cause = e.of_wait(share, "waiting for a lock, a disk or a line that workers share")
+    rates = ""
     if e.read_rates is not None:
         few, few_per_s, many, many_per_s = e.read_rates
-        cause += f"; {many} workers read {rounded(many_per_s, 3)} samples/s and {few} of them "
-        cause += f"{rounded(few_per_s, 3)}"
-    return make_finding(
-        e.times.stall_share,
-        cause + _where_it_waits(e, share),
+        rates = f"; {many} workers read {rounded(many_per_s, 3)} samples/s and {few} of them "
+        rates += f"{rounded(few_per_s, 3)}"
+    return _spent(
+        e,
+        share,
+        "waiting for a lock, a disk or a line that workers share",
         (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
-        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",
+        e.gain(costs=scaled(e.costs, blocked=0.0)),
+        rates + _where_it_waits(e, share),
     )
 
 
@@ -570,7 +566,8 @@ def _gain_of_transforms(e: LateBatches) -> Gain | None:
     part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
     named = _named(e)
     less = 1.0 if named is None else named.share
-    return _gain_of(e, less * (part or 1.0), scaled(e.costs, cpu=1 - less))
+    fewer = e.gain(costs=scaled(e.costs, cpu=1 - less))
+    return fewer or e.gain_without(less * (part or 1.0))
 
 
 def _spent(
@@ -580,18 +577,16 @@ def _spent(
     remedy: str | Advice | tuple[Advice, ...],
     leave: str,
     gain: Gain | None = None,
+    more: str = "",
 ) -> Finding:
     """Return the finding that a share of the wait, 0 to 1, is spent on something.
 
-    ``gain``: what less of it gains; None: at most the whole share.
+    ``gain``: what less of it gains; None: at most the whole share. ``more`` is known of the cause.
     """
-    gain = gain or e.gain_without(share)
-    return make_finding(e.times.stall_share, e.of_wait(share, what), remedy, gain, leave)
-
-
-def _gain_of(e: LateBatches, share: float, costs: list[BatchCost]) -> Gain | None:
-    """Return what batches of other costs gain; where none were recorded, what it is at most."""
-    return e.gain(costs=costs) or e.gain_without(share)
+    stall = e.times.stall_share
+    cause = f"{what} is {share:.0%} of the wait for data, which costs {stall or 0.0:.0%} of each "
+    cause += f"step{more}"
+    return make_finding(stall, cause, remedy, gain or e.gain_without(share), leave)
 
 
 def _few_workers(e: LateBatches) -> Finding | None:
@@ -599,13 +594,14 @@ def _few_workers(e: LateBatches) -> Finding | None:
     starved = e.waits_for_cpu > share / 2
     if name != "read_cpu" or starved or _saturated(e) or e.crowded:
         return None
-    cause = e.of_wait(share, "reading and transforming samples on a CPU")
-    finding = make_finding(
-        e.times.stall_share,
-        cause + where_text(e.causes.lines),
+    finding = _spent(
+        e,
+        share,
+        "reading and transforming samples on a CPU",
         _transforms(e),
-        _gain_of_transforms(e),
         "storage: it is not what is waited for",
+        _gain_of_transforms(e),
+        where_text(e.causes.lines),
     )
     return _more_workers(e, finding, computing=True)
 

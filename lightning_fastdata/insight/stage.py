@@ -29,6 +29,7 @@ from lightning_fastdata.insight.steps import (
     EventClock,
     StageSummary,
     StepTimeline,
+    mean_ms,
     measured,
     p50_and_p95,
     warm_steps,
@@ -164,7 +165,7 @@ class StageMeter:
             stamps,
             setup,
             step_queued=times.step_queued,
-            share=share,
+            loader_share=share,
             machine=machine,
         )
         made = slowest.stream_samples()
@@ -174,9 +175,8 @@ class StageMeter:
         self, summary: StageSummary, stamps: Sequence[BatchStamps]
     ) -> TrainingTimes:
         """Return what the training process did: with its newest stamps, and what it used."""
-        warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
-        warm = summary.steps - summary.cold_steps
-        waited_ms = warm_ms * warm + (summary.cold_wait_ms or 0.0) * summary.cold_steps
+        warm_ms = (mean_ms(summary.wait) or 0.0) * (summary.steps - summary.cold_steps)
+        waited_ms = warm_ms + (summary.cold_wait_ms or 0.0) * summary.cold_steps
         own_ns = [
             task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
             for batch in stamps

@@ -222,23 +222,16 @@ class _Totals:
         self.sums, self.largest = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, -np.inf)
         self.counts = dict.fromkeys(TIMED, 0)
 
-    def add(self, timing: StepTiming) -> None:
-        self.steps += 1
+    def add(self, timing: StepTiming, times: int = 1) -> None:
+        """Add a step; ``times=-1`` takes it away again, but for what was largest."""
+        self.steps += times
         for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
             if value is not None:
-                self.sums[name] += value
-                self.counts[name] += 1
+                self.sums[name] += times * value
+                self.counts[name] += times
                 self.largest[name] = max(self.largest[name], value)
         if timing.step_ms is not None:
-            self.samples += timing.samples
-
-    def take_away(self, timing: StepTiming) -> None:
-        """Undo that a timed step was added, but for what was largest."""
-        self.samples -= timing.samples
-        for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
-            if value is not None:
-                self.sums[name] -= value
-                self.counts[name] -= 1
+            self.samples += times * timing.samples
 
     def phase(self, name: str, newest: Values) -> PhaseSummary | None:
         """Return a phase by its newest values, too; None: it was not measured."""
@@ -278,9 +271,8 @@ class StepHistory:
         if timing.cold or timing.step_ms is None:
             return
         if len(longest) < _MOST_LONG or timing.step_ms > (longest[-1].step_ms or 0.0):
-            longest.append(timing)
-            longest.sort(key=lambda each: -(each.step_ms or 0.0))
-            del longest[_MOST_LONG:]
+            longest = sorted([*longest, timing], key=lambda each: -(each.step_ms or 0.0))
+            self._longest = longest[:_MOST_LONG]
 
     def _long_steps(self, columns: Columns) -> list[StepTiming]:
         """Return the fewest steps without which the mean is not above the 95th percentile.
@@ -325,7 +317,7 @@ class StepHistory:
         if any(self._warm.counts.values()):
             totals, long_steps = copy.deepcopy(self._warm), self._long_steps(columns)
         for timing in long_steps:
-            totals.take_away(timing)
+            totals.add(timing, -1)
         sums = totals.sums
         phases = {name.removesuffix("_ms"): totals.phase(name, columns[name]) for name in TIMED}
         free_rate = None
@@ -448,12 +440,27 @@ in the middle of a training step, where nothing of this is in the processor's ca
 class _Step:
     """One step between its first mark and the moment the device has passed its last one."""
 
-    index: int = 0
-    cold: int = 0
-    marks: list[tuple[str, Any, int]] = field(default_factory=list)
-    """What began or ended, and the marks of the device and of the host."""
+    began: dict[str, Any] = field(default_factory=dict)
+    """Phase -> the mark of its begin, while it is under way."""
+    pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
+    """Phase -> its intervals."""
+    wait_began: int | None = None
+    """Host mark of the wait that is under way."""
+    wait_ms: float | None = None
+    marks: list[Any] = field(default_factory=list)
+    """Those of a device with a clock of its own."""
+    compute_began: Any = None
+    """Newest completed end mark: what follows it is compute."""
+    before_work: tuple[Any, Any] | None = None
+    """What lay between the batch's arrival and the work on it: a part of the gap."""
     work_ended: Any = None
     """Mark of the end of the step, where it came before the end was counted."""
+    augment_is_outer: bool = False
+    """The transfer began within an augmentation."""
+    touched: bool = False
+    """Whether any mark was made."""
+    index: int = 0
+    cold: int = 0
     # Filled at the end of the step.
     samples: int = 0
     ended: Any = None
@@ -495,42 +502,64 @@ class StepTimeline:
 
     def wait_began(self) -> None:
         """The host asks for a batch."""
-        self._mark("wait_began")
+        step = self._step
+        step.wait_began = self._host.mark()
+        step.began["stall"] = self._mark(host_mark=step.wait_began)
 
     def wait_ended(self) -> None:
         """The host has the batch."""
-        self._mark("wait_ended")
+        step = self._step
+        if step.wait_began is None:
+            return
+        now = self._host.mark()
+        step.wait_ms = (step.wait_ms or 0.0) + self._host.elapsed_ms(step.wait_began, now)
+        step.wait_began = None
+        self._close("stall", self._mark(host_mark=now))
 
     def transfer_began(self) -> None:
         """The batch starts its way to the device."""
-        self._mark("transfer_began")
+        step = self._step
+        step.augment_is_outer = "augment" in step.began
+        step.began["transfer"] = self._mark()
 
     def transfer_ended(self) -> None:
         """The batch is on the device; an augmentation within is taken off the transfer."""
-        self._mark("transfer_ended")
+        self._close("transfer", self._mark())
 
     def augment_began(self) -> None:
         """Transforms start on the device."""
-        self._mark("augment_began")
+        self._step.began["augment"] = self._mark()
 
     def augment_ended(self) -> None:
         """Transforms on the device are done."""
-        self._mark("augment_ended")
+        step = self._step
+        began, end = step.began.get("augment"), self._mark()
+        self._close("augment", end)
+        if began is not None and "transfer" in step.began:
+            # During a transfer: cut it there, so that the two never count the same time.
+            if not step.augment_is_outer:
+                step.pairs.setdefault("transfer", []).append((step.began["transfer"], began))
+            step.began["transfer"] = end
 
     def work_began(self) -> None:
         """The step itself starts; what was done since the batch arrived is gap."""
-        self._mark("work_began")
+        step = self._step
+        began = self._mark()
+        if step.compute_began is not None:
+            step.before_work = step.compute_began, began
+            step.compute_began = began
 
     def work_ended(self) -> None:
         """The last work of the step is given to the device; what comes after it is gap."""
-        self._step.work_ended = self._mark("work_ended")
+        self._step.work_ended = self._mark()
 
     def compute_ended(self, samples: int) -> None:
         """The step with so many samples is over; it ended at the last `work_ended`, or else now."""
         step = self._step
+        end = self._mark() if step.work_ended is None else step.work_ended
         step.samples, step.previous_end = samples, self._previous_end
-        step.ended = self._mark("over") if step.work_ended is None else step.work_ended
-        self._step, self._previous_end = _Step(index=step.index + 1), step.ended
+        self._step = _Step(index=step.index + 1)
+        step.ended = self._previous_end = end
         self._pending.append(step)
         if len(self._pending) >= _POLL_AT:
             self.poll()
@@ -538,9 +567,9 @@ class StepTimeline:
     def drop_open_step(self) -> None:
         """Forget the marks since the last `compute_ended`: an exhausted loader, an aborted step."""
         step = self._step
-        if not step.marks:
+        if not step.touched:
             return
-        self._device.reuse(mark for _, mark, _ in step.marks)
+        self._device.reuse(step.marks)
         # What lay between is not a gap: part of it was a step.
         self._previous_end = None
         self._step = _Step(index=step.index, cold=step.cold)
@@ -550,56 +579,42 @@ class StepTimeline:
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
-            # The last mark stays: the gap to the next step begins there.
-            over = [mark for _, mark, _ in step.marks if mark is not step.ended]
-            self._device.reuse(over if step.previous_end is None else [*over, step.previous_end])
+            if not self._same:
+                # The last mark stays: the gap to the next step begins there.
+                marks = [*step.marks, *([] if step.previous_end is None else [step.previous_end])]
+                self._device.reuse([mark for mark in marks if mark is not step.ended])
 
-    def _mark(self, what: str) -> Any:
-        step, now = self._step, self._host.mark()
-        mark = now if self._same else self._device.mark()
-        step.marks.append((what, mark, now))
-        if what.endswith("_ended"):
-            step.work_ended = None  # what is done after the work goes on with it
+    def _mark(self, host_mark: int | None = None) -> Any:
+        step = self._step
+        step.touched = True
+        if self._same:
+            return self._device.mark() if host_mark is None else host_mark
+        mark = self._device.mark()
+        step.marks.append(mark)
         return mark
 
+    def _close(self, phase: str, end: Any) -> None:
+        step = self._step
+        began = step.began.pop(phase, None)
+        if began is not None:
+            step.pairs.setdefault(phase, []).append((began, end))
+            step.compute_began, step.work_ended = end, None
+
     def _timing(self, step: _Step) -> StepTiming:
-        elapsed_ms = self._device.elapsed_ms
-        began: dict[str, tuple[Any, int]] = {}
-        """Phase -> the marks of its begin, while it is under way."""
-        spent_ms: dict[str, float] = {}
-        wait_ms = waited_from = compute_from = None
-        before_work_ms, augment_is_outer = 0.0, False
-
-        def spend(phase: str, since: Any, until: Any) -> None:
-            spent_ms[phase] = spent_ms.get(phase, 0.0) + elapsed_ms(since, until)
-
-        for what, mark, now in step.marks:
-            phase, _, edge = what.partition("_")
-            if what == "work_began" and compute_from is not None:
-                before_work_ms, compute_from = elapsed_ms(compute_from, mark), mark
-            elif edge == "began":
-                if phase == "transfer":
-                    augment_is_outer = "augment" in began
-                began[phase] = mark, now
-            elif phase in began and phase != "work":
-                since, then = began.pop(phase)
-                spend(phase, since, mark)
-                compute_from = mark  # what follows the newest end is compute
-                if phase == "wait":
-                    wait_ms = (wait_ms or 0.0) + self._host.elapsed_ms(then, now)
-                    waited_from = since if waited_from is None else waited_from
-                elif phase == "augment" and "transfer" in began:
-                    # During a transfer: cut it there, so that the two never count the same time.
-                    if not augment_is_outer:
-                        spend("transfer", began["transfer"][0], since)
-                    began["transfer"] = mark, now
-        known = step.index, step.samples, step.cold, wait_ms
-        stall_ms = wait_ms if self._same else spent_ms.get("wait")
-        transfer_ms, augment_ms = spent_ms.get("transfer"), spent_ms.get("augment")
+        clock = self._device
+        known = step.index, step.samples, step.cold, step.wait_ms
+        stall_ms = step.wait_ms if self._same else self._spent_ms(step, "stall")
+        transfer_ms, augment_ms = self._spent_ms(step, "transfer"), self._spent_ms(step, "augment")
         compute_ms = gap_ms = step_ms = None
-        if compute_from is not None:
-            compute_ms = elapsed_ms(compute_from, step.ended)
+        if step.compute_began is not None:
+            compute_ms = clock.elapsed_ms(step.compute_began, step.ended)
             step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
-        if step.previous_end is not None and waited_from is not None:
-            gap_ms = elapsed_ms(step.previous_end, waited_from) + before_work_ms
+        if step.previous_end is not None and "stall" in step.pairs:
+            gap_ms = clock.elapsed_ms(step.previous_end, step.pairs["stall"][0][0])
+            if step.before_work is not None:
+                gap_ms += clock.elapsed_ms(*step.before_work)
         return StepTiming(*known, stall_ms, transfer_ms, augment_ms, compute_ms, gap_ms, step_ms)
+
+    def _spent_ms(self, step: _Step, phase: str) -> float | None:
+        pairs = step.pairs.get(phase)
+        return sum([self._device.elapsed_ms(*pair) for pair in pairs]) if pairs else None
