@@ -20,7 +20,7 @@ from markupsafe import Markup
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.finding import Gain, duration_text, gain_text
 from lightning_fastdata.insight.report import RunReport
-from lightning_fastdata.insight.steps import MOST_RECENT, PHASES, Columns, Values
+from lightning_fastdata.insight.steps import MOST_RECENT, PHASES, Columns, Values, mean_ms
 from lightning_fastdata.insight.waits import PART_WORDS, WaitParts
 from lightning_fastdata.insight.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.types import STAGE_WORDS
@@ -61,7 +61,7 @@ def _rates(report: RunReport) -> list[tuple[str | None, str]]:
         (_written(first.samples_per_s), "samples/s in a step"),
         (_written(free), "if data were free"),
         (_written(first.speedup_possible if on_device else None, "{:.2f}x"), "to gain, at most"),
-        (_written(None if first.step is None else first.step.mean_ms, "{:.1f}"), "ms a step"),
+        (_written(mean_ms(first.step), "{:.1f}"), "ms a step"),
         (_written(first.stall_share, "{:.0%}"), "of it waiting for data"),
         (_written(waited or None, "{:.1f}"), "GPU minutes waited"),
     ]

@@ -25,7 +25,7 @@ from lightning_fastdata.insight.finding import (
     make_finding,
 )
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
-from lightning_fastdata.insight.steps import StageSummary, times_of
+from lightning_fastdata.insight.steps import NO_STEPS, StageSummary, times_of
 from lightning_fastdata.insight.waits import (
     NO_CAUSES,
     OperationShare,
@@ -103,10 +103,7 @@ _WAYS: Final[dict[str, tuple[str, tuple[Advice, ...]]]] = {
     "handover": ("handing complete batches over", (_AS_MEMORY, _FEW_ARRAYS)),
     "pin": (
         "copying batches into page-locked memory",
-        (
-            _FEWER_BYTES,
-            Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
-        ),
+        (_FEWER_BYTES, Advice(text="pin_memory=False", changes=("pin_memory",), joins=True)),
     ),
     "network": (
         "the way of complete batches from their actors",
@@ -123,10 +120,10 @@ class LateBatches:
     Findings that rest on a fact which is None, or empty, are not made. Shares are from 0 to 1.
     """
 
-    times: StepTimes = field(default_factory=StepTimes)
+    summary: StageSummary = NO_STEPS
+    """Where the steps went; the causes are those of this loader."""
+    share: float = 1.0
     """Of the waits, those for this loader's batches: others are read in the same steps."""
-    causes: WaitCauses = NO_CAUSES
-    """Where its waits went."""
     setup: LoaderSetup | None = None
     """As it is; None: no predictions are made."""
     costs: tuple[BatchCost, ...] = ()
@@ -145,8 +142,24 @@ class LateBatches:
     """What few of the workers read together, and what all do, while batches were waited for."""
     free_cpus: float | None = None
     """CPUs of the cluster whose actors make the batches that nobody held, as last seen."""
-    device_could_augment: bool = False
-    """Workers transform samples beside a device that could, and that is not known to be slower."""
+
+    @property
+    def times(self) -> StepTimes:
+        """How long the steps take, and wait for this loader's batches."""
+        return times_of(self.summary).waiting_for(self.share)
+
+    @property
+    def causes(self) -> WaitCauses:
+        """Where its waits went."""
+        return self.summary.causes or NO_CAUSES
+
+    @property
+    def device_could_augment(self) -> bool:
+        """Workers transform samples beside a device that could, and was not found to be slower."""
+        place, operations = self.loader.augment_on, self.causes.operations
+        # That workers transform samples a loader does not know of its dataset; stamps may show it.
+        here = place == "cpu" or (place is None and any(each.augments for each in operations))
+        return here and self.summary.device != "cpu" and not self.loader.augment_settled
 
     @property
     def shares(self) -> dict[str, float]:
@@ -287,11 +300,6 @@ class LateBatches:
         candidates = [now if n == now.workers else _with_workers(now, n) for n in sorted(numbers)]
         return choose(self.costs, candidates)[0]
 
-    def of_wait(self, share: float, what: str) -> str:
-        """Return in words that something is a share of the wait, and what that costs."""
-        stall = self.times.stall_share or 0.0
-        return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
-
 
 def late_batches_of(
     summary: StageSummary,
@@ -302,8 +310,6 @@ def late_batches_of(
     step_queued: float = 0.0,
     share: float = 1.0,
     machine: MachineSeen = NO_MACHINE,
-    read_rates: ReadRates | None = None,
-    stream_samples: tuple[int, ...] = (),
 ) -> LateBatches:
     """Return what is known of late batches in a stage, by its steps and by stamps.
 
@@ -315,34 +321,24 @@ def late_batches_of(
         step_queued: Part of the steps in which the training was ready but had no CPU.
         share: Of the waits, those for batches of this loader.
         machine: What the training had of it.
-        read_rates: Of its workers.
-        stream_samples: Of each of its workers.
     """
     if setup is not None:
         others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
         setup = replace(setup, other_cpus=others, worker_threads=threads)
-    causes = summary.causes or NO_CAUSES
-    # That workers transform samples a loader does not know of its dataset; stamps may show it.
-    seen = loader.augment_on is None and any(each.augments for each in causes.operations)
     tasks = [task for batch in stamps for task in batch.tasks]
     queued = [task for task in tasks if task.runqueue_ns is not None]
     length_ns = sum(task.ended_ns - task.began_ns for task in queued)
     free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
     return LateBatches(
-        times=times_of(summary).waiting_for(share),
-        causes=causes,
+        summary=summary,
+        share=share,
         setup=setup,
         costs=_recorded_costs(summary, stamps, step_queued),
         loader=loader,
-        stream_samples=stream_samples,
         busy_share=None if setup is None else _busy_share(stamps, setup.workers),
         runqueue_share=sum(t.runqueue_ns or 0 for t in queued) / length_ns if length_ns else None,
         machine=machine,
-        read_rates=read_rates,
         free_cpus=next((cpus for cpus in free if cpus is not None), None),
-        device_could_augment=summary.device != "cpu"
-        and (loader.augment_on == "cpu" or seen)
-        and not loader.augment_settled,
     )
 
 
@@ -460,15 +456,15 @@ def _slow_samples(e: LateBatches) -> Finding | None:
         for s in e.causes.slow_samples[:3]
     )
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
-    cause = e.of_wait(share, "waiting for single slow samples")
-    if e.causes.overtaken_share:
-        cause += f"; {e.causes.overtaken_share:.0%} of the batches held up complete ones"
-    finding = make_finding(
-        e.times.stall_share,
-        cause,
+    overtaken = e.causes.overtaken_share
+    finding = _spent(
+        e,
+        share,
+        "waiting for single slow samples",
         Advice(text=repair, part=share),
-        _gain_of(e, share, scaled(e.costs, slow_samples=False)),
         "the other samples",
+        e.gain(costs=scaled(e.costs, slow_samples=False)),
+        f"; {overtaken:.0%} of the batches held up complete ones" if overtaken else "",
     )
     alone = e.setup is not None and not e.setup.workers
     return _more_workers(e, finding) if alone else finding
@@ -513,12 +509,14 @@ def _latency(e: LateBatches) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or _shares(e):
         return None
-    finding = make_finding(
-        e.times.stall_share,
-        e.of_wait(share, "waiting for storage, a network or a lock") + _where_it_waits(e, share),
+    finding = _spent(
+        e,
+        share,
+        "waiting for storage, a network or a lock",
         (Advice(text="keep the data on a local disk", part=share), _CACHE),
-        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
+        e.gain(costs=scaled(e.costs, blocked=0.0)),
+        _where_it_waits(e, share),
     )
     return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
 
@@ -527,17 +525,19 @@ def _bandwidth(e: LateBatches) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or not _shares(e):
         return None
-    cause = e.of_wait(share, "waiting for a lock, a disk or a line that workers share")
+    rates = ""
     if e.read_rates is not None:
         few, few_per_s, many, many_per_s = e.read_rates
-        cause += f"; {many} workers read {rounded(many_per_s, 3)} samples/s and {few} of them "
-        cause += f"{rounded(few_per_s, 3)}"
-    return make_finding(
-        e.times.stall_share,
-        cause + _where_it_waits(e, share),
+        rates = f"; {many} workers read {rounded(many_per_s, 3)} samples/s and {few} of them "
+        rates += f"{rounded(few_per_s, 3)}"
+    return _spent(
+        e,
+        share,
+        "waiting for a lock, a disk or a line that workers share",
         (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
-        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",
+        e.gain(costs=scaled(e.costs, blocked=0.0)),
+        rates + _where_it_waits(e, share),
     )
 
 
@@ -565,7 +565,8 @@ def _gain_of_transforms(e: LateBatches) -> Gain | None:
     part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
     named = _named(e)
     less = 1.0 if named is None else named.share
-    return _gain_of(e, less * (part or 1.0), scaled(e.costs, cpu=1 - less))
+    fewer = e.gain(costs=scaled(e.costs, cpu=1 - less))
+    return fewer or e.gain_without(less * (part or 1.0))
 
 
 def _spent(
@@ -575,18 +576,16 @@ def _spent(
     remedy: str | Advice | tuple[Advice, ...],
     leave: str,
     gain: Gain | None = None,
+    more: str = "",
 ) -> Finding:
     """Return the finding that a share of the wait, 0 to 1, is spent on something.
 
-    ``gain``: what less of it gains; None: at most the whole share.
+    ``gain``: what less of it gains; None: at most the whole share. ``more`` is known of the cause.
     """
-    gain = gain or e.gain_without(share)
-    return make_finding(e.times.stall_share, e.of_wait(share, what), remedy, gain, leave)
-
-
-def _gain_of(e: LateBatches, share: float, costs: list[BatchCost]) -> Gain | None:
-    """Return what batches of other costs gain; where none were recorded, what it is at most."""
-    return e.gain(costs=costs) or e.gain_without(share)
+    stall = e.times.stall_share
+    cause = f"{what} is {share:.0%} of the wait for data, which costs {stall or 0.0:.0%} of each "
+    cause += f"step{more}"
+    return make_finding(stall, cause, remedy, gain or e.gain_without(share), leave)
 
 
 def _few_workers(e: LateBatches) -> Finding | None:
@@ -594,13 +593,14 @@ def _few_workers(e: LateBatches) -> Finding | None:
     starved = e.waits_for_cpu > share / 2
     if name != "read_cpu" or starved or _saturated(e) or e.crowded:
         return None
-    cause = e.of_wait(share, "reading and transforming samples on a CPU")
-    finding = make_finding(
-        e.times.stall_share,
-        cause + where_text(e.causes.lines),
+    finding = _spent(
+        e,
+        share,
+        "reading and transforming samples on a CPU",
         _transforms(e),
-        _gain_of_transforms(e),
         "storage: it is not what is waited for",
+        _gain_of_transforms(e),
+        where_text(e.causes.lines),
     )
     return _more_workers(e, finding, computing=True)
 

@@ -405,9 +405,8 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
     }[use.cause]
 
 
-def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
+def memory_notes(seen: MemorySeen) -> tuple[str, ...]:
     """Return what takes memory and is nothing to act upon, a sentence each."""
-    seen = seen or MemorySeen()
     uses = [use for use in memory_uses(seen) if _finding(seen, use) is None]
     return tuple(f"Memory: {memory_text(seen, use)}." for use in uses)
 

@@ -10,7 +10,6 @@ import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,6 +29,7 @@ from lightning_fastdata.insight.steps import (
     EventClock,
     StageSummary,
     StepTimeline,
+    mean_ms,
     measured,
     p50_and_p95,
     warm_steps,
@@ -150,33 +150,33 @@ class StageMeter:
 
         ``loader`` is what it says about itself; ``machine``: as of `LateBatches`.
         """
-        late = partial(late_batches_of, loader=loader, machine=machine)
         slowest = None if summary.causes is None else self.stamps.slowest()
         if slowest is None:
-            return late(summary)
+            return late_batches_of(summary, loader, machine=machine)
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
         stamps, source = list(slowest.newest), slowest.loader()
         times = self._training_times(summary, stamps)
         setup = None
         if source is not None and stamps:
             setup = setup_of(source, cpus=cpus, step_cpus=times.step_cpus)
-        return late(
+        late = late_batches_of(
             dataclasses.replace(summary, causes=causes),
-            stamps=stamps,
-            setup=setup,
+            loader,
+            stamps,
+            setup,
             step_queued=times.step_queued,
             share=share,
-            read_rates=slowest.rates,
-            stream_samples=slowest.stream_samples(),
+            machine=machine,
         )
+        made = slowest.stream_samples()
+        return dataclasses.replace(late, read_rates=slowest.rates, stream_samples=made)
 
     def _training_times(
         self, summary: StageSummary, stamps: Sequence[BatchStamps]
     ) -> TrainingTimes:
         """Return what the training process did: with its newest stamps, and what it used."""
-        warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
-        warm = summary.steps - summary.cold_steps
-        waited_ms = warm_ms * warm + (summary.cold_wait_ms or 0.0) * summary.cold_steps
+        warm_ms = (mean_ms(summary.wait) or 0.0) * (summary.steps - summary.cold_steps)
+        waited_ms = warm_ms + (summary.cold_wait_ms or 0.0) * summary.cold_steps
         own_ns = [
             task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
             for batch in stamps

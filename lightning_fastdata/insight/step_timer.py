@@ -19,7 +19,7 @@ from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.stage import StageMeter
 from lightning_fastdata.insight.step_costs import StepCosts
 from lightning_fastdata.insight.steps import StageSummary
-from lightning_fastdata.insight.verdict import Verdict, evidence_of, judge
+from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses, loop_time
 from lightning_fastdata.prove.settings import read_settings
 from lightning_fastdata.tree import held
@@ -272,7 +272,7 @@ class LoopStage(StageMeter):
         late = self.late_batches(summary, loader, cpus=float(cpus))
         step = StepCosts(summary=summary, loader=loader, padding=self.padding.padding())
         pauses = Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader)
-        return judge(evidence_of(late, step, pauses))
+        return judge(Evidence(late=late, step=step, pauses=pauses))
 
     def not_known(self) -> tuple[str, ...]:
         """Return what is not known, and why; several stages may say the same."""

@@ -222,23 +222,16 @@ class _Totals:
         self.sums, self.largest = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, -np.inf)
         self.counts = dict.fromkeys(TIMED, 0)
 
-    def add(self, timing: StepTiming) -> None:
-        self.steps += 1
+    def add(self, timing: StepTiming, times: int = 1) -> None:
+        """Add a step; ``times=-1`` takes it away again, but for what was largest."""
+        self.steps += times
         for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
             if value is not None:
-                self.sums[name] += value
-                self.counts[name] += 1
+                self.sums[name] += times * value
+                self.counts[name] += times
                 self.largest[name] = max(self.largest[name], value)
         if timing.step_ms is not None:
-            self.samples += timing.samples
-
-    def take_away(self, timing: StepTiming) -> None:
-        """Undo that a timed step was added, but for what was largest."""
-        self.samples -= timing.samples
-        for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
-            if value is not None:
-                self.sums[name] -= value
-                self.counts[name] -= 1
+            self.samples += times * timing.samples
 
     def phase(self, name: str, newest: Values) -> PhaseSummary | None:
         """Return a phase by its newest values, too; None: it was not measured."""
@@ -278,9 +271,8 @@ class StepHistory:
         if timing.cold or timing.step_ms is None:
             return
         if len(longest) < _MOST_LONG or timing.step_ms > (longest[-1].step_ms or 0.0):
-            longest.append(timing)
-            longest.sort(key=lambda each: -(each.step_ms or 0.0))
-            del longest[_MOST_LONG:]
+            longest = sorted([*longest, timing], key=lambda each: -(each.step_ms or 0.0))
+            self._longest = longest[:_MOST_LONG]
 
     def _long_steps(self, columns: Columns) -> list[StepTiming]:
         """Return the fewest steps without which the mean is not above the 95th percentile.
@@ -325,7 +317,7 @@ class StepHistory:
         if any(self._warm.counts.values()):
             totals, long_steps = copy.deepcopy(self._warm), self._long_steps(columns)
         for timing in long_steps:
-            totals.take_away(timing)
+            totals.add(timing, -1)
         sums = totals.sums
         phases = {name.removesuffix("_ms"): totals.phase(name, columns[name]) for name in TIMED}
         free_rate = None
@@ -587,9 +579,10 @@ class StepTimeline:
         while self._pending and self._device.ready(self._pending[0].ended):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
-            # The last mark stays: the gap to the next step begins there.
-            over = (*step.marks, *([] if step.previous_end is None else [step.previous_end]))
-            self._device.reuse(mark for mark in over if mark is not step.ended)
+            if not self._same:
+                # The last mark stays: the gap to the next step begins there.
+                marks = [*step.marks, *([] if step.previous_end is None else [step.previous_end])]
+                self._device.reuse([mark for mark in marks if mark is not step.ended])
 
     def _mark(self, host_mark: int | None = None) -> Any:
         step = self._step

@@ -34,11 +34,11 @@ from lightning_fastdata.insight.finding import (
     steps_text,
 )
 from lightning_fastdata.insight.late_batches import LateBatches
-from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen, MemorySeen
-from lightning_fastdata.insight.ranks import RankStalls, RankTiming
+from lightning_fastdata.insight.machine import MemorySeen
+from lightning_fastdata.insight.ranks import RankStalls
 from lightning_fastdata.insight.step_costs import StepCosts
-from lightning_fastdata.insight.steps import NO_STEPS, StageSummary
-from lightning_fastdata.insight.waits import PART_WORDS, WaitParts
+from lightning_fastdata.insight.steps import StageSummary
+from lightning_fastdata.insight.waits import PART_WORDS
 from lightning_fastdata.insight.wall import Pauses, WallTime
 from lightning_fastdata.types import STAGE_WORDS
 
@@ -54,54 +54,15 @@ _LEARN: Final = Advice(text="FastDataModule.from_loaders(train_loader): it tells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """What is known of a stage without stamps, and the little that they add to it."""
-
-    summary: StageSummary = NO_STEPS
-    loader: LoaderFacts = field(default_factory=LoaderFacts)
-    """What its loader says about itself."""
-    machine: MachineSeen = NO_MACHINE
-    stall_ms: float | None = None
-    """Of the stall, what is for this loader's batches; None: all of it."""
-    wait: WaitParts | None = None
-    """Where the loader's wait for one batch went, by stamps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What was measured of a stage, for each family of causes; by default nothing was."""
 
-    cost: StageCost = field(default_factory=StageCost)
     late: LateBatches = field(default_factory=LateBatches)
     step: StepCosts = field(default_factory=StepCosts)
     ranks: RankStalls = field(default_factory=RankStalls)
     pauses: Pauses = field(default_factory=Pauses)
     memory: MemorySeen = field(default_factory=MemorySeen)
     """Of the training process and its workers."""
-
-
-def evidence_of(
-    late: LateBatches,
-    step: StepCosts,
-    pauses: Pauses,
-    ranks: tuple[RankTiming, ...] = (),
-    memory: MemorySeen | None = None,
-) -> Evidence:
-    """Return the evidence of a stage whose late batches, steps and pauses were measured."""
-    return Evidence(
-        cost=StageCost(
-            summary=step.summary,
-            loader=step.loader,
-            machine=late.machine,
-            stall_ms=late.times.stall_ms,
-            wait=late.causes.wait if late.causes.batches else None,
-        ),
-        late=late,
-        step=step,
-        ranks=RankStalls(times=step.times, ranks=ranks),
-        pauses=pauses,
-        memory=memory or MemorySeen(),
-    )
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -136,7 +97,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], 
 
 def _passed(found: Found, e: Evidence) -> Found:
     """Return what the gate lets through of a finding, written for what holds the settings."""
-    finding = passed(found.finding, e.cost.loader.closed)
+    finding = passed(found.finding, e.late.loader.closed)
     remedy = finding.remedy
     if e.step.settings_in == "FastDataLoader":
         remedy = remedy.replace("LoaderOptions(", "FastDataLoader(")
@@ -146,7 +107,7 @@ def _passed(found: Found, e: Evidence) -> Found:
 
 def _all_found(e: Evidence) -> list[Found]:
     """Return what each rule finds, in their order; findings about a loader name it."""
-    label = e.cost.loader.loader
+    label = e.late.loader.loader
     every = (
         *(_naming_loader(each, label) for each in seen_by(late_batches.RULES, e.late)),
         *seen_by(step_costs.RULES, e.step),
@@ -217,8 +178,8 @@ class Verdict:
 
 def judge(evidence: Evidence) -> Verdict:
     """Return what limits the stage."""
-    summary, loader = evidence.cost.summary, evidence.cost.loader
-    cost = largest_cost(evidence.cost)
+    summary, loader = evidence.late.summary, evidence.late.loader
+    cost = largest_cost(evidence.late)
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:
         return Verdict(
@@ -285,7 +246,7 @@ def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
     return tuple(evidence)
 
 
-def largest_cost(e: StageCost) -> Found:
+def largest_cost(e: LateBatches) -> Found:
     """Return the largest cost of a stage: what the first rule that holds finds."""
     return next(seen_by(COSTS, e))  # the last rule always holds
 
@@ -301,7 +262,7 @@ def waiting_text(summary: StageSummary) -> str:
     return f"{who} waits {stall.share:.0%} of each step {times}"
 
 
-def _too_few_steps(e: StageCost) -> Finding | None:
+def _too_few_steps(e: LateBatches) -> Finding | None:
     summary = e.summary
     measured = summary.step is not None and summary.stall is not None
     if measured and summary.steps >= _FEWEST_STEPS:
@@ -311,7 +272,7 @@ def _too_few_steps(e: StageCost) -> Finding | None:
     return Finding(severity="fine", cause="too little was measured to tell", advice=advice)
 
 
-def _no_workers(e: StageCost) -> Finding | None:
+def _no_workers(e: LateBatches) -> Finding | None:
     wanted, stall = _wanted_workers(e), e.summary.stall
     if e.loader.num_workers != 0 or stall is None or "num_workers" in e.loader.closed:
         return None
@@ -322,7 +283,7 @@ def _no_workers(e: StageCost) -> Finding | None:
     return _late(e, _more_workers(e, wanted), least_ms=stall.mean_ms / wanted)
 
 
-def _few_workers(e: StageCost) -> Finding | None:
+def _few_workers(e: LateBatches) -> Finding | None:
     wanted, workers, step = _wanted_workers(e), e.loader.num_workers, e.summary.step
     if not wanted or workers is None or workers >= wanted or step is None:
         return None
@@ -331,7 +292,7 @@ def _few_workers(e: StageCost) -> Finding | None:
     return _late(e, _more_workers(e, wanted), least_ms=step.mean_ms * workers / wanted)
 
 
-def _late(e: StageCost, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
+def _late(e: LateBatches, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
     With the remedy, a step takes ``least_ms`` at least. Who takes stamps is not told to take some.
@@ -344,24 +305,24 @@ def _late(e: StageCost, remedy: Advice, *, least_ms: float = 0.0) -> Finding | N
     cause, label = waiting_text(e.summary), e.loader.loader
     prefix = "" if label is None else f"{label}: "
     advice = [replace(remedy, text=f"{prefix}{remedy.text}")]
-    if remedy is _LEARN and e.wait is not None:
-        largest = sorted(e.wait.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    if remedy is _LEARN and e.summary.causes is not None:
+        largest = sorted(e.causes.wait.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
         parts = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
         cause += f"; {prefix}no single cost stands out: {parts} of the wait"
         advice = []
-    after_ms = step.mean_ms - (stall.mean_ms if e.stall_ms is None else e.stall_ms)
-    gain = Gain(before_ms=step.mean_ms, after_ms=max(after_ms, least_ms), basis="floor")
+    after_ms = max(step.mean_ms - e.stall_ms, least_ms)
+    gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
     leave = _leave_alone(e.summary, "loading")
     return make_finding(stall.share, cause, tuple(advice), gain, leave)
 
 
-def _fine(e: StageCost) -> Finding:
+def _fine(e: LateBatches) -> Finding:
     """Return the finding that hardly any batch is waited for."""
     cause, leave = waiting_text(e.summary), _leave_alone(e.summary, "")
     return Finding(severity="fine", cause=cause, leave_alone=leave)
 
 
-def _moderate_stall(e: StageCost) -> Finding | None:
+def _moderate_stall(e: LateBatches) -> Finding | None:
     return _fine(e) if (e.summary.stall_share or 0.0) >= STALL_LOW else None
 
 
@@ -376,7 +337,7 @@ COSTS: Final = (
 """In the order in which they are tried: each rests on those before it not holding."""
 
 
-def _more_workers(e: StageCost, wanted: int) -> Advice:
+def _more_workers(e: LateBatches, wanted: int) -> Advice:
     cpus = e.loader.usable_cpus
     free, taken = f"{cpus} CPUs are usable", e.machine.taken_of(cpus)
     if round(taken):
@@ -385,7 +346,7 @@ def _more_workers(e: StageCost, wanted: int) -> Advice:
     return Advice(text=text, changes=("num_workers",))
 
 
-def _wanted_workers(e: StageCost) -> int | None:
+def _wanted_workers(e: LateBatches) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
     if e.loader.usable_cpus is None:
         return None

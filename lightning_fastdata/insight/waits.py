@@ -13,6 +13,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, SupportsInt
 
 import numpy as np
@@ -143,7 +144,7 @@ class WaitCutter:
         """Return whether it is known what the process that ended a batch did until it was taken."""
         if not batch.tasks:
             return True
-        last = max(batch.tasks, key=_end_of)
+        last = max(batch.tasks, key=attrgetter("ended_ns"))
         return self._tasks[last.process][-1] is not last
 
     def cut(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
@@ -157,7 +158,7 @@ class WaitCutter:
         if not tasks:
             ns[_IDLE] = end - start
             return ns, None
-        last = tasks[0] if len(tasks) == 1 else max(tasks, key=_end_of)
+        last = tasks[0] if len(tasks) == 1 else max(tasks, key=attrgetter("ended_ns"))
         made = min(max(last.ended_ns, start), end)
         if batch.pinned_ns is not None:
             pin_began_ns, pin_ended_ns = batch.pinned_ns
@@ -246,10 +247,6 @@ class WaitCutter:
 
 def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:
     return sum(max(0, min(end, ended_ns) - max(begin, began_ns)) for begin, end in spans_ns)
-
-
-def _end_of(task: TaskStamps) -> int:
-    return task.ended_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from lightning_fastdata.insight.finding import (
     make_finding,
 )
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
-from lightning_fastdata.insight.steps import StageSummary
+from lightning_fastdata.insight.steps import StageSummary, mean_ms
 from lightning_fastdata.types import STAGE_WORDS
 
 STEP_PARTS: Final = ("wait", "compute")
@@ -199,9 +199,7 @@ def loop_time(train: StageSummary, val: StageSummary | None = None) -> WallTime:
 
     An epoch takes as long to start as its first batch is waited for longer than the others are.
     """
-    wait_ms, stall_ms = (
-        0.0 if phase is None else phase.mean_ms for phase in (train.wait, train.stall)
-    )
+    wait_ms, stall_ms = mean_ms(train.wait) or 0.0, mean_ms(train.stall) or 0.0
     start_ms = max(0.0, (train.cold_wait_ms or 0.0) - wait_ms)
     starts_s = start_ms * max(0, train.cold_steps - 1) / 1e3
     named, parts = {Activity("epoch_starts", "later epochs"): starts_s}, {"epoch_starts": starts_s}

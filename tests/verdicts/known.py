@@ -9,28 +9,21 @@ from lightning_fastdata.insight import verdict
 from lightning_fastdata.insight.finding import LoaderFacts
 from lightning_fastdata.insight.late_batches import LateBatches, late_batches_of
 from lightning_fastdata.insight.machine import NO_MACHINE
+from lightning_fastdata.insight.ranks import RankStalls
 from lightning_fastdata.insight.step_costs import StepCosts
-from lightning_fastdata.insight.steps import PhaseSummary, StageSummary
+from lightning_fastdata.insight.steps import PhaseSummary, StageSummary, times_of
 from lightning_fastdata.insight.verdict import Evidence, Verdict
 from lightning_fastdata.insight.waits import NO_CAUSES
-from lightning_fastdata.insight.wall import Pauses, loop_time
+from lightning_fastdata.insight.wall import NO_TIME, Pauses, loop_time
 
 NOTHING: Final = Evidence()
 NO_LOADER: Final = LoaderFacts()
-NO_LOADER: Final = LoaderFacts()
 _PHASES: Final = ("step_ms", "wait_ms", "stall_ms", "transfer_ms", "augment_ms")
-_CAUSES: Final = {
-    "parts": "wait",
-    "overtaken_share": "overtaken_share",
-    "slow_samples": "slow_samples",
-    "operations": "operations",
-    "lines": "lines",
-}
+_CAUSES: Final = ("parts", "overtaken_share", "slow_samples", "operations", "lines")
 UNKNOWN: Final[dict[str, Any]] = {
-    **dict.fromkeys(_PHASES),
-    **dict.fromkeys(("parts", "setup", "busy_share", "runqueue_share", "read_rates", "free_cpus")),
-    **dict.fromkeys(("padding", "val_workers", "val_loader")),
-    "wall": Pauses().wall,
+    **dict.fromkeys((*_PHASES, "parts", "setup", "busy_share", "runqueue_share", "read_rates")),
+    **dict.fromkeys(("free_cpus", "padding", "val_workers", "val_loader")),
+    "wall": NO_TIME,
     "machine": NO_MACHINE,
     "ranks": (),
 }
@@ -39,37 +32,26 @@ UNKNOWN: Final[dict[str, Any]] = {
 
 def evidence_with(evidence: Evidence = NOTHING, /, **facts: Any) -> Evidence:
     """Return the evidence with some facts changed, each in all families that have it."""
-    families = {each.name: getattr(evidence, each.name) for each in fields(evidence)}
-    late, step, cost = families["late"], families["step"], families["cost"]
-    share = facts.pop("loader_share", 1.0)
-    phases = {name: facts.pop(name) for name in _PHASES if name in facts}
-    causes = {_CAUSES[name]: facts.pop(name) for name in _CAUSES if name in facts}
-    if phases:
-        summary = replace(step.summary, gap=None, **{n[:-3]: _phase(p) for n, p in phases.items()})
-        step = replace(step, summary=summary)
-        times = {name: ms for name, ms in phases.items() if name in _PHASES[:3]}
-        families["ranks"] = replace(evidence.ranks, times=replace(evidence.ranks.times, **times))
-        late = replace(late, times=replace(late.times, **times))
-    late = replace(late, times=late.times.waiting_for(share))
-    if causes.get("wait", ...) is None:
-        late, cost = replace(late, causes=NO_CAUSES), replace(cost, wait=None)
-    elif causes:
-        late = replace(late, causes=replace(late.causes, **{"batches": 1, **causes}))
-        cost = replace(cost, wait=late.causes.wait)
-        step, cost = (_of_causes(each, causes) for each in (step, cost))
+    summary, loader = evidence.late.summary, evidence.late.loader
     if "summary" in facts:
-        cost = replace(cost, summary=facts.pop("summary"))
-        step = replace(step, summary=replace(step.summary, compute=cost.summary.compute))
-    if "device" in facts:
-        step = replace(step, summary=replace(step.summary, device=facts.pop("device")))
-    if "ranks" in facts:
-        families["ranks"] = replace(families["ranks"], ranks=facts.pop("ranks"))
-    if "memory" in facts:
-        families["memory"] = facts.pop("memory")
-    loader = facts.pop("loader", cost.loader)
-    closed = facts.pop("closed", loader.closed or cost.loader.closed)
-    facts["loader"] = replace(loader, closed=closed)
-    families |= {"late": late, "step": step, "cost": cost}
+        kept = {"transfer": summary.transfer, "augment": summary.augment, "causes": summary.causes}
+        kept = {name: value for name, value in kept.items() if value is not None}
+        summary = replace(facts.pop("summary"), **kept)
+    for name in _PHASES:
+        if name in facts:
+            summary = replace(summary, **{name.removesuffix("_ms"): _phase(facts.pop(name))})
+    causes = {name: facts.pop(name) for name in _CAUSES if name in facts}
+    if causes:
+        changed = {"wait" if name == "parts" else name: each for name, each in causes.items()}
+        known = replace(summary.causes or NO_CAUSES, batches=1, **changed)
+        summary = replace(summary, causes=None if causes.get("parts", ...) is None else known)
+    facts["summary"] = replace(summary, device=facts.pop("device", summary.device))
+    facts["times"] = times_of(summary)
+    facts["share"] = facts.pop("loader_share", evidence.late.share)
+    new = facts.pop("loader", loader)
+    facts["loader"] = replace(new, closed=facts.pop("closed", new.closed or loader.closed))
+    families = {each.name: getattr(evidence, each.name) for each in fields(evidence)}
+    families["memory"] = facts.pop("memory", evidence.memory)
     for name, family in families.items():
         own = {each.name for each in fields(family)} & facts.keys()
         families[name] = replace(family, **{each: facts[each] for each in own})
@@ -85,17 +67,8 @@ def judge(
 
 
 def _phase(ms: float | None) -> PhaseSummary | None:
-    return (
-        None if ms is None else PhaseSummary(mean_ms=ms, p50_ms=ms, p95_ms=ms, max_ms=ms, share=0.0)
-    )
-
-
-def _of_causes(family: Any, causes: dict[str, Any]) -> Any:
-    """Return a family whose summary, if it has causes, has these."""
-    known = family.summary.causes
-    if known is None:
-        return family
-    return replace(family, summary=replace(family.summary, causes=replace(known, **causes)))
+    figures = dict.fromkeys(("mean_ms", "p50_ms", "p95_ms", "max_ms"), ms)
+    return None if ms is None else PhaseSummary(**figures, share=0.0)
 
 
 def of_loop(
@@ -105,8 +78,9 @@ def of_loop(
     val: StageSummary | None = None,
 ) -> Evidence:
     """Return what is known of a stage of a loop; ``late``: what stamps show."""
-    return verdict.evidence_of(
-        late or late_batches_of(summary, loader),
-        StepCosts(summary=summary, loader=loader),
-        Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader),
+    return Evidence(
+        late=late or late_batches_of(summary, loader),
+        step=StepCosts(summary=summary, loader=loader),
+        pauses=Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader),
+        ranks=RankStalls(times=times_of(summary)),
     )

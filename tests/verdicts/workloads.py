@@ -133,9 +133,8 @@ class Stage:
         setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=SLEEPING)
         rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
         summary, loader = self.summary(), replace(read_loader(self.loader), closed={})
-        late = late_batches_of(
-            summary, loader, list(self.records), setup, read_rates=rates[-1] if rates else None
-        )
+        late = late_batches_of(summary, loader, list(self.records), setup)
+        measured["read_rates"] = rates[-1] if rates else None
         return evidence_with(of_loop(summary, loader, late, val), **measured)
 
 

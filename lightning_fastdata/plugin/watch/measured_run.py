@@ -22,10 +22,10 @@ from lightning_fastdata.insight.machine import (
     fault_scalars,
     memory_notes,
 )
-from lightning_fastdata.insight.ranks import RankRecords, RankTiming, slowest
+from lightning_fastdata.insight.ranks import RankRecords, RankStalls, RankTiming, slowest
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.step_costs import StepCosts
-from lightning_fastdata.insight.verdict import Verdict, evidence_of, judge
+from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses, WallTime
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.mixture import Mixture
@@ -62,7 +62,7 @@ class RunJudge:
         self._began_s = clock_s()
         self._spent_s = self._dearest_s = 0.0
         self.ranks: RankRecords | None = None
-        self.memory: MemorySeen | None = None
+        self.memory = MemorySeen()
         """Of this process and its workers, as it was judged last."""
         self._read: Fingerprint | None = None
         self._epochs = 0
@@ -140,8 +140,15 @@ class RunJudge:
             val_workers=getattr(of_val, "num_workers", None),
             val_loader=None if val is None else val_label,
         )
-        complete = () if ranks is None else ranks.complete
-        return judge(evidence_of(late, step, pauses, complete, self.memory))
+        return judge(
+            Evidence(
+                late=late,
+                step=step,
+                pauses=pauses,
+                ranks=RankStalls(times=step.times, ranks=() if ranks is None else ranks.complete),
+                memory=self.memory,
+            )
+        )
 
     def _closed(self, facts: LoaderFacts, of_val: object) -> dict[str, str]:
         """Return the options that nobody is told to change, and why."""
