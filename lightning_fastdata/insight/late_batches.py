@@ -122,7 +122,7 @@ class LateBatches:
 
     summary: StageSummary = NO_STEPS
     """Where the steps went; the causes are those of this loader."""
-    share: float = 1.0
+    loader_share: float = 1.0
     """Of the waits, those for this loader's batches: others are read in the same steps."""
     setup: LoaderSetup | None = None
     """As it is; None: no predictions are made."""
@@ -146,7 +146,7 @@ class LateBatches:
     @property
     def times(self) -> StepTimes:
         """How long the steps take, and wait for this loader's batches."""
-        return times_of(self.summary).waiting_for(self.share)
+        return times_of(self.summary).waiting_for(self.loader_share)
 
     @property
     def causes(self) -> WaitCauses:
@@ -308,7 +308,7 @@ def late_batches_of(
     setup: LoaderSetup | None = None,
     *,
     step_queued: float = 0.0,
-    share: float = 1.0,
+    loader_share: float = 1.0,
     machine: MachineSeen = NO_MACHINE,
 ) -> LateBatches:
     """Return what is known of late batches in a stage, by its steps and by stamps.
@@ -319,7 +319,7 @@ def late_batches_of(
         stamps: The newest of it, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
         step_queued: Part of the steps in which the training was ready but had no CPU.
-        share: Of the waits, those for batches of this loader.
+        loader_share: Of the waits, those for batches of this loader.
         machine: What the training had of it.
     """
     if setup is not None:
@@ -331,7 +331,7 @@ def late_batches_of(
     free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
     return LateBatches(
         summary=summary,
-        share=share,
+        loader_share=loader_share,
         setup=setup,
         costs=_recorded_costs(summary, stamps, step_queued),
         loader=loader,

@@ -165,7 +165,7 @@ class StageMeter:
             stamps,
             setup,
             step_queued=times.step_queued,
-            share=share,
+            loader_share=share,
             machine=machine,
         )
         made = slowest.stream_samples()

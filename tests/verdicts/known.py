@@ -47,7 +47,6 @@ def evidence_with(evidence: Evidence = NOTHING, /, **facts: Any) -> Evidence:
         summary = replace(summary, causes=None if causes.get("parts", ...) is None else known)
     facts["summary"] = replace(summary, device=facts.pop("device", summary.device))
     facts["times"] = times_of(summary)
-    facts["share"] = facts.pop("loader_share", evidence.late.share)
     new = facts.pop("loader", loader)
     facts["loader"] = replace(new, closed=facts.pop("closed", new.closed or loader.closed))
     families = {each.name: getattr(evidence, each.name) for each in fields(evidence)}
