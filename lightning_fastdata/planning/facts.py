@@ -244,7 +244,8 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
     late = failure.kind == "late" and method == "fork"
-    if spec.leaves_workers_open and (place or late or _works_here(spec, key, failure)):
+    is_open = spec.options.num_workers == spec.options.executor == "auto"
+    if is_open and (place or late or _works_here(spec, key, failure)):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
         return replace(facts, here=here, warnings=(here,) if late else ())
     if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
@@ -859,14 +860,14 @@ def _main(
     if cv2 is not None:
         cv2.setNumThreads(0)
 
-    def tell(name: str, value: object) -> None:
+    def send(name: str, value: object) -> None:
         # What cannot be pickled cannot be had, and is decided without.
         with contextlib.suppress(Exception):
             end.send_bytes(pickle.dumps(("found", name, value), pickle.HIGHEST_PROTOCOL))
 
     end.send(("begun", "", None))
     try:
-        work(*arguments, tell)
+        work(*arguments, send)
     except BaseException as error:  # sys.exit(), too, is the fault of a sample
         text, pickled = "".join(traceback.format_exception(error)), b""
         with contextlib.suppress(Exception):

@@ -19,8 +19,8 @@ from rig.late_trainings import (
 )
 
 from lightning_fastdata.augment.replay.program import Draws
-from lightning_fastdata.device.backend import DeviceStreams
 from lightning_fastdata.device import prefetch
+from lightning_fastdata.device.backend import DeviceStreams
 from lightning_fastdata.device.prefetch import Crossing, SideLane
 from lightning_fastdata.insight.steps import EventClock
 from mutants.mutant import Mutant
