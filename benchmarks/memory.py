@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_fastdata import FastDataLoader, share
 from lightning_fastdata.data import PackedStrings
-from lightning_fastdata.host.usage import worker_processes
+from lightning_fastdata.host.cpu import worker_processes
 from lightning_fastdata.insight.memory import MemoryMeter, memory_text, memory_uses
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings

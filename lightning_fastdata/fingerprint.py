@@ -49,8 +49,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.randomness.search import closed_over, is_users, loaded_classes
-from lightning_fastdata.tree import held, held_by
+from lightning_fastdata.tree import closed_over, held, held_by, is_users, loaded_classes
 
 Look: TypeAlias = Callable[[Any], Any]
 """Tells one part of what an object is."""

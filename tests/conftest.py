@@ -20,8 +20,7 @@ from programs import PRELOADED, serve
 from thoroughness import choose_examples, left_out, longest_first
 from virtual_time import PatientClock, virtual_time
 
-from lightning_fastdata.host import usage
-from lightning_fastdata.planning.facts import probe
+from lightning_fastdata.host import cpu
 
 choose_examples()
 
@@ -116,8 +115,8 @@ def no_earlier_trainings(monkeypatch, tmp_path_factory):
 def nobody_counts_other_programs(monkeypatch, request):
     """Leave open what other programs of this machine take: a training is judged by itself."""
     if "realtime" not in request.keywords:
-        monkeypatch.setattr(usage, "read_cpu_use", lambda *_, **__: None)
-        monkeypatch.setattr(probe, "_MOST_CROWDED", 0.0)
+        monkeypatch.setattr(cpu, "read_cpu_use", lambda *_, **__: None)
+        monkeypatch.setattr("lightning_fastdata.planning.facts._MOST_CROWDED", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ ROOMS = (
     "import lightning_fastdata.insight.report.run_report",
     "import lightning_fastdata.data",
     "import lightning_fastdata.sources",
-    "from lightning_fastdata.randomness import search; search.find_composes([object()])",
+    "from lightning_fastdata.tree import find_composes; find_composes([object()])",
 )
 IN_A_PROCESS = """
 import json, os, sys

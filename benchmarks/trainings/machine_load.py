@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_fastdata.host.usage import CpuUse, read_cpu_use
+from lightning_fastdata.host.cpu import CpuUse, read_cpu_use
 
 MOST_OTHERS = 0.15
 """Of one CPU, what other processes may take on average while a run is measured."""

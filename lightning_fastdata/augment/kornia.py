@@ -42,8 +42,8 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.device.backend import device_draws
 from lightning_fastdata.errors import BatchError, TransformError
-from lightning_fastdata.randomness.search import loaded_classes
 from lightning_fastdata.randomness.seeds import keyed_draws
+from lightning_fastdata.tree import loaded_classes
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.search import find_composes, find_instances, loaded_classes
+from lightning_fastdata.tree import find_composes, find_instances, loaded_classes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,10 +16,9 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get
 
 from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import has_method, held
+from lightning_fastdata.tree import find_composes, has_method, held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host.cpu import ranks_on_host
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
-from lightning_fastdata.randomness.search import find_instances
 from lightning_fastdata.randomness.seeds import (
     GENERATOR_CLASSES,
     EpochCell,
@@ -39,7 +38,7 @@ from lightning_fastdata.randomness.seeds import (
     state_of,
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import has_method, held
+from lightning_fastdata.tree import find_instances, has_method, held
 from lightning_fastdata.types import Batch, MapDataset
 
 if TYPE_CHECKING:

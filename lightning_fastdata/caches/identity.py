@@ -30,10 +30,9 @@ import torch
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.fingerprint import is_data
-from lightning_fastdata.randomness.search import closed_over, is_users
 from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
 from lightning_fastdata.sources.packed import PackedStrings
-from lightning_fastdata.tree import has_method, held, held_by
+from lightning_fastdata.tree import closed_over, has_method, held, held_by, is_users
 
 _MOST_FILES: Final = 20_000
 """Whose size and time are looked at; of more, so many from all over the list."""

@@ -29,9 +29,9 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import Rank
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
-from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import OwnGenerators, lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
+from lightning_fastdata.tree import find_composes
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:

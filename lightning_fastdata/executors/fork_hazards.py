@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.randomness.search import find_instances, loaded_classes
+from lightning_fastdata.tree import find_instances, loaded_classes
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
@@ -24,7 +24,7 @@ def open_handles(dataset: object) -> list[str]:
     Connections to other programs, those of sqlite3, files of h5py, environments of LMDB, tensors of
     CUDA. What is closed is no hazard, nor are files and archives, which each worker opens anew
     (:func:`~lightning_fastdata.host.system_calls.open_anew`). Looks where
-    :func:`~lightning_fastdata.randomness.search.find_instances` looks, imports nothing, and runs no
+    :func:`~lightning_fastdata.tree.find_instances` looks, imports nothing, and runs no
     code of the user.
     """
     databases = (

@@ -1,4 +1,4 @@
-"""The only clock of the package: it tells time, sleeps, and asks the kernel who had the CPUs.
+"""The only clock of the package: it tells time, sleeps, and says who had the CPUs meanwhile.
 
 The rest of the package calls the functions of this module and never those of :mod:`time`; ruff
 checks that. A test runs the same code in a time of its own by :func:`installed`.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import psutil
 
+T = TypeVar("T")
 _THREAD_SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
@@ -149,3 +152,64 @@ def queued_s() -> float:
     """Return the seconds the calling thread was ready to run and had no CPU; 0: not known."""
     scheduled = ThreadSchedule().read_ns()
     return 0.0 if scheduled is None else scheduled[1] / 1e9
+
+
+class SpentTime(NamedTuple):
+    """Time of the calling process, its children left out."""
+
+    wall_s: float = 0.0
+    """That passed."""
+    cpu_s: float = 0.0
+    """Of all its threads on CPUs."""
+    runqueue_s: float = 0.0
+    """In which the thread that reads this was ready to run, but had no CPU; 0 where not known."""
+
+
+def read_spent() -> SpentTime:
+    """Return what the process has used since some moment in the past."""
+    return SpentTime(wall_s=monotonic(), cpu_s=process_time(), runqueue_s=queued_s())
+
+
+class SpentMeter:
+    """Adds up what is used between each begin and the pause that follows."""
+
+    def __init__(self, read: Callable[[], SpentTime] = read_spent) -> None:
+        self.total = SpentTime()
+        """Up to the last pause."""
+        self._read = read
+        self._began: SpentTime | None = None
+
+    def began(self) -> None:
+        """Measure from now on, if it is not measured already."""
+        self._began = self._began or self._read()
+
+    def paused(self, *, counts: bool = True) -> None:
+        """Do not measure until it begins again. What was used since it began counts, or not."""
+        if counts:
+            self.total = self.used()
+        self._began = None
+
+    def used(self) -> SpentTime:
+        """Return what was used so far."""
+        if self._began is None:
+            return self.total
+        readings = zip(self.total, self._read(), self._began, strict=True)
+        return SpentTime(*(total + (now - began) for total, now, began in readings))
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Where times are read, each in seconds from any start."""
+
+    clock_s: Callable[[], float] = monotonic
+    cpu_s: Callable[[], float] = thread_time
+    """CPU time of the calling thread, or of its process."""
+    queue_s: Callable[[], float] = queued_s
+    """In which the calling thread waited for a CPU."""
+
+    def of(self, work: Callable[[], T]) -> tuple[T, float, float]:
+        """Return what ``work`` returns, the milliseconds it takes one thread, and those of CPU."""
+        queued, cpu, wall = self.queue_s(), self.cpu_s(), self.clock_s()
+        made = work()
+        cpu, wall = self.cpu_s() - cpu, self.clock_s() - wall
+        return made, 1000 * max(cpu, wall - (self.queue_s() - queued)), 1000 * cpu

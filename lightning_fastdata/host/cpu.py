@@ -1,4 +1,4 @@
-"""How many CPUs one rank may use: affinity, cgroup quota (v1, v2, nested) and ranks on this host.
+"""How many CPUs one rank may use (affinity, cgroup quotas, ranks on this host), and who uses them.
 
 ``os.cpu_count()`` sees the whole machine and ``os.sched_getaffinity`` does not see the quota of a
 container (``docker --cpus=4`` on 128 cores still shows 128), so neither can size a worker pool.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lightning_fastdata.errors import OptionsError
 
@@ -22,6 +23,10 @@ _LOCAL_SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
     "MPI_LOCALNRANKS",  # Intel MPI, MPICH
 )
+_BUSY: Final = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
+_USED: Final = slice(11, 15)
+"""utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,27 +75,17 @@ def counters(text: str) -> dict[str, int]:
 
 
 def parse_cpu_max(text: str) -> float | None:
-    """CPUs granted by the text of a v2 ``cpu.max``: ``"150000 100000"`` is 1.5, ``"max ..."`` None.
+    """CPUs granted by a quota and its period: ``"150000 100000"`` is 1.5; None: there is no limit.
 
-    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files. A text of another form
-    is None too: a limit we cannot read must not stop a training run.
-    """
-    match re.findall(r"\d+|max", text):
-        case [quota, period]:
-            return parse_cfs_quota(quota, period)
-    return None
-
-
-def parse_cfs_quota(quota_us: str, period_us: str) -> float | None:
-    """CPUs granted by v1 ``cpu.cfs_quota_us`` (-1: no limit) and ``cpu.cfs_period_us``, or None.
-
+    A v2 ``cpu.max`` has ``max`` then, a v1 ``cpu.cfs_quota_us`` -1. A text of another form is None
+    too: a limit we cannot read must not stop a training run.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
     https://docs.kernel.org/scheduler/sched-bwc.html
     """
-    try:
-        quota, period = int(quota_us), int(period_us)
-    except ValueError:
-        return None
-    return quota / period if quota > 0 and period > 0 else None
+    match re.findall(r"-?\d+", text):
+        case [quota, period] if int(quota) > 0 and int(period) > 0:
+            return int(quota) / int(period)
+    return None
 
 
 def parse_cpu_stat(text: str) -> CpuThrottling | None:
@@ -264,15 +259,11 @@ def read_text(root: Path, path: PurePosixPath | str) -> str | None:
 
 def _read_quotas(root: Path) -> Iterator[tuple[float, str]]:
     for folder in read_cgroup_folders("cpu", root=root):
-        cpus = parse_cpu_max(read_text(root, folder / "cpu.max") or "")
-        if cpus is not None:
-            yield cpus, str(folder / "cpu.max")
-        quota, period = (
-            read_text(root, folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")
-        )
-        cpus = parse_cfs_quota(quota, period)
-        if cpus is not None:
-            yield cpus, str(folder / "cpu.cfs_quota_us")
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            texts = [read_text(root, folder / name) or "" for name in files]
+            cpus = parse_cpu_max(" ".join(texts))
+            if cpus is not None:
+                yield cpus, str(folder / files[0])
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -289,3 +280,89 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
 
 def _unescaped(path: str) -> PurePosixPath:
     return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path))
+
+
+# What is used: counters, of which two readings are compared
+
+
+class CpuUse(NamedTuple):
+    """CPU seconds used since some moment in the past."""
+
+    all_s: float
+    """Of all processes on all CPUs of the machine."""
+    own_s: float
+    """Of one process and its workers, and of those children of theirs that have ended."""
+    cpus: int
+    """CPUs of the machine."""
+
+
+class HostUsage(NamedTuple):
+    """Counters of the host and of this process with its workers; None: not known."""
+
+    at_s: float
+    """When it was read, in seconds of a monotonic clock."""
+    throttling: CpuThrottling | None = None
+    """Of the most throttled cgroup around this process."""
+    cpu: CpuUse | None = None
+    """Of the machine, and of this process with its workers."""
+
+
+def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:
+    """Read the counters, in about a millisecond; workers are given by process number."""
+    return HostUsage(
+        at_s=at_s,
+        throttling=read_cpu_throttling(root=root),
+        cpu=read_cpu_use([os.getpid(), *workers], root=root),
+    )
+
+
+def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
+    """CPU seconds of the machine, and of a process with its workers; None if not stated.
+
+    Of ``/proc/stat`` and ``/proc/PID/stat``, see proc(5). Workers that have ended since count as
+    long as the first process has waited for them, as ``multiprocessing`` does.
+    """
+    machine = (read_text(root, "/proc/stat") or "").splitlines()
+    lines = [line.split() for line in machine if line.startswith("cpu")]
+    if len(lines) < 2 or len(lines[0]) < 9:
+        return None
+    ticks_s = 1 / os.sysconf("SC_CLK_TCK")
+    busy = sum(int(lines[0][1 + place]) for place in _BUSY)
+    texts = [read_process(process, "stat", root) for process in processes]
+    # The name of a program, in brackets, may hold spaces and brackets.
+    own = sum(int(field) for text in texts for field in text.rpartition(")")[2].split()[_USED])
+    return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
+
+
+def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, int]:
+    """Nanoseconds in which main threads were ready to run without a CPU, by process, if counted."""
+    texts = {each: read_process(each, "schedstat", root).split() for each in processes}
+    return {each: int(text[1]) for each, text in texts.items() if len(text) > 1}
+
+
+def read_process(process: int, name: str, root: Path) -> str:
+    """Text of a file that ``/proc`` has of a process; empty if it cannot be read."""
+    return read_text(root, f"/proc/{process}/{name}") or ""
+
+
+adopted: Final[set[int]] = set()
+"""Numbers of processes of this machine that work for this one, and that others have started."""
+
+
+def worker_processes() -> list[int]:
+    """Numbers of living processes that work for this one.
+
+    ``multiprocessing`` has started them here, or they are :data:`adopted`.
+    """
+    alive = [process.pid for process in multiprocessing.active_children()]
+    started = [number for number in alive if number is not None]
+    return started + [number for number in adopted if Path("/proc", str(number)).exists()]
+
+
+def name_of_machine() -> str | None:
+    """Return what two processes have in common that know each other by number; None: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None

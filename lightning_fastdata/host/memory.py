@@ -1,17 +1,21 @@
-"""How much memory there is: RAM, the cgroup's share, ``/dev/shm``, and open files."""
+"""How much memory there is (RAM, the cgroup's share, ``/dev/shm``), who has it; and open files."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
+import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_text
+from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_process, read_text
+
+T = TypeVar("T")
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -25,6 +29,11 @@ _MIB: Final = 2**20
 _GIB: Final = 2**30
 _V1_NO_LIMIT_BYTES = 2**62
 """An unlimited v1 cgroup states the largest multiple of the page size below 2**63."""
+_BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
+"""How files begin that are batches of torch's workers, and of this package's."""
+_ALONE: Final = 1 << 56
+"""In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
+_MOST_READINGS: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +65,6 @@ class DeviceMemory(NamedTuple):
     free_bytes: int
     """What a new allocation can get. Memory that torch keeps cached counts as used here."""
     total_bytes: int
-
-
-def parse_memory_limit(text: str) -> int | None:
-    """Bytes stated by ``memory.max``, ``memory.high`` or v1 ``memory.limit_in_bytes``, or None."""
-    limit_bytes = int(text) if text.strip().isdecimal() else _V1_NO_LIMIT_BYTES
-    return limit_bytes if limit_bytes < _V1_NO_LIMIT_BYTES else None
-
-
-def cgroup_available(*, limit_bytes: int, usage_bytes: int, stat: str) -> int:
-    """Bytes a cgroup may still take.
-
-    Usage counts cached file pages. Those on the inactive list are given back before anything is
-    killed, so they count as available, as in the kubelet's working set
-    (https://kubernetes.io/docs/reference/instrumentation/node-metrics/).
-    """
-    counts = counters(stat)
-    # v1 gives both; the one with "total_" includes the cgroups below, as the usage does.
-    inactive = counts.get("total_inactive_file") or counts.get("inactive_file") or 0
-    return max(0, limit_bytes - max(0, usage_bytes - inactive))
 
 
 def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
@@ -120,7 +110,7 @@ def allow_open_files(more: int) -> None:
 
         new = 2 * wanted if hard is None else min(2 * wanted, hard)
         limits = (new, resource.RLIM_INFINITY if hard is None else hard)
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
@@ -162,17 +152,24 @@ def _read_ram_available(root: Path) -> int:
 
 
 def _read_cgroup_available(root: Path) -> Iterator[int]:
+    """Yield the bytes that each cgroup around this process with a limit may still take.
+
+    Usage counts cached file pages. Those on the inactive list are given back before anything is
+    killed, so they count as available, as in the kubelet's working set
+    (https://kubernetes.io/docs/reference/instrumentation/node-metrics/).
+    """
     for folder in read_cgroup_folders("memory", root=root):
-        for limit_name, usage_name in (
+        for names in (
             ("memory.max", "memory.current"),
             ("memory.high", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit = parse_memory_limit(read_text(root, folder / limit_name) or "")
-            usage = read_text(root, folder / usage_name)
-            if limit is not None and usage is not None:
-                stat = read_text(root, folder / "memory.stat") or ""
-                yield cgroup_available(limit_bytes=limit, usage_bytes=int(usage), stat=stat)
+            limit, usage = ((read_text(root, folder / name) or "").strip() for name in names)
+            if limit.isdecimal() and usage.isdecimal() and int(limit) < _V1_NO_LIMIT_BYTES:
+                counts = counters(read_text(root, folder / "memory.stat") or "")
+                # v1 gives both; the one with "total_" includes the cgroups below, as usage does.
+                inactive = counts.get("total_inactive_file") or counts.get("inactive_file") or 0
+                yield max(0, int(limit) - max(0, int(usage) - inactive))
 
 
 def _read_free(folder: Path) -> int | None:
@@ -185,7 +182,7 @@ def _read_free(folder: Path) -> int | None:
 def reserve_bytes(total_bytes: int) -> int:
     """Return the memory to leave free: the larger of 5 % of the device and 512 MiB.
 
-    It covers what :func:`predict_peak_bytes` misses, fragmentation, and growth of others.
+    It covers what a measured peak misses, fragmentation, and growth of others.
     """
     return max(math.ceil(total_bytes / 20), 512 * _MIB)
 
@@ -200,3 +197,104 @@ def is_out_of_memory(error: BaseException) -> bool:
     from lightning_fastdata.device import backend  # and torch, which nothing else here needs
 
     return backend.is_out_of_memory(error)
+
+
+# What processes have
+
+
+class Pages(NamedTuple):
+    """Memory of one process, in bytes."""
+
+    anonymous_bytes: int
+    """What belongs to no file, as objects do: also what it has in common with its parent."""
+    own_bytes: int
+    """Of this, at least so much is in pages that no other process has."""
+    file_bytes: int
+    """Of files that are mapped; pages of several processes count by parts."""
+
+
+def pages_of(smaps_rollup: str) -> Pages | None:
+    """Return what ``/proc/PID/smaps_rollup`` says; None: nothing.
+
+    A page of a memory file counts there as dirty and private where one process alone has mapped it,
+    and so does one of a file that was just written.
+    """
+    kib = counters(smaps_rollup)
+    if "Pss" not in kib:
+        return None
+    dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    own = min(dirty, kib.get("Pss_Anon", dirty))
+    parts = kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
+    return Pages(*(1024 * size for size in parts))
+
+
+def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
+    """Return the memory of a process, see :func:`pages_of`; None: not known.
+
+    It takes some 10 ms for one that has loaded torch, as the kernel walks through its pages.
+    """
+    return pages_of(read_process(process, "smaps_rollup", root))
+
+
+def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")) -> float | None:
+    """Return which part of some addresses is in pages that no other process has; None: not known.
+
+    https://docs.kernel.org/admin-guide/mm/pagemap.html
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        with (root / f"proc/{process}/pagemap").open("rb", buffering=0) as file:
+            entries = [os.pread(file.fileno(), 8, each // page * 8) for each in addresses]
+    except OSError:
+        return None
+    alone = [bool(int.from_bytes(entry, sys.byteorder) & _ALONE) for entry in entries if entry]
+    return sum(alone) / len(alone) if alone else None
+
+
+def read_batch_files(
+    processes: Iterable[int], *, root: Path = Path("/")
+) -> dict[tuple[int, int], int]:
+    """Return the bytes of each batch in shared memory that processes have, by its file's number.
+
+    One on its way may be mapped by none, but is open in the process that sent it.
+    """
+    found = {}
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            for link in (root / f"proc/{process}/fd").iterdir():
+                with suppress(OSError):
+                    if str(link.readlink()).startswith(_BATCHES):
+                        file = link.stat()
+                        found[file.st_dev, file.st_ino] = file.st_blocks * 512
+    return found
+
+
+def read_mapped_bytes(*, root: Path = Path("/")) -> int:
+    """Bytes of files, libraries among them, that this process has mapped and used; 0: not known."""
+    return 1024 * counters(read_process(os.getpid(), "status", root)).get("RssFile", 0)
+
+
+def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:
+    """Return what a process takes that belongs to no file and is not shared; None: not known.
+
+    In some 15 us. After a fork, memory of the parent counts until the parent writes to it.
+    """
+    numbers = read_process(process, "statm", root).split()
+    if len(numbers) < 3:
+        return None
+    return (int(numbers[1]) - int(numbers[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Few(list[T]):
+    """At most 300 of the readings that were added, as far from each other at all times."""
+
+    _each, _added = 1, 0
+
+    def add(self, reading: T) -> None:
+        """Keep a reading, if it is its turn."""
+        if self._added % self._each == 0:
+            self.append(reading)
+        self._added += 1
+        if len(self) > _MOST_READINGS:
+            del self[1::2]
+            self._each *= 2

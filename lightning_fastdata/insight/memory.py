@@ -12,9 +12,8 @@ from math import ceil, prod
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from lightning_fastdata.host import usage
-from lightning_fastdata.host.memory import read_host_memory, size_text
-from lightning_fastdata.host.usage import Few, Pages
+from lightning_fastdata.host import memory
+from lightning_fastdata.host.memory import Few, Pages, read_host_memory, size_text
 from lightning_fastdata.insight.model.finding import Advice, Finding, Rule
 from lightning_fastdata.sources.attributes import HeldObjects, held_objects
 
@@ -90,11 +89,11 @@ class MemoryMeter:
     """What processes took when they were first seen, and what they have come to take.
 
     Args:
-        readers: A module ``host.usage``: what reads a process's own bytes (in some 15 us), pages
+        readers: A module ``host.memory``: what reads a process's own bytes (in some 15 us), pages
             (10 ms), batches in shared memory, and which part of addresses it has alone (0.3 ms).
     """
 
-    def __init__(self, readers: Any = usage) -> None:
+    def __init__(self, readers: Any = memory) -> None:
         self._readers, self._files_first = readers, readers.read_batch_files([os.getpid()])
         self._parts: dict[str, float] = {}
         self._shared = 0

@@ -39,12 +39,12 @@ from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_bl
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning import options
-from lightning_fastdata.planning.facts.inspection import may_start_processes
+from lightning_fastdata.planning.facts import may_start_processes
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
-from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.tree import find_composes
 from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage

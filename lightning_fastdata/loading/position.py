@@ -30,11 +30,10 @@ from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, Statefu
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split_of
 from lightning_fastdata.order.samplers import epoch_order, rows_in
-from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.stamps.stamped import Around
 from lightning_fastdata.torch_internals import being_read, under_way
-from lightning_fastdata.tree import held, leaves
+from lightning_fastdata.tree import find_composes, held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
 
 if TYPE_CHECKING:

@@ -65,10 +65,10 @@ from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches, most_workers
-from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 from lightning_fastdata.stamps.stamped import WatchedSampler, show_dataset, stamped
+from lightning_fastdata.tree import find_composes
 from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
 from lightning_fastdata.tuning.tuner import Tuner, log
 from lightning_fastdata.types import Batch, Stage

@@ -29,7 +29,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
-from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.planning.facts import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.options import LoaderOptions
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.kinds import ExecutorKind
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
-    from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.stream_split import StreamSplit
+    from lightning_fastdata.planning.facts import SampleCost, StreamSplit
     from lightning_fastdata.types import Stage
 
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
@@ -48,7 +47,7 @@ _WORTH_IT: Final = 0.8
 _PIN: Final = "page-locked memory speeds up copies to GPUs with memory of their own"
 _KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
-_NO_SHARED: Final = "; this system has no memory files for side processes"
+_NO_SHARED: Final = "this system has no memory files for side processes"
 _UNSURE_MS: Final = 3  # that reading a batch here takes at most, where that may be quicker
 _SURE: Final = 0.35
 _BOTH: Final = "; the training process reads, too, as long as nothing changes what it reads"
@@ -134,6 +133,12 @@ class LoaderSpec:
     def has_order(self) -> bool:
         """Whether the user says which samples come in which order."""
         return self.sampler is not None or self.batch_sampler is not None
+
+    @property
+    def drawn_at_start(self) -> bool:
+        """Whether the order of an epoch is sure when it begins: no step has a part in it."""
+        source = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return source is None or is_drawn_at_start(source)
 
     @property
     def needs_cost(self) -> bool:
@@ -274,250 +279,311 @@ def plan_for(
         shared_memory=shared_slots_supported(),
         actors=actors,
     )
-    return decide(spec, facts, machine)
+    return Planner(spec, facts, machine).decide()
 
 
-def _start_method(spec: LoaderSpec, machine: Machine) -> str:
-    asked = spec.options.multiprocessing_context
-    return machine.start_method if asked == "auto" else asked
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Decides every option of a loader. Reads nothing: the same arguments give the same plan."""
 
+    spec: LoaderSpec
+    facts: DatasetFacts
+    machine: Machine
 
-def _starting_ms(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> float:
-    """Return the milliseconds of each epoch that go into starting one worker.
+    @property
+    def _forked(self) -> bool:
+        """Whether side processes are forked."""
+        asked = self.spec.options.multiprocessing_context
+        return (self.machine.start_method if asked == "auto" else asked) == "fork"
 
-    One that is kept is started once in a training. It computes, so that it takes as many times as
-    long as others let it wait for a CPU.
-    """
-    cost, forked = facts.cost, _start_method(spec, machine) == "fork"
-    once_ms = (_FORK_MS if forked else _FRESH_MS) * (cost.pace * cost.crowded if cost else 1.0)
-    kept = spec.keeps and spec.stage in ("train", "val")
-    if spec.options.persistent_workers != "auto":
-        kept = bool(spec.options.persistent_workers)
-    return once_ms / _EPOCHS if kept else once_ms
+    @property
+    def _may_stand_by(self) -> bool:
+        """Whether the training process may read what forked workers stand by for."""
+        forks = self._forked and self.machine.shared_memory
+        auto = self.spec.options.executor == "auto"
+        return forks and auto and not self.facts.changes and self.spec.drawn_at_start
 
+    @property
+    def _starting_ms(self) -> float:
+        """The milliseconds of each epoch that go into starting one worker.
 
-def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> ExecutorChoice:
-    """Return the executor that suits a dataset, and why. Pure.
+        One that is kept is started once in a training. It computes, so that it takes as many times
+        as long as others let it wait for a CPU.
+        """
+        cost, spec = self.facts.cost, self.spec
+        slower = cost.pace * cost.crowded if cost else 1.0
+        once_ms = (_FORK_MS if self._forked else _FRESH_MS) * slower
+        kept = spec.keeps and spec.stage in ("train", "val")
+        if spec.options.persistent_workers != "auto":
+            kept = bool(spec.options.persistent_workers)
+        return once_ms / _EPOCHS if kept else once_ms
 
-    ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
-    also where the samples that were read are cheap: others may not be.
+    def decide(self, chosen: ExecutorChoice | None = None) -> LoaderPlan:
+        """Decide every option of the loader.
 
-    Where the number of workers is left open, an epoch is to be read as things are when it begins,
-    as workers read it. The training process itself can do that with what it can read, or copy, at
-    once when the epoch begins.
-    """
-    workers = spec.options.num_workers
-    if facts.stream is not None and facts.stream.here:
-        return ExecutorChoice("inline", facts.stream.why, alone=True)
-    if not spec.needs_cost:
-        return TORCH
-    keyed = facts.draws or bool(spec.pipelines)
-    forked = _start_method(spec, machine) == "fork" and machine.shared_memory
-    aside: ExecutorName = "workers" if machine.shared_memory else "torch"
-    if spec.is_stream and workers != 0:
-        return ExecutorChoice(aside, "each process reads its own stream")
-    if workers == 0:
-        # Keys for draws that are not made would cost each step of the training some 20 us.
-        keyed |= spec.transformed or BadSamples.of(spec.options.on_bad_sample) != BadSamples()
-        # torch's iterator gives nobody the state of a stream.
-        keyed |= spec.is_stream and tells_state(spec.dataset)
-        here: ExecutorName = "inline" if keyed else "torch"
-        return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
-    if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
-        return _cheap(spec, facts, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
-    if facts.here is not None and workers == "auto":
-        return ExecutorChoice("inline", facts.here, alone=True)
-    lacks = "" if machine.shared_memory else _NO_SHARED
-    if isinstance(workers, int):
-        return ExecutorChoice(aside, f"num_workers={workers} asks for them{lacks}")
-    if facts.cost is None:
-        return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
-    if spec.transformed:  # which is not part of what was measured
-        return ExecutorChoice(aside, f"a pipeline of augment= runs on each sample{lacks}")
-    return _by_cost(spec, facts, machine, facts.cost, keyed=keyed, forked=forked)
+        What the user set always wins, and gets a limit message where it cannot work. ``chosen`` is
+        the executor that suits the dataset; None: that of :meth:`choose_executor`.
 
-
-def _by_cost(
-    spec: LoaderSpec,
-    facts: DatasetFacts,
-    machine: Machine,
-    cost: SampleCost,
-    *,
-    keyed: bool,
-    forked: bool,
-) -> ExecutorChoice:
-    """Return the executor by which an epoch of samples of this cost is over sooner, and why."""
-    batch_size, cpus = spec.batch_size or 1, machine.cpu.usable_cpus
-    aside: ExecutorName = "workers" if machine.shared_memory else "torch"
-    lacks = "" if machine.shared_memory else _NO_SHARED
-    alone, start_ms = alone_ms(cost, batch_size, keyed=keyed), _starting_ms(spec, facts, machine)
-    _, shared = soonest_workers(
-        cost,
-        batch_size,
-        cpus=cpus,
-        most=MOST_WAITING if waits(cost) else cpus,
-        batches=spec.batches,
-        start_ms=start_ms,
-        keyed=keyed,
-    )
-    again = facts.cost_again
-    # Workers would begin each epoch anew, with nothing kept.
-    if again is not None and spec.options.persistent_workers is not True:
-        again_ms = alone_ms(again, batch_size, keyed=keyed)
-        if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
-            return ExecutorChoice(
-                "inline",
-                "the dataset keeps what it has read: a batch takes "
-                f"{rounded(alone, 2)} ms here at first, and {rounded(again_ms, 2)} ms again; by "
-                f"workers, which begin each epoch with nothing kept, {rounded(shared, 2)} ms",
-                alone=True,
-                kept=True,
+        Raises:
+            OptionsError: Workers were set for a stream that they could not read.
+        """
+        spec, facts = self.spec, self.facts
+        options, stream = spec.options, facts.stream
+        if stream is not None and stream.here and options.num_workers not in ("auto", 0):
+            raise OptionsError(
+                f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
+                "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
             )
-    said = f"a batch takes {rounded(alone, 2)} ms here and some {rounded(shared, 2)} ms by side "
-    said += "processes" + (", with their start" if start_ms else "")
-    if waits(cost):
-        said += f"; a sample waits {rounded(cost.wait_ms, 2)} of its {rounded(cost.wall_ms, 2)} ms"
-    if shared < _WORTH_IT * alone:
-        unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(cost)
-        standby = unsure and forked and _may_stand_by(spec, facts)
-        return ExecutorChoice(aside, said + (_BOTH if standby else lacks), standby=standby)
-    samples = math.inf if spec.length is None else spec.length
-    return _cheap(
-        spec,
-        facts,
-        "inline",
-        said,
-        forked=forked,
-        read_bytes=samples * (cost.size_bytes or 0),
-        read_s=samples / batch_size * alone / 1000,
-    )
-
-
-def _in_copies(spec: LoaderSpec, facts: DatasetFacts) -> str | None:
-    """Return why the training process may not read an epoch of samples at once; None: it may."""
-    if facts.changes:
-        return "to read it changes it, or that cannot be seen: a forked process has a copy"
-    if not spec.default_collation:  # which copies what the dataset holds
-        return "a batch may be memory of the dataset, which a forked process has as it was"
-    return None
-
-
-def _cheap(
-    spec: LoaderSpec,
-    facts: DatasetFacts,
-    here: ExecutorName,
-    why: str,
-    *,
-    forked: bool,
-    copied_bytes: float = 0.0,
-    read_bytes: float = 0.0,
-    read_s: float = 0.0,
-) -> ExecutorChoice:
-    """Return who reads what the training process could read itself, through ``here``.
-
-    It does so if it can read, or copy, an epoch at once when that begins: later steps may have
-    changed what is read, which a forked process has as it was. Others take seconds to start.
-    """
-    aside = _in_copies(spec, facts)
-    if not _drawn_at_start(spec):
-        aside = "its sampler is asked while the training runs"
-    elif copied_bytes > copy_limit_bytes():
-        aside = f"a forked process has {copied_bytes / 2**20:,.0f} MiB as they are"
-    elif read_bytes > AT_START_BYTES:
-        aside = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
-    elif read_s > _AT_START_S:
-        aside = f"a forked process reads {rounded(read_s, 2)} s of samples as they are"
-    if aside is None or not forked:
-        return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
-    standby = _may_stand_by(spec, facts)
-    said = f"{why}; {aside}{_BOTH if standby else ''}"
-    return ExecutorChoice("workers", said, few=True, standby=standby)
-
-
-def _may_stand_by(spec: LoaderSpec, facts: DatasetFacts) -> bool:
-    """Return whether the training process may read what workers stand by for."""
-    auto = spec.options.executor == "auto"
-    return auto and not facts.changes and _drawn_at_start(spec)
-
-
-def _drawn_at_start(spec: LoaderSpec) -> bool:
-    source = spec.sampler if spec.batch_sampler is None else spec.batch_sampler
-    return source is None or is_drawn_at_start(source)
-
-
-def decide(
-    spec: LoaderSpec, facts: DatasetFacts, machine: Machine, chosen: ExecutorChoice | None = None
-) -> LoaderPlan:
-    """Decide every option of a loader. Reads nothing: the same arguments give the same plan.
-
-    What the user set always wins, and gets a limit message where it cannot work. ``chosen`` is the
-    executor that suits the dataset; None: that of :func:`choose_executor`.
-
-    Raises:
-        OptionsError: Workers were set for a stream that they could not read.
-    """
-    options, stream = spec.options, facts.stream
-    if stream is not None and stream.here and options.num_workers not in ("auto", 0):
-        raise OptionsError(
-            f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
-            "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
+        if chosen is None:
+            chosen = self.choose_executor()
+        executor = chosen.executor if options.executor == "auto" else options.executor
+        kind = kind_of(executor)
+        ours = not (kind.is_torch or spec.is_stream)
+        count, why, limits = self._count_workers(chosen, kind)
+        untuned = self._why_untuned(chosen, executor, count)
+        tuning = f"not tuned: {untuned}" if untuned else "tuned as the steps show what pays"
+        kept = count > 0 and spec.keeps and spec.stage in ("train", "val") and ours
+        found: dict[str, tuple[object, str]] = {
+            "num_workers": (count, f"{why}; {tuning}"),
+            "pin_memory": (reads_page_locked(self.machine.accelerator), _PIN),
+            "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
+            "prefetch_factor": self._prefetch(kind, count) if count else ("auto", _NO_WORKERS),
+            "multiprocessing_context": ("auto", "left as Python has it"),
+            "timeout": ("auto", "60 s without progress, or 20 times as long as tasks take"),
+            "executor": (chosen.executor, chosen.why),
+        }
+        if stream is not None:
+            found["split"] = stream.splits, stream.why
+        open_ = {name: found[name] for name in found.keys() - options.set_by_user()}
+        return LoaderPlan(
+            asked=options,
+            options=replace(options, **{name: value for name, (value, _) in open_.items()}),  # type: ignore[arg-type]
+            reasons={name: why for name, (_, why) in open_.items()},
+            tuned=not untuned,
+            limits=(*limits, *unsuited(options.executor, iterable=spec.is_stream, workers=count)),
+            draws=bool(spec.pipelines) or facts.draws or (None if facts.cost is None else False),
+            standby=chosen.standby and options.num_workers == "auto" and count > 0,
+            only_here=facts.here is not None or chosen.kept,
         )
-    if chosen is None:
-        chosen = choose_executor(spec, facts, machine)
-    executor = chosen.executor if options.executor == "auto" else options.executor
-    kind = kind_of(executor)
-    ours = not (kind.is_torch or spec.is_stream)
-    count, why, limits = count_workers(spec, facts, machine, chosen, kind)
-    untuned = _why_untuned(spec, machine, chosen, executor, count)
-    tuning = f"not tuned: {untuned}" if untuned else "tuned as the steps show what pays"
-    kept = count > 0 and spec.keeps and spec.stage in ("train", "val") and ours
-    found: dict[str, tuple[object, str]] = {
-        "num_workers": (count, f"{why}; {tuning}"),
-        "pin_memory": (reads_page_locked(machine.accelerator), _PIN),
-        "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
-        "prefetch_factor": _prefetch(spec, facts, kind, count) if count else ("auto", _NO_WORKERS),
-        "multiprocessing_context": ("auto", "left as Python has it"),
-        "timeout": ("auto", "60 s without progress, or 20 times as long as tasks take"),
-        "executor": (chosen.executor, chosen.why),
-    }
-    if stream is not None:
-        found["split"] = stream.splits, stream.why
-    open_ = {name: found[name] for name in found.keys() - options.set_by_user()}
-    return LoaderPlan(
-        asked=options,
-        options=replace(options, **{name: value for name, (value, _) in open_.items()}),  # type: ignore[arg-type]
-        reasons={name: why for name, (_, why) in open_.items()},
-        tuned=not untuned,
-        limits=(*limits, *unsuited(options.executor, iterable=spec.is_stream, workers=count)),
-        draws=bool(spec.pipelines) or facts.draws or (None if facts.cost is None else False),
-        standby=chosen.standby and options.num_workers == "auto" and count > 0,
-        only_here=facts.here is not None or chosen.kept,
-    )
 
+    # Who fetches
 
-def _why_untuned(
-    spec: LoaderSpec,
-    machine: Machine,
-    chosen: ExecutorChoice,
-    executor: AnyExecutor,
-    workers: int,
-) -> str | None:
-    """Return why the number of workers stays as it is while they read; None: it is changed."""
-    if spec.options.num_workers != "auto":
-        return "num_workers is set by you"
-    if spec.stage not in ("train", "val"):
-        return "it is read once, and tuned loaders learn from epoch to epoch"
-    if spec.is_stream:
-        return "which worker reads what of a stream rests on how many there are"
-    if chosen.standby:
-        return "whether workers pay at all is measured as the training begins"
-    if not workers:
-        return "what the training process has opened by then, workers may not share"
-    if not kind_of(executor).side_processes:
-        return f"executor={executor!r} has no workers that come and go"
-    if not machine.shared_memory:
-        return "this system has no memory files for side processes"
-    return None
+    def choose_executor(self) -> ExecutorChoice:
+        """Return the executor that suits a dataset, and why.
+
+        ``num_workers=0`` is a wish to fetch in the training process, a higher number one for
+        workers, also where the samples that were read are cheap: others may not be.
+
+        Where the number of workers is left open, an epoch is to be read as things are when it
+        begins, as workers read it. The training process itself can do that with what it can read,
+        or copy, at once when the epoch begins.
+        """
+        spec, facts, workers = self.spec, self.facts, self.spec.options.num_workers
+        if facts.stream is not None and facts.stream.here:
+            return ExecutorChoice("inline", facts.stream.why, alone=True)
+        if not spec.needs_cost:
+            return TORCH
+        if spec.is_stream and workers != 0:
+            aside: ExecutorName = "workers" if self.machine.shared_memory else "torch"
+            return ExecutorChoice(aside, "each process reads its own stream")
+        keyed = facts.draws or bool(spec.pipelines)
+        if workers == 0:
+            # Keys for draws that are not made would cost each step of the training some 20 us.
+            keyed |= spec.transformed or BadSamples.of(spec.options.on_bad_sample) != BadSamples()
+            # torch's iterator gives nobody the state of a stream.
+            keyed |= spec.is_stream and tells_state(spec.dataset)
+            here: ExecutorName = "inline" if keyed else "torch"
+            return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
+        if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
+            much = f"a forked process has {facts.own_bytes / 2**20:,.0f} MiB as they are"
+            large = facts.own_bytes > copy_limit_bytes()
+            return self._cheap("gather", _ROWS, much if large else None)
+        if facts.here is not None and workers == "auto":
+            return ExecutorChoice("inline", facts.here, alone=True)
+        if isinstance(workers, int):
+            return self._aside(f"num_workers={workers} asks for them")
+        if facts.cost is None:
+            return self._aside("what a sample costs is not known")
+        if spec.transformed:  # which is not part of what was measured
+            return self._aside("a pipeline of augment= runs on each sample")
+        return self._by_cost(facts.cost, keyed=keyed)
+
+    def _aside(self, why: str) -> ExecutorChoice:
+        """Return that side processes read: those of torch where the system lacks what ours need."""
+        if self.machine.shared_memory:
+            return ExecutorChoice("workers", why)
+        return ExecutorChoice("torch", f"{why}; {_NO_SHARED}")
+
+    def _by_cost(self, cost: SampleCost, *, keyed: bool) -> ExecutorChoice:
+        """Return the executor by which an epoch of samples of this cost is over sooner, and why."""
+        spec, again = self.spec, self.facts.cost_again
+        batch_size, cpus = spec.batch_size or 1, self.machine.cpu.usable_cpus
+        alone, start_ms = alone_ms(cost, batch_size, keyed=keyed), self._starting_ms
+        _, shared = soonest_workers(
+            cost,
+            batch_size,
+            cpus=cpus,
+            most=MOST_WAITING if waits(cost) else cpus,
+            batches=spec.batches,
+            start_ms=start_ms,
+            keyed=keyed,
+        )
+        # Workers would begin each epoch anew, with nothing kept.
+        if again is not None and spec.options.persistent_workers is not True:
+            again_ms = alone_ms(again, batch_size, keyed=keyed)
+            if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
+                return ExecutorChoice(
+                    "inline",
+                    "the dataset keeps what it has read: a batch takes "
+                    f"{rounded(alone, 2)} ms here at first, and {rounded(again_ms, 2)} ms again; "
+                    "by workers, which begin each epoch with nothing kept, "
+                    f"{rounded(shared, 2)} ms",
+                    alone=True,
+                    kept=True,
+                )
+        said = (
+            f"a batch takes {rounded(alone, 2)} ms here and some {rounded(shared, 2)} ms by side "
+        )
+        said += "processes" + (", with their start" if start_ms else "")
+        wait_ms, wall_ms = rounded(cost.wait_ms, 2), rounded(cost.wall_ms, 2)
+        said += f"; a sample waits {wait_ms} of its {wall_ms} ms" if waits(cost) else ""
+        if shared < _WORTH_IT * alone:
+            unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(cost)
+            if unsure and self._may_stand_by:
+                return ExecutorChoice("workers", said + _BOTH, standby=True)
+            return self._aside(said)
+        samples = math.inf if spec.length is None else spec.length
+        read_bytes, read_s = samples * (cost.size_bytes or 0), samples / batch_size * alone / 1000
+        much = None
+        if read_bytes > AT_START_BYTES:
+            much = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
+        elif read_s > _AT_START_S:
+            much = f"a forked process reads {rounded(read_s, 2)} s of samples as they are"
+        return self._cheap("inline", said, much)
+
+    def _cheap(self, here: ExecutorName, why: str, much: str | None) -> ExecutorChoice:
+        """Return who reads what the training process could read itself, through ``here``.
+
+        It does so if it can read, or copy, an epoch at once when that begins: later steps may have
+        changed what is read, which a forked process has as it was. Others take seconds to start.
+        ``much``: who reads it because an epoch is too much for that; None: it is not.
+        """
+        aside = much
+        if not self.spec.drawn_at_start:
+            aside = "its sampler is asked while the training runs"
+        elif much is None and self.facts.changes:
+            aside = "to read it changes it, or that cannot be seen: a forked process has a copy"
+        elif much is None and not self.spec.default_collation:  # which copies what it holds
+            aside = "a batch may be memory of the dataset, which a forked process has as it was"
+        if aside is None or not (self._forked and self.machine.shared_memory):
+            return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
+        standby = self._may_stand_by
+        said = f"{why}; {aside}{_BOTH if standby else ''}"
+        return ExecutorChoice("workers", said, few=True, standby=standby)
+
+    # How many workers
+
+    def _count_workers(
+        self, chosen: ExecutorChoice, kind: ExecutorKind
+    ) -> tuple[int, str, list[str]]:
+        """Return how many workers there are, why, and what bounds them."""
+        spec, facts, machine = self.spec, self.facts, self.machine
+        options, cpu, batches = spec.options, machine.cpu, spec.batches
+        ours = not (kind.is_torch or spec.is_stream)
+        if options.num_workers != "auto":
+            return options.num_workers, SET, []
+        if facts.stream is not None and facts.stream.here:
+            return 0, facts.stream.why, []
+        if kind.workers is not None and not spec.is_stream:
+            return *kind.workers, []
+        if machine.actors is not None:
+            return *actors_for(spec.stage, machine.actors, batches=batches), []
+        in_memory = isinstance(spec.dataset, TensorDataset) and not ours
+        cheap_here = chosen.alone or in_memory or chosen.few
+        if cheap_here and (options.executor == "auto" or kind.is_torch):
+            cheap = "fetching a batch costs less than handing it over"
+            # One that is aside reads things as they were when the epoch began.
+            return (1, f"{cheap}: more have no use", []) if chosen.few else (0, cheap, [])
+        count, why = workers_for(cpu, on_cpu=machine.accelerator == "cpu", batches=batches)
+        if spec.is_stream and count > 1 and options.split is False:
+            return 1, "several would each read the whole stream (split=False)", []
+        if spec.is_stream and count > 1:
+            return workers_of_stream(count, why, facts.stream)
+        cost, batch_size = facts.cost if ours else None, spec.batch_size or 1
+        if cost is not None and count and waits(cost):
+            count, why = workers_that_wait(
+                count,
+                cost,
+                tasks=spec.length if facts.split else batches,
+                memory=machine.memory,
+                ranks=cpu.ranks_on_host,
+                forked=self._forked,
+            )
+        elif cost is not None and (enough := enough_workers(cost, batch_size)) < count:
+            count, why = enough, "the training process could not take the batches of more"
+        if cost is not None and count > 1:
+            soonest, _ = soonest_workers(
+                cost,
+                batch_size,
+                cpus=cpu.usable_cpus,
+                most=count,
+                batches=batches,
+                start_ms=self._starting_ms,
+            )
+            if soonest < count:
+                why += f"; to start more takes longer than they save in {batches} batches"
+                count = soonest
+        return self._within_memory(count, why)
+
+    def _within_memory(self, count: int, why: str) -> tuple[int, str, list[str]]:
+        """Return how many of so many workers memory has room for, why, and what bounds them.
+
+        Each takes the bytes that a process took that tried the dataset. Beyond what is left the
+        kernel kills.
+        """
+        each, left = self.facts.worker_bytes, self.machine.memory.available_bytes
+        room = int(_OF_MEMORY * left) // self.machine.cpu.ranks_on_host
+        if not each or count * each <= room:
+            return count, why, []
+        fewer = max(1, room // each)
+        why = f"a worker comes to take {size_text(each)}, and {size_text(left)} are left"
+        if fewer == count:
+            return count, why, []
+        limit = (
+            f"num_workers is {fewer} instead of {count}, as {why}: the kernel kills workers where "
+            "memory runs out. If they copy a list of the dataset, share(dataset) has it held once."
+        )
+        return fewer, why, [limit]
+
+    def _why_untuned(
+        self, chosen: ExecutorChoice, executor: AnyExecutor, workers: int
+    ) -> str | None:
+        """Return why the number of workers stays as it is while they read; None: it is changed."""
+        if self.spec.options.num_workers != "auto":
+            return "num_workers is set by you"
+        if self.spec.stage not in ("train", "val"):
+            return "it is read once, and tuned loaders learn from epoch to epoch"
+        if self.spec.is_stream:
+            return "which worker reads what of a stream rests on how many there are"
+        if chosen.standby:
+            return "whether workers pay at all is measured as the training begins"
+        if not workers:
+            return "what the training process has opened by then, workers may not share"
+        if not kind_of(executor).side_processes:
+            return f"executor={executor!r} has no workers that come and go"
+        if not self.machine.shared_memory:
+            return _NO_SHARED
+        return None
+
+    def _prefetch(self, kind: ExecutorKind, workers: int) -> tuple[int | str, str]:
+        """Return how many batches each worker is ahead, ``"auto"`` where all are ahead together."""
+        if kind.is_torch or self.spec.is_stream:
+            each = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / workers)))
+            return each, f"{workers * each} batches ahead in all, to cover a slow one"
+        split = self.facts.split and not kind.elsewhere
+        size = self.spec.batch_size or 1
+        ahead = look_ahead_batches(workers, prefetch=None, batch_size=size, split=split)
+        return "auto", f"{ahead} batches ahead in all, as memory allows"
 
 
 def waits(cost: SampleCost | None) -> bool:
@@ -666,84 +732,6 @@ def most_workers(
     return max(1, bound), why
 
 
-def count_workers(
-    spec: LoaderSpec,
-    facts: DatasetFacts,
-    machine: Machine,
-    chosen: ExecutorChoice,
-    kind: ExecutorKind,
-) -> tuple[int, str, list[str]]:
-    """Return how many workers there are, why, and what bounds them."""
-    options, cpu, batches = spec.options, machine.cpu, spec.batches
-    ours = not (kind.is_torch or spec.is_stream)
-    if options.num_workers != "auto":
-        return options.num_workers, SET, []
-    if facts.stream is not None and facts.stream.here:
-        return 0, facts.stream.why, []
-    if kind.workers is not None and not spec.is_stream:
-        return *kind.workers, []
-    if machine.actors is not None:
-        return *actors_for(spec.stage, machine.actors, batches=batches), []
-    in_memory = isinstance(spec.dataset, TensorDataset) and not ours
-    if (chosen.alone or in_memory or chosen.few) and (options.executor == "auto" or kind.is_torch):
-        cheap = "fetching a batch costs less than handing it over"
-        # One that is aside reads things as they were when the epoch began.
-        return (1, f"{cheap}: more have no use", []) if chosen.few else (0, cheap, [])
-    count, why = workers_for(cpu, on_cpu=machine.accelerator == "cpu", batches=batches)
-    if spec.is_stream and count > 1 and options.split is False:
-        return 1, "several would each read the whole stream (split=False)", []
-    if spec.is_stream and count > 1:
-        return workers_of_stream(count, why, facts.stream)
-    cost = facts.cost if ours else None
-    if cost is not None and count and waits(cost):
-        count, why = workers_that_wait(
-            count,
-            cost,
-            tasks=spec.length if facts.split else batches,
-            memory=machine.memory,
-            ranks=cpu.ranks_on_host,
-            forked=_start_method(spec, machine) == "fork",
-        )
-    elif cost is not None and (enough := enough_workers(cost, spec.batch_size or 1)) < count:
-        count, why = enough, "the training process could not take the batches of more"
-    if cost is not None and count > 1:
-        soonest, _ = soonest_workers(
-            cost,
-            spec.batch_size or 1,
-            cpus=cpu.usable_cpus,
-            most=count,
-            batches=batches,
-            start_ms=_starting_ms(spec, facts, machine),
-        )
-        if soonest < count:
-            why += f"; to start more takes longer than they save in {batches} batches"
-            count = soonest
-    return within_memory(count, why, facts.worker_bytes, machine)
-
-
-def within_memory(
-    count: int, why: str, each: int | None, machine: Machine
-) -> tuple[int, str, list[str]]:
-    """Return how many of so many workers memory has room for, why, and what bounds them.
-
-    Each takes the bytes that a process took that tried the dataset; None: not known. Beyond what is
-    left the kernel kills.
-    """
-    left = machine.memory.available_bytes
-    room = int(_OF_MEMORY * left) // machine.cpu.ranks_on_host
-    if not each or count * each <= room:
-        return count, why, []
-    fewer = max(1, room // each)
-    why = f"a worker comes to take {size_text(each)}, and {size_text(left)} are left"
-    if fewer == count:
-        return count, why, []
-    limit = (
-        f"num_workers is {fewer} instead of {count}, as {why}: the kernel kills workers where "
-        "memory runs out. If they copy a list of the dataset, share(dataset) has it held once."
-    )
-    return fewer, why, [limit]
-
-
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
     """Return how many batches are under way at once.
 
@@ -755,16 +743,3 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
     if split:
         return _LOOK_AHEAD_BATCHES + math.ceil(workers / batch_size)
     return max(_LOOK_AHEAD_BATCHES, workers * 2)
-
-
-def _prefetch(
-    spec: LoaderSpec, facts: DatasetFacts, kind: ExecutorKind, workers: int
-) -> tuple[int | str, str]:
-    """Return how many batches each worker is ahead, ``"auto"`` where all are ahead together."""
-    if kind.is_torch or spec.is_stream:
-        each = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / workers)))
-        return each, f"{workers * each} batches ahead in all, to cover a slow one"
-    split = facts.split and not kind.elsewhere
-    size = spec.batch_size or 1
-    ahead = look_ahead_batches(workers, prefetch=None, batch_size=size, split=split)
-    return "auto", f"{ahead} batches ahead in all, as memory allows"

@@ -42,14 +42,13 @@ from lightning_fastdata.order.samplers import (
     is_drawn_at_start,
     rows_in,
 )
-from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
+from lightning_fastdata.planning.facts import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import of_ranks, print_line, running_stage
 from lightning_fastdata.prove.loaders import is_shuffled
-from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import MAKES_BATCHES
-from lightning_fastdata.tree import held_by, is_a
+from lightning_fastdata.tree import find_instances, held_by, is_a, loaded_classes
 from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:

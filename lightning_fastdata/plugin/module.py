@@ -24,7 +24,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
-from lightning_fastdata.planning.facts.inspection import (
+from lightning_fastdata.planning.facts import (
     DatasetFacts,
     Questions,
     inspect_dataset,
@@ -85,8 +85,8 @@ from lightning_fastdata.plugin.seams.trainer import (
     running_stage,
     training_place,
 )
-from lightning_fastdata.randomness.search import find_composes, find_instances
 from lightning_fastdata.randomness.seeds import global_seed
+from lightning_fastdata.tree import find_composes, find_instances
 from lightning_fastdata.types import STAGES, Batch, Shuffle, Stage, has_own_order
 
 if TYPE_CHECKING:

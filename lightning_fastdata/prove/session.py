@@ -17,10 +17,9 @@ from lightning_fastdata.device.backend import synchronize
 from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.cpu import CpuUse, read_cpu_limit, read_cpu_use
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import write_atomically
-from lightning_fastdata.host.usage import CpuUse, read_cpu_use
 from lightning_fastdata.prove import loaders as made
 from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Refused, named
 from lightning_fastdata.prove.settings import ProveSettings

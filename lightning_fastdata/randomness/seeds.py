@@ -22,9 +22,13 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.randomness.global_generators import GENERATORS, PYTHON, kept_random_state
-from lightning_fastdata.randomness.search import find_instances, loaded_classes
-from lightning_fastdata.tree import held, held_by
+from lightning_fastdata.randomness.global_generators import (
+    GENERATORS,
+    NUMPY,
+    PYTHON,
+    kept_random_state,
+)
+from lightning_fastdata.tree import find_instances, held, held_by, loaded_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -285,7 +289,7 @@ def _is_global(generator: _Generator) -> bool:
     return (
         isinstance(generator, random.SystemRandom)
         or generator is PYTHON
-        or generator is getattr(np.random.get_state, "__self__", None)
+        or generator is NUMPY
         or generator is torch.default_generator
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
@@ -34,6 +34,10 @@ _PARTS_PER_WORKER: Final = 2
 """Of one batch: more parts keep workers no busier, and take longer to model."""
 _TAKING_FROM_TORCH: Final = 0.5
 """CPUs that taking a batch uses: half of it waits for the process that sends it."""
+GOOD_ENOUGH: Final = 1.03
+"""The smallest change within 3 % of the best one is taken."""
+WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of workers that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +306,18 @@ def simulate(
         wait = statistics.fmean(each.cpu_ns + each.blocked_ns + each.collate_ns for each in costs)
         step = wait + statistics.fmean(each.step_ns for each in costs)
     return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
+
+
+def choose(
+    costs: Sequence[BatchCost], candidates: Iterable[LoaderSetup]
+) -> tuple[LoaderSetup, float]:
+    """Return the first setup that is within 3 % of the best, and its predicted step in ms.
+
+    Costs and candidates must not be empty; the smallest candidate comes first.
+    """
+    predicted = [(setup, simulate(costs, setup).step_ms) for setup in candidates]
+    best = min(step_ms for _, step_ms in predicted)
+    return next(each for each in predicted if each[1] <= GOOD_ENOUGH * best)
 
 
 class EventModel:

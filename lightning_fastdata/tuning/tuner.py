@@ -3,41 +3,41 @@
 It measures a few dozen steps, asks the model (:mod:`.simulate`) for a better number of workers,
 changes it, and compares the steps that follow with those before. What did not pay is taken back. In
 between it looks at two times a step, the wait and the rest, and measures again when these change.
-Steps, and what their batches cost, are measured where they are taken.
+Steps, and what their batches cost, are measured where they are taken. Which number of workers is
+better, and what has paid, is decided by pure functions at the end of this module.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import pickle
-import threading
+import statistics
 import weakref
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.clock import SpentMeter, SpentTime
 from lightning_fastdata.host.machine import Pressure, PressureReader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.moves import (
-    ALL_NUMBERS,
-    LITTLE,
-    Move,
-    Outcome,
-    Proposal,
-    Tunable,
-    Window,
-    numbers_to_try,
-    paid,
-    propose,
-    still_open,
-    window_of,
-    without_pauses,
+from lightning_fastdata.tuning.simulate import (
+    GOOD_ENOUGH,
+    WORKERS,
+    BatchCost,
+    LoaderSetup,
+    TrainingTimes,
+    batch_costs,
+    by_epoch,
+    scaled,
+    simulate,
 )
-from lightning_fastdata.tuning.simulate import BatchCost, TrainingTimes, batch_costs, by_epoch
 from lightning_fastdata.types import Batch
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")
@@ -55,7 +55,8 @@ _STARTING: Final = 14
 _COLD: Final = 2
 """Steps at the start of an epoch that are not counted: workers start, or begin anew."""
 _MUCH: Final = 0.10
-"""Of the step, waited: a change is believed at once, and not in the next window only."""
+"""Of the step, waited: worth a try that the model does not ask for, and a change is believed at
+once, and not in the next window only."""
 _CHANGED: Final = 0.2
 """Part by which steps differ from those of the last decision if the work has become another."""
 _REST: Final = 100
@@ -69,10 +70,120 @@ _LATE_IS_WORTH_S: Final = 60.0
 _LOOKED_AFTER_S: Final = 1.0
 """So often the memory and the CPU quota of the machine are looked at."""
 _MOST_STAMPS: Final = 100
-_PAUSE: Final = 5.0
+_LONG_PAUSE: Final = 5.0
 """A step so many times as long as usual is a pause, in which batches were made ahead."""
 _REMEMBERED: Final = 16
 """Steps over which it is averaged what is usual."""
+
+# Of what is proposed, and of what has paid
+_LEAST_GAIN: Final = 0.05
+"""Of the step: less is within what steps differ by anyway."""
+_MOST_TIMES: Final = 4
+"""No more times the workers in one move, as the model was not seen to be right so far away."""
+_LEAST_PART: Final = 1 / 3
+"""Of the workers, left by one move, for the same reason."""
+_FEWER: Final = 0.75
+"""Workers are given up if no more than this part of them is needed."""
+_WRONG: Final = 1.1
+"""If steps are so many times as long as the model says, it is wrong about what they wait for."""
+_HARDLY: Final = 0.2
+"""Of the time to make a batch: less is waited by workers that compute."""
+_SURE: Final = 1.25
+"""Fewer workers have to suffice if samples took a quarter longer, too."""
+_AS_GOOD: Final = 1.01
+_LONGER_WAIT: Final = 0.02
+"""Of the step: what the wait with fewer workers may be longer."""
+_NOISE: Final = 0.04
+"""Of the step: by so much two windows differ where nothing has changed."""
+_STEADY: Final = 0.4
+"""Of the step: if the waits of two halves of a window differ by more, the work became another."""
+_LITTLE: Final = 0.03
+"""Of the step, waited for batches: no more workers are needed."""
+_STEPS: Final = 48
+"""That are simulated at least: a fourth of what verdicts rest on, as what comes of it is measured.
+"""
+_PAUSE: Final = 3.0
+"""A step so many times as long as a typical one was a validation, a checkpoint or the like."""
+ALL_NUMBERS: Final = range(10_000)
+"""Of workers, before any was tried."""
+_REFUSALS: Final = (WorkerError, OSError, TypeError, AttributeError, pickle.PicklingError)
+"""Of the system, and of a dataset that by now cannot be sent to another process."""
+
+Outcome = Literal["tried", "kept", "taken back"]
+
+
+class Tunable(Protocol):
+    """A loader whose workers may be changed while it is read."""
+
+    @property
+    def num_workers(self) -> int:
+        """Side processes that read, at least 1."""
+
+    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+        """Return the loader with so many workers, as the model knows it; None: it does not."""
+
+    def set_workers(self, workers: int) -> None:
+        """Read with so many workers from now on."""
+
+    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+
+
+class Window(NamedTuple):
+    """What some steps took; pauses of the training are left out."""
+
+    steps: int
+    step_ms: float
+    """From one request of a batch to the next, the mean."""
+    wait_ms: float
+    """Of that, the wait for the batch."""
+    steady: bool = True
+    """The second half took as long as the first."""
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the step that is waited, 0 to 1."""
+        return self.wait_ms / self.step_ms if self.step_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A change that was made to a loader while it was read."""
+
+    batch: int
+    """How many batches the loader had given by then."""
+    before: int
+    """Workers."""
+    after: int
+    step_before_ms: float
+    wait_before_ms: float
+    step_expected_ms: float | None
+    """None: it was not made for speed."""
+    why: str
+    step_seen_ms: float | None = None
+    """None: not known yet."""
+    outcome: Outcome = "tried"
+
+    def __str__(self) -> str:
+        change = f"num_workers {self.before} -> {self.after} at batch {self.batch}"
+        if self.step_seen_ms is not None:
+            times = f"{self.step_before_ms:.3g} -> {self.step_seen_ms:.3g} ms a step"
+            if self.step_expected_ms is not None:
+                times += f" ({self.step_expected_ms:.3g} expected)"
+            return f"{change}: {times}" + (", taken back" if self.outcome == "taken back" else "")
+        if self.step_expected_ms is None:
+            return f"{change}: {self.why}"
+        times = f"{self.step_before_ms:.3g} -> {self.step_expected_ms:.3g} ms a step expected"
+        return f"{change}: {times}, as {self.why}"
+
+
+class Proposal(NamedTuple):
+    """A number of workers that should be better than the present one."""
+
+    workers: int
+    step_ms: float | None
+    """What a step is expected to take; None: it is not made for speed."""
+    why: str
 
 
 class Phase(Enum):
@@ -84,8 +195,6 @@ class Phase(Enum):
     VERIFYING = "steps show what the move has brought"
 
 
-_REFUSALS: Final = (WorkerError, OSError, TypeError, AttributeError, pickle.PicklingError)
-"""Of the system, and of a dataset that by now cannot be sent to another process."""
 _WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
 
 
@@ -102,7 +211,6 @@ class Tuner:
         most_workers: int,
         cpus: float,
         tell: Callable[[str], None] = log.info,
-        clock_ns: Callable[[], int] = clock.monotonic_ns,
         pressure: Callable[[], Pressure] | None = None,
     ) -> None:
         self.most_workers = most_workers
@@ -115,14 +223,13 @@ class Tuner:
         """What decisions took so far, the start of processes included."""
         self.tell = tell
         self._cpus = cpus
-        self._clock_ns = clock_ns
         self._pressure = PressureReader() if pressure is None else pressure
-        self._loader: weakref.ref[Tunable] | None = None
-        self._watch = StepWatch(clock_ns)
+        self._loader: Callable[[], Tunable | None] = lambda: None
+        self._watch = StepWatch()
         self._watch.clear(costs=True)
         self._wanted = FIRST_STEPS - _STARTING
         self._cold, self._batches = _STARTING, 0
-        self._began_ns = self._looked_ns = clock_ns()
+        self._began_s = self._looked_s = clock.monotonic()
         self._dearest_s = 0.0
         self._decided: Window | None = None
         self._rest, self._rested_until, self._differed = _REST, 0, False
@@ -132,7 +239,7 @@ class Tuner:
 
     def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
         """Return the batches of an epoch of a loader, watched as they are taken."""
-        if self._loader is None or self._loader() is not loader:
+        if self._loader() is not loader:
             self._loader = weakref.ref(loader)
         self._watch.epoch_began()
         self._cold = max(self._cold, _COLD)
@@ -143,11 +250,11 @@ class Tuner:
 
     def requested(self) -> None:
         """Note that a batch is asked for now."""
-        loader = self._loader() if self._loader is not None else None
+        loader = self._loader()
         if loader is not None and self._watch.steps >= self._wanted:
-            began_ns = self._clock_ns()
+            began_s = clock.monotonic()
             self._window_ended(loader)
-            took_s = (self._clock_ns() - began_ns) / 1e9
+            took_s = clock.monotonic() - began_s
             self.spent_s += took_s
             self._dearest_s = max(self._dearest_s, took_s)
         if self._watch.requested() and self._batches - self._paused_at > 2 * self._ahead:
@@ -163,7 +270,7 @@ class Tuner:
             self._cold -= 1
             if self._watch.stamps:
                 self._watch.stamps.pop()
-            loader = self._loader() if self._loader is not None else None
+            loader = self._loader()
             if not self._cold and self.phase is Phase.SETTLING and loader is not None:
                 self._measure(loader, _VERIFIED, Phase.VERIFYING)
 
@@ -208,16 +315,16 @@ class Tuner:
             self._measure(loader, _MEASURED)
 
     def _affordable(self, window: Window) -> bool:
-        lasted_s = (self._clock_ns() - self._began_ns) / 1e9
+        lasted_s = clock.monotonic() - self._began_s
         if window.wait_share >= _MUCH:
             lasted_s = max(lasted_s, _LATE_IS_WORTH_S)
         return self.spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s
 
     def _pressed(self) -> Pressure:
-        now_ns = self._clock_ns()
-        if now_ns - self._looked_ns < _LOOKED_AFTER_S * 1e9:
+        now_s = clock.monotonic()
+        if now_s - self._looked_s < _LOOKED_AFTER_S:
             return Pressure()
-        self._looked_ns = now_ns
+        self._looked_s = now_s
         return self._pressure()
 
     def _decide(self, loader: Tunable, window: Window) -> None:
@@ -298,7 +405,7 @@ class Tuner:
         self.tell(str(move))
         if pays:
             self._rest, self._decided = _REST, window
-            late = window.wait_share >= LITTLE
+            late = window.wait_share >= _LITTLE
             if late and self._affordable(window):
                 self._decide(loader, window)
                 return
@@ -337,20 +444,15 @@ class _Watched:
 class StepWatch:
     """Takes the times of steps, and what their batches cost the process that takes them."""
 
-    def __init__(self, clock_ns: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.stamps: deque[BatchStamps] = deque(maxlen=_MOST_STAMPS)
-        self._clock_ns = clock_ns
         self._waits: list[int] = []
         self._owns: list[int] = []
-        self._measures = False
-        self._schedule: clock.ThreadSchedule | None = None
-        self._thread = 0
-        self._queued_ns = self._cpu_ns = 0
-        """In steps, from delivery to request: queued for a CPU, and CPU time of the process."""
+        self._spent: SpentMeter | None = None
+        """In steps, from delivery to request; None: it is not measured."""
         self._usual_ns = 0.0
         """A typical time from delivery to the next request."""
         self._requested_ns = self._delivered_ns = 0
-        self._at_delivery = (0, 0)
         self._wait_ns: int | None = None
         """Of the batch that was delivered last; None: it does not count."""
 
@@ -363,9 +465,8 @@ class StepWatch:
         """Forget all steps, and measure from now on what batches cost, or no longer."""
         self._waits.clear()
         self._owns.clear()
-        self._queued_ns = self._cpu_ns = 0
         self.stamps.clear()
-        self._measures = costs
+        self._spent = SpentMeter() if costs else None
         self._wait_ns = None
 
     def epoch_began(self) -> None:
@@ -378,22 +479,25 @@ class StepWatch:
         Returns:
             Whether the training has paused, for a validation, a checkpoint or the like.
         """
-        now_ns, scheduled = self._clock_ns(), self._read()
+        now_ns = clock.monotonic_ns()
         own_ns = now_ns - self._delivered_ns if self._delivered_ns else 0
         usual_ns = self._usual_ns or own_ns
-        paused = own_ns > _PAUSE * usual_ns
+        paused = own_ns > _LONG_PAUSE * usual_ns
         self._usual_ns = usual_ns + (min(own_ns, 2 * usual_ns) - usual_ns) / _REMEMBERED
-        if self._wait_ns is not None and not paused:
-            self._waits.append(self._wait_ns)
+        wait_ns = None if paused else self._wait_ns
+        if self._spent is not None:
+            self._spent.paused(counts=wait_ns is not None)
+        if wait_ns is not None:
+            self._waits.append(wait_ns)
             self._owns.append(own_ns)
-            self._queued_ns += scheduled[0] - self._at_delivery[0]
-            self._cpu_ns += scheduled[1] - self._at_delivery[1]
         self._requested_ns = now_ns
         return paused
 
     def delivered(self, *, counts: bool) -> None:
         """Note that the batch was delivered, which counts or not."""
-        self._at_delivery, self._delivered_ns = self._read(), self._clock_ns()
+        if counts and self._spent is not None:
+            self._spent.began()
+        self._delivered_ns = clock.monotonic_ns()
         self._wait_ns = self._delivered_ns - self._requested_ns if counts else None
 
     def window(self) -> Window:
@@ -402,12 +506,8 @@ class StepWatch:
 
     def costs(self) -> tuple[float, list[BatchCost]]:
         """Return the CPUs that a step uses, and what the batches cost."""
-        times = TrainingTimes(
-            cpu_s=self._cpu_ns / 1e9,
-            wall_s=sum(self._owns) / 1e9,
-            waited_s=0.0,
-            runqueue_s=self._queued_ns / 1e9,
-        )
+        used = SpentTime() if self._spent is None else self._spent.total
+        times = TrainingTimes(**used._asdict(), waited_s=0.0)
         costs = [
             cost
             for epoch in by_epoch(self.stamps)
@@ -415,11 +515,137 @@ class StepWatch:
         ]
         return times.step_cpus, without_pauses(costs) if costs else []
 
-    def _read(self) -> tuple[int, int]:
-        """Return nanoseconds that this thread was queued for a CPU, and of all threads on CPUs."""
-        if not self._measures:
-            return 0, 0
-        thread = threading.get_native_id()
-        if self._schedule is None or thread != self._thread:  # the file is of its thread
-            self._thread, self._schedule = thread, clock.ThreadSchedule()
-        return (self._schedule.read_ns() or (0, 0))[1], clock.process_time_ns()
+
+def window_of(waits_ns: Sequence[int], own_ns: Sequence[int]) -> Window:
+    """Return the means of steps, given each wait for a batch and the time until the next request.
+
+    Pauses count as a typical step: no loader makes a validation shorter.
+    """
+    most = _PAUSE * statistics.median(own_ns)
+    own = statistics.fmean(min(each, most) for each in own_ns)
+    wait = statistics.fmean(waits_ns)
+    half = len(waits_ns) // 2
+    halves = [statistics.fmean(waits_ns[:half] or [0]), statistics.fmean(waits_ns[half:])]
+    steady = abs(halves[1] - halves[0]) <= _STEADY * (wait + own)
+    return Window(len(waits_ns), (wait + own) / 1e6, wait / 1e6, steady)
+
+
+def without_pauses(costs: Sequence[BatchCost]) -> list[BatchCost]:
+    """Return the costs with pauses of the training made as long as a typical step."""
+    usual = statistics.median(each.step_ns for each in costs)
+    most = _PAUSE * usual
+    return [each if each.step_ns <= most else replace(each, step_ns=usual) for each in costs]
+
+
+def numbers_to_try(now: int, *, most: int) -> list[int]:
+    """Return the numbers of workers that a loader may have next, the smallest first."""
+    bound = min(most, _MOST_TIMES * now)
+    return [number for number in WORKERS if number <= bound and number != now]
+
+
+def propose(
+    window: Window,
+    costs: Sequence[BatchCost],
+    setup_with: Callable[[int], LoaderSetup | None],
+    now: int,
+    numbers: Sequence[int],
+) -> Proposal | None:
+    """Return the number of workers that pays; None: the present one is good.
+
+    More workers have to make a step shorter. Fewer have to do so, too, as where the training gets
+    more of the CPUs; or leave it as it is, also if samples came to take a quarter longer. Each
+    number takes the model milliseconds, so that no more are looked at than it takes; of
+    ``numbers`` the smallest comes first. ``setup_with``: as of :class:`Tunable`.
+    """
+    here = setup_with(now)
+    if not costs or here is None:
+        return None
+    if _computes(costs) and here.scheduling != "actors":  # which have CPUs of their own
+        # More would share the same CPUs; what they seem to gain is noise, or taken from others.
+        numbers = [number for number in numbers if number <= max(now, math.ceil(here.cpus))]
+
+    def simulated_ms(number: int, these: Sequence[BatchCost]) -> float:
+        setup = setup_with(number)
+        if setup is None:
+            return math.inf
+        steps = max(_STEPS, 2 * setup.look_ahead)
+        return simulate(these, setup, least_steps=steps).step_ms
+
+    @functools.cache
+    def step_ms(number: int) -> float:
+        return simulated_ms(number, costs)
+
+    now_ms = step_ms(now)
+    ratio = window.step_ms / now_ms
+    late = f"batches are late by {window.wait_ms:.3g} of {window.step_ms:.3g} ms a step"
+    if window.wait_share >= _LITTLE:
+        best, best_ms = now, now_ms
+        for number in (each for each in numbers if each > now):
+            if GOOD_ENOUGH * step_ms(number) > best_ms:
+                break
+            best, best_ms = number, step_ms(number)
+        if best_ms <= (1 - _LEAST_GAIN) * now_ms:
+            return Proposal(best, ratio * best_ms, late)
+        more = next((number for number in numbers if number > now), None)
+        if ratio >= _WRONG and window.wait_share >= _MUCH:
+            if more is None:
+                return None
+            hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
+            return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
+    fewer = [number for number in numbers if _LEAST_PART * now <= number <= _FEWER * now]
+    slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
+    limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
+
+    def gains(number: int) -> bool:
+        return step_ms(number) <= (1 - _LEAST_GAIN) * now_ms
+
+    def suffices(number: int) -> bool:
+        in_time = step_ms(number) <= limit_ms
+        return in_time and (gains(number) or simulated_ms(number, slower) <= slower_limit_ms)
+
+    found = bisect_left(fewer, True, key=suffices)
+    if found == len(fewer):
+        return None
+    number = fewer[found]
+    why = "fewer workers leave the training more CPUs"
+    why = why if gains(number) else "fewer workers make the batches in time"
+    return Proposal(number, ratio * step_ms(number), why)
+
+
+def _computes(costs: Sequence[BatchCost]) -> bool:
+    """Return whether the workers hardly wait for anything but CPUs."""
+    blocked_ns = sum(cost.blocked_ns for cost in costs)
+    return blocked_ns < _HARDLY * sum(c.cpu_ns + c.collate_ns + c.blocked_ns for c in costs)
+
+
+def paid(move: Move, after: Window) -> bool:
+    """Return whether a move is kept, by the steps after it.
+
+    More workers have to bring a third of what was expected, and more than noise. Fewer have to do
+    so, too, or leave steps as long as they were.
+    """
+    if move.step_expected_ms is None:
+        return True
+    gained_ms = move.step_before_ms - after.step_ms
+    expected_ms = move.step_before_ms - move.step_expected_ms
+    faster = gained_ms >= max(_NOISE * move.step_before_ms, expected_ms / 3)
+    if move.after > move.before:
+        return faster
+    for_speed = expected_ms >= _LEAST_GAIN * move.step_before_ms
+    # What the training itself takes differs from window to window, the wait hardly does.
+    longer_ms = after.wait_ms - move.wait_before_ms
+    as_before = longer_ms <= _LONGER_WAIT * move.step_before_ms
+    return (for_speed and faster) or (as_before and gained_ms >= -_NOISE * move.step_before_ms)
+
+
+def still_open(numbers: range, move: Move) -> range:
+    """Return which numbers of workers may be tried after a move that was taken back.
+
+    If more workers brought nothing, other larger numbers do not either; if steps became longer, a
+    smaller increase may. If fewer were too few, so are fewer still.
+    """
+    if move.after < move.before:
+        return range(max(numbers.start, move.after + 1), numbers.stop)
+    seen_ms = move.step_before_ms if move.step_seen_ms is None else move.step_seen_ms
+    too_many = seen_ms > (1 + _NOISE) * move.step_before_ms
+    return range(numbers.start, min(numbers.stop, move.after if too_many else move.before + 1))

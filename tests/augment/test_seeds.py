@@ -7,8 +7,8 @@ import numpy as np
 from misses import each
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fastdata.randomness.search import find_composes, is_users
 from lightning_fastdata.randomness.seeds import reseed, reseeder
+from lightning_fastdata.tree import find_composes, is_users
 from lightning_fastdata.types import SampleKey
 
 IMAGE = np.zeros((8, 8, 3), np.uint8)

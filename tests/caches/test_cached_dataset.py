@@ -30,7 +30,7 @@ import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.gather.columns import rows_of
-from lightning_fastdata.randomness.search import find_instances
+from lightning_fastdata.tree import find_instances
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 import pytest
 from host.roots import root_of
 
-from lightning_fastdata.host.usage import read_cpu_use
+from lightning_fastdata.host.cpu import read_cpu_use
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MACHINE = """cpu  100 10 20 999 30 1 2 3 0 0

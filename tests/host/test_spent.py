@@ -8,7 +8,7 @@ import pytest
 from virtual_time import virtual_time
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import SpentMeter, SpentTime, read_spent
+from lightning_fastdata.host.clock import SpentMeter, SpentTime, read_spent
 
 
 def test_intervals_add_up_and_breaks_do_not_count():

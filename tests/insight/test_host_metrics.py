@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.usage import HostUsage
+from lightning_fastdata.host.cpu import CpuThrottling, HostUsage
 from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import HostMeter, MachineSeen
 from lightning_fastdata.insight.memory import MemoryMeter

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from misses import Misses
 
-from lightning_fastdata.host.usage import Pages, pages_of, read_alone, read_batch_files
+from lightning_fastdata.host.memory import Pages, pages_of, read_alone, read_batch_files
 from lightning_fastdata.insight.memory import (
     Look,
     MemoryMeter,

@@ -10,8 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.planning.facts.inspection import DatasetFacts
-from lightning_fastdata.planning.facts.probe import SampleCost
+from lightning_fastdata.planning.facts import DatasetFacts, SampleCost
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import (
     TORCH,
@@ -19,7 +18,7 @@ from lightning_fastdata.planning.plan_for import (
     LoaderPlan,
     LoaderSpec,
     Machine,
-    decide,
+    Planner,
 )
 
 GIB = 2**30
@@ -127,4 +126,4 @@ def plan(
         batch_size=batch_size,
         stage=stage,
     )
-    return decide(spec, facts or DatasetFacts(), machine(**about_machine), choice)
+    return Planner(spec, facts or DatasetFacts(), machine(**about_machine)).decide(choice)

@@ -27,12 +27,12 @@ from virtual_time import virtual_time
 from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
-from lightning_fastdata.planning.facts.inspection import (
+from lightning_fastdata.planning.facts import (
     DatasetFacts,
     Questions,
     inspect_dataset,
+    try_apart,
 )
-from lightning_fastdata.planning.facts.probe_process import try_apart
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.ray import Ray, options_of_actors
-from lightning_fastdata.planning.facts.inspection import DatasetFacts
+from lightning_fastdata.planning.facts import DatasetFacts
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import ExecutorChoice
 from lightning_fastdata.types import STAGES

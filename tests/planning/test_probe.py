@@ -23,14 +23,17 @@ from torch.utils.data import (
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.facts import probe
-from lightning_fastdata.planning.facts.inspection import DatasetFacts, may_start_processes
-from lightning_fastdata.planning.facts.probe import measure_samples, probe_indices
+from lightning_fastdata.planning.facts import (
+    DatasetFacts,
+    may_start_processes,
+    measure_samples,
+    probe_indices,
+)
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import (
     ExecutorChoice,
     LoaderSpec,
-    choose_executor,
+    Planner,
     look_ahead_batches,
     waits,
     workers_that_wait,
@@ -40,7 +43,8 @@ from lightning_fastdata.planning.plan_for import (
 
 
 def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
-    monkeypatch.setattr(probe, "_MOST_CROWDED", 20.0)  # which other tests leave out
+    # Which other tests leave out.
+    monkeypatch.setattr("lightning_fastdata.planning.facts._MOST_CROWDED", 20.0)
 
     def kept_from_a_cpu(seconds):
         virtual.work(0.01)
@@ -257,7 +261,8 @@ def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
         **about,
     )
     facts = DatasetFacts(**{"cost": cost(wall_ms=5, cpu_ms=5), "split": True, **found})
-    return choose_executor(spec, facts, machine(cpu=cpus(on), shared_memory=shared_memory))
+    with_memory = machine(cpu=cpus(on), shared_memory=shared_memory)
+    return Planner(spec, facts, with_memory).choose_executor()
 
 
 @each(

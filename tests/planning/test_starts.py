@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.planning.facts.inspection import DatasetFacts
-from lightning_fastdata.planning.facts.probe import SampleCost
+from lightning_fastdata.planning.facts import DatasetFacts, SampleCost
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for, soonest_workers
 

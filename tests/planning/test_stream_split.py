@@ -15,9 +15,13 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lightning_fastdata import LoaderOptions
 from lightning_fastdata.host import clock
-from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
+from lightning_fastdata.planning.facts import (
+    Questions,
+    StreamSplit,
+    inspect_dataset,
+    read_as_worker,
+)
 from lightning_fastdata.planning.plan_for import LoaderSpec, workers_of_stream
-from lightning_fastdata.planning.stream_split import StreamSplit, read_as_worker
 
 COUNT = 9
 

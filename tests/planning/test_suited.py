@@ -11,8 +11,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
-from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
-from lightning_fastdata.planning.plan_for import LoaderSpec, choose_executor
+from lightning_fastdata.planning.facts import Questions, inspect_dataset
+from lightning_fastdata.planning.plan_for import LoaderSpec, Planner
 
 
 class WithState(Stream):
@@ -49,7 +49,7 @@ def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
     options = LoaderOptions(num_workers=about.pop("workers", "auto"), probe=False)
     spec = LoaderSpec(dataset=dataset, name="rows", options=options, batch_size=4, **about)
     facts = inspect_dataset(spec, Questions(cost=True))
-    assert choose_executor(spec, facts, machine(cpu=cpus(2))).executor == name
+    assert Planner(spec, facts, machine(cpu=cpus(2))).choose_executor().executor == name
 
 
 @pytest.mark.parametrize("executor", ["torch", "auto", "inline", "gather", "workers"])

@@ -23,7 +23,7 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOpt
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.host.usage import Clocks
+from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.placing.trial import (

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.ext.sources.opened import OpenedInEachProcess
-from lightning_fastdata.planning.facts.probe_process import try_apart
+from lightning_fastdata.planning.facts import try_apart
 
 armed: dict[str, int] = {}
 

@@ -12,7 +12,8 @@ from misses import each
 from tuning import made_up
 from tuning.made_up import MS, setup
 
-from lightning_fastdata.tuning.moves import (
+from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.tuner import (
     ALL_NUMBERS,
     Move,
     Window,
@@ -23,7 +24,6 @@ from lightning_fastdata.tuning.moves import (
     window_of,
     without_pauses,
 )
-from lightning_fastdata.tuning.simulate import simulate
 
 cost = partial(made_up.cost, step=5.0)
 with_workers = partial(setup, scheduling="queue", cpus=4.0, step_cpus=0.0)

@@ -45,8 +45,7 @@ from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, judge
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.moves import Move
-from lightning_fastdata.tuning.tuner import Tuner
+from lightning_fastdata.tuning.tuner import Move, Tuner
 from verdicts.healthy import Stream
 from verdicts.test_findings import CODES, TABLE, late
 from verdicts.workloads import Samples, Training, sleep_for

@@ -20,9 +20,9 @@ from lightning_fastdata.host.memory import (
     read_host_memory,
     read_oom_kills,
     read_open_file_limits,
+    read_own_bytes,
     size_text,
 )
-from lightning_fastdata.host.usage import read_own_bytes
 
 _LIMIT_S: Final = 60.0
 _LIMIT_TASKS: Final = 20

@@ -25,7 +25,7 @@ from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import describe_error, prepare_process
 from lightning_fastdata.ext.ray.cluster import read_nodes
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import name_of_machine
+from lightning_fastdata.host.cpu import name_of_machine
 from lightning_fastdata.stamps.batch_stamps import ClockOffset, TaskWatch, Way
 from lightning_fastdata.stamps.lines import LineWatch
 

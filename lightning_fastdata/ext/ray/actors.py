@@ -34,7 +34,7 @@ from lightning_fastdata.ext.ray.placement import (
     share_of_rank,
 )
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import adopted, name_of_machine
+from lightning_fastdata.host.cpu import adopted, name_of_machine
 from lightning_fastdata.stamps.batch_stamps import ClockOffset
 
 if TYPE_CHECKING:

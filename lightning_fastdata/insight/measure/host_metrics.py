@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import HostUsage, read_host_usage, read_queued, worker_processes
+from lightning_fastdata.host.cpu import HostUsage, read_host_usage, read_queued, worker_processes
 from lightning_fastdata.insight.memory import MemoryMeter
 
 _FAULTS: Final = {

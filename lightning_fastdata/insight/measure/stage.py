@@ -21,8 +21,8 @@ from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.clock import SpentMeter
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.measure.metrics import (
     Columns,

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.caches.cached import caches_in
-from lightning_fastdata.host.usage import SpentTime
+from lightning_fastdata.host.clock import SpentTime
 from lightning_fastdata.insight.measure.host_metrics import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.padding import Padding

@@ -68,7 +68,7 @@ class Gain:
     @property
     def worthwhile(self) -> bool:
         """It is more than what is good enough."""
-        from lightning_fastdata.tuning.moves import GOOD_ENOUGH  # loads torch
+        from lightning_fastdata.tuning.simulate import GOOD_ENOUGH  # loads torch
 
         return self.factor > GOOD_ENOUGH
 

@@ -9,8 +9,14 @@ from typing import Final, Literal
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Gain
-from lightning_fastdata.tuning.moves import WORKERS, choose
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, scaled, simulate
+from lightning_fastdata.tuning.simulate import (
+    WORKERS,
+    BatchCost,
+    LoaderSetup,
+    choose,
+    scaled,
+    simulate,
+)
 
 _MOST_WORKERS: Final = 32
 _BATCHES_AHEAD: Final = 2

@@ -22,7 +22,7 @@ from lightning_fastdata.insight.model.finding import gain_text, steps_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
-from lightning_fastdata.tuning.moves import Move
+from lightning_fastdata.tuning.tuner import Move
 from lightning_fastdata.types import STAGE_WORDS
 
 SCHEMA_VERSION = 11

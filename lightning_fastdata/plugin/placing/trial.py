@@ -34,11 +34,10 @@ from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, move
 from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.facts.probe import spread_indices
-from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
+from lightning_fastdata.planning.facts import Tell, spread_indices, try_apart
 from lightning_fastdata.types import PixelPlace, SampleKey, Stage
 
 if TYPE_CHECKING:

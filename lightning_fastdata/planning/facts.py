@@ -1,0 +1,901 @@
+"""What is found out about a dataset before its workers start, without touching it here.
+
+What a dataset opens when it is read must be opened in the workers: forked processes share the
+position of an open file, and threads of a client that was used before a fork are missing after it.
+So nothing is read in the training process, but in one that is started as the workers will be, and
+thrown away. It sends what it finds out piece by piece, so that a piece that takes too long costs
+only itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice, pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_fastdata.batches.bad_samples import BadSamples
+from lightning_fastdata.batches.collate import collate_samples, uncollatable
+from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
+from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.executors.fork_hazards import open_handles
+from lightning_fastdata.executors.gather.columns import rows_of
+from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.host import clock, system_calls
+from lightning_fastdata.host.clock import Clocks
+from lightning_fastdata.host.memory import read_pages
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
+from lightning_fastdata.order.epoch_order import dataset_length, rank_now
+from lightning_fastdata.order.samplers import ShuffleSampler
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.sources.attributes import held_objects
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
+from lightning_fastdata.torch_internals import set_worker_info, watch_worker_info
+from lightning_fastdata.tree import bytes_in, find_instances, held, held_by, is_a, loaded_classes
+
+if TYPE_CHECKING:
+    from lightning_fastdata.planning.plan_for import LoaderSpec
+
+Tell: TypeAlias = Callable[[str, object], None]
+"""Sends a finding to the training process: its name, and a value that can be pickled."""
+
+# What a system says of an open file that is not what the program thinks it is.
+_HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
+_PLACES: Final = (
+    "daemonic processes are not allowed to have children",
+    "Cannot re-initialize CUDA in forked subprocess",
+)
+"""What Python and torch say to those that want it in a worker."""
+_COMPARED_S: Final = 0.02  # of a CPU at most, before samples are read and behind it
+_KEPT: Final = 0.3  # of a sample's time, at most, once more, where the dataset keeps it
+_WORTH_KEEPING_MS: Final = 0.1  # of a CPU for a sample: less may be by chance, and saves nothing
+_KEYS: Final = 64  # of a sampler of the user's, to read samples by
+# Samplers that give each position of the dataset, from 0.
+_OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
+
+# Of the samples that are measured
+_BUDGET_S: Final = 0.3
+_MOST_SAMPLES: Final = 1024
+_FEWEST_SAMPLES: Final = 14
+_DEAR_BATCH_MS: Final = 30  # a hundred times what it takes to hand a batch over
+_ALIKE: Final = 2
+_AHEAD_BUDGETS: Final = 4
+"""So much more time is given to datasets that read ahead, which mostly wait."""
+_WEIGHED_SAMPLES: Final = 16  # of which the bytes are counted
+_KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
+_KNOWN_TIMES: Final = 8
+# CPU time of known_work() where benchmarks/handing_over.py measured the rest.
+_KNOWN_MS: Final = 0.045
+_MOST_CROWDED: Final = 20.0
+
+# Of the trial of a stream
+_OF_LITDATA: Final = ("StreamingDataset", "CombinedStreamingDataset", "ParallelStreamingDataset")
+"""Streams that share out their chunks."""
+_STREAM_SAMPLES: Final = 32
+_STREAM_BUDGET_S: Final = 1.0
+_STREAM_DEADLINE_S: Final = 10.0
+# A WorkerInfo has to be asked for both: one of them alone seeds a generator, refuses workers, or
+# has a file for each of a given number of workers. A worker_init_fn gets its number as an argument.
+_NAMES: Final = ("num_workers", "id", "dataset")
+_SHARES: Final = ({"num_workers", "id"}, {"num_workers", "dataset"})
+
+# Of the process that is thrown away
+_DEADLINE_S: Final = 30.0
+_START_S: Final = 60.0  # a spawned process imports torch and unpickles a dataset of unknown size
+_LOOK_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What is to be found out; each costs the reading of a few samples."""
+
+    sample: bool = False  # sample 0, to be checked
+    collated: bool = False  # whether torch can collate that sample
+    further: int = 0  # so many samples from all over the dataset
+    cost: bool = False  # what a sample costs, and whether reading one draws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCost:
+    """What it takes to read one sample in one thread: means over those that were read.
+
+    Means, because an epoch takes as long as all of its samples together: of a hundred samples the
+    one that takes a second counts as much as all the others.
+    """
+
+    wall_ms: float
+    """From the call to its return, less the time for which a CPU had to be waited for: what it
+    would take on an idle machine."""
+    cpu_ms: float
+    """CPU time that the thread spent; at most ``wall_ms``."""
+    size_bytes: int
+    """Bytes of the tensors, arrays and images of one sample."""
+    samples: int
+    """How many were measured."""
+    collate_ms: float = 0.0
+    """CPU time for its share in collating a batch, besides reading it."""
+    pace: float = 1.0
+    """How many times as long as elsewhere everything took here and then: what side processes cost
+    was measured elsewhere, and CPUs are slower where others are at work on them."""
+    crowded: float = 1.0
+    """How many times as long as its CPU time the process took that read, as others had the CPUs."""
+
+    @property
+    def wait_ms(self) -> float:
+        """Milliseconds without any CPU: for a disk, a network, a lock, or a sleep."""
+        return self.wall_ms - self.cpu_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSplit:
+    """Whether several workers together give each sample of a stream once."""
+
+    splits: bool
+    """False also where it is not known."""
+    why: str
+    """What tells so, to go on with after "because"."""
+    most_workers: int | None = None
+    """Its shards: more workers would find nothing to read. None: it has no such bound."""
+    here: bool = False
+    """Its library reads in processes of its own, and workers could not reach those."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """What was found out; None or empty where it was not asked for or could not be had."""
+
+    sampled: bool = False  # there is a sample
+    sample: object = None  # the first one
+    uncollatable: str | None = None  # what in the sample torch cannot collate, and what to do
+    further: tuple[object, ...] = ()  # samples from all over the dataset
+    rows: bool = False
+    """Batches are rows of columns of numbers, collated by default, without a transform. Then no
+    sample is measured."""
+    own_bytes: int = 0
+    """Of such columns, as far as they are memory of this process that a program may change."""
+    split: bool = False  # the samples of one batch may be given to several workers
+    cost: SampleCost | None = None  # of reading a sample
+    draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
+    changes: bool = False
+    """Reading samples has changed the dataset or ``collate_fn``, or nobody can say that it has not:
+    a counter, samples that are kept, a file that is opened."""
+    cost_again: SampleCost | None = None
+    """Of reading a sample once more, where that is far less, as the dataset keeps what it reads."""
+    worker_bytes: int | None = None
+    """Memory that a worker comes to have of its own: what a process had that tried the dataset, and
+    what it would copy of the dataset's objects by reading all of them."""
+    here: str | None = None  # why the training process alone can read it; None: nothing says so
+    stream: StreamSplit | None = None  # whether a stream shares itself out among workers
+    warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
+
+
+def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
+    """Find out what is asked about a dataset, in a process that is started as its workers will be.
+
+    Datasets of rows (see :func:`.rows_of`), which hold no code of the user and nothing that is
+    opened, are read here. Of a stream the questions are not answered; whether it shares itself out
+    is, which may take its first samples. Nothing is read with ``probe=False``. What no side process
+    may do, the training process does, where that is left open. Where it reads in any case, what
+    another one makes of open files and clients means nothing.
+
+    Raises:
+        DatasetError: Sample 0 was asked for and reading it raised.
+    """
+    method: str = spec.options.multiprocessing_context
+    if method == "auto":
+        method = multiprocessing.get_start_method()
+    # Another process takes seconds to start if it is not forked, and the first batch tells as much.
+    pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
+    reads = spec.options.probe and pays and questions != Questions()
+    rows = rows_of(spec.dataset) if reads or questions.cost else None
+    splits = questions.cost and spec.default_collation and not spec.transformed
+    gathered = rows if splits and not spec.pipelines else None
+    facts = DatasetFacts(
+        rows=gathered is not None,
+        own_bytes=0 if gathered is None else gathered.own_bytes,
+        split=splits and not reads_together(spec.dataset),
+    )
+    if spec.is_stream:
+        return replace(facts, stream=split_of(spec, method))
+    if not reads:
+        return facts
+    if rows is not None:
+        values: dict[str, Any] = {}
+        questions = replace(questions, cost=questions.cost and gathered is None)
+        as_it_is = replace(spec, worker_init_fn=None, sampler=None, batch_sampler=None)
+        with kept_random_state():
+            _answer(as_it_is, questions, values.__setitem__)
+        return replace(facts, sampled="sample" in values, **values)
+    findings = try_apart(_answer, spec, questions, start_method=method)
+    values, failure = findings.values, findings.failure
+    key = values.pop("key", 0)
+    facts = replace(facts, sampled="sample" in values, **values)
+    if failure is None:
+        return facts
+    place = _of_place(failure)
+    if spec.reads_here and (place or _suspects_fork(failure)):
+        return facts
+    late = failure.kind == "late" and method == "fork"
+    if spec.leaves_workers_open and (place or late or _works_here(spec, key, failure)):
+        here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
+        return replace(facts, here=here, warnings=(here,) if late else ())
+    if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
+        return facts
+    if failure.error is not None and questions.sample:
+        raise _unreadable(spec, key, failure)
+    decided_without = (
+        f"a process that tried the dataset {failure.what}, so settings are chosen without having "
+        "measured it. If the training hangs or fails at its first batch, look for what the "
+        "dataset opens or starts in __init__, and open it on first use in __getitem__."
+    )
+    return replace(facts, warnings=(decided_without,))
+
+
+def refuse_empty(spec: LoaderSpec) -> None:
+    """Raise DatasetError if the dataset of a loader has no samples."""
+    if spec.length == 0:
+        raise DatasetError(
+            f"{spec.name} returned an empty {type(spec.dataset).__name__} (length 0). "
+            "Check the path or the filter that made it."
+        )
+
+
+def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
+    """Read what the questions need, and tell it by the names of :class:`DatasetFacts`.
+
+    Runs where nothing else uses the dataset or its sampler. ``"key"`` is that of its first sample,
+    where a sampler gives it.
+    """
+    dataset = spec.dataset
+    if spec.worker_init_fn is not None:
+        set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
+        spec.worker_init_fn(0)
+    if spec.has_order:
+        keys = probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
+        if not keys:
+            return
+        tell("key", keys[0])
+        dataset = Subset(dataset, keys)
+    if questions.sample:
+        sample = dataset[0]
+        tell("sample", sample)
+        tell("uncollatable", uncollatable(sample) if questions.collated else None)
+    if questions.further:
+        tell("further", _further_samples(dataset, questions.further))
+    if questions.cost:
+        watch = DrawWatch()
+        state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+        collate = collate_samples if spec.default_collation else spec.collate_fn
+        size = spec.batch_size or 1
+        measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
+        before, cost, after = state(), measure(), state()
+        changes = before is None or before != after
+        tell("draws", watch.drew())
+        tell("changes", changes)
+        tell("cost", cost)
+        if cost is not None and changes:
+            again = measure(read=cost.samples)
+            if again is not None and _keeps(cost, again):
+                tell("cost_again", again)
+        pages, objects = read_pages(os.getpid()), held_objects(spec.dataset)
+        if pages is not None:
+            in_common = pages.anonymous_bytes - pages.own_bytes
+            copies = min(in_common, sum(each.counted_bytes for each in objects))
+            tell("worker_bytes", pages.own_bytes + copies)
+
+
+def _keeps(first: SampleCost, again: SampleCost) -> bool:
+    """Return whether a dataset seems to keep what it reads: to read it again saves CPU time, too.
+
+    That of what the system's page cache keeps does not: it is decoded again.
+    """
+    saved_ms = first.cpu_ms - again.cpu_ms
+    saves_cpu = again.cpu_ms <= _KEPT * first.cpu_ms and saved_ms >= _WORTH_KEEPING_MS
+    return saves_cpu and again.wall_ms <= _KEPT * first.wall_ms
+
+
+def _suspects_fork(failure: Failure) -> bool:
+    """Whether it may have failed for what a process does not inherit that is forked."""
+    error = failure.error
+    if error is None:
+        return True
+    if isinstance(error, OSError) and type(error).__module__ == "builtins":
+        return error.errno in _HANDLE_ERRORS
+    # A mistake of the dataset raises an ordinary error; what a library says of a fork is its own.
+    return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
+
+
+def _of_place(failure: Failure) -> bool:
+    """Whether it fails for the process in which it was tried, and says nothing of this one."""
+    if failure.error is None:
+        return failure.kind == "not started"
+    return _fails_for_its_place(failure.error)
+
+
+def _fails_for_its_place(error: BaseException) -> bool:
+    """Return whether reading failed for what a side process may not do, and others may."""
+    told = "".join(traceback.format_exception(error))  # with causes, and notes of other processes
+    return any(text in told for text in _PLACES)
+
+
+def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
+    """Whether the training process can read a sample that has raised in a side process.
+
+    What waits for ever or ends its process is not tried, as it would do so here.
+    """
+    if failure.error is None or not _suspects_fork(failure):
+        return False
+    try:
+        with kept_random_state():
+            spec.dataset[key]
+    except Exception:
+        return False
+    return True
+
+
+def may_start_processes() -> bool:
+    """Return whether side processes can be started without a word of the user's."""
+    if multiprocessing.get_start_method() == "fork":
+        return True
+    # Else another process imports the program's script once more.
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return False
+    script = held(sys.modules.get("__main__"), "__file__")
+    try:
+        return script is None or "__main__" in Path(script).read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def _unreadable(spec: LoaderSpec, key: object, failure: Failure) -> DatasetError:
+    keys = inherited = ""
+    if isinstance(failure.error, KeyError | TypeError) and not spec.has_order:
+        keys = (
+            " If its keys are others than the numbers from 0, build the loader with "
+            "make_loader(dataset, sampler=...), whose sampler gives them."
+        )
+    if _suspects_fork(failure):
+        inherited = (
+            " It was read in a side process, as workers read it. If the dataset works in the "
+            "training process alone, it holds something there (a client with threads, a handle, "
+            "CUDA) that a forked process cannot use: open that on first use in __getitem__, or set "
+            'multiprocessing_context="forkserver", or num_workers=0.'
+        )
+    error = DatasetError(
+        f"Reading sample {key!r} of {spec.name} ({type(spec.dataset).__name__}) {failure.what}. "
+        "The training would have failed at its first batch; the cause is in the traceback above."
+        f"{keys}{inherited}"
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+# Which samples are read
+
+
+def spread_indices(length: int, count: int) -> list[int]:
+    """Return up to ``count`` different indices at even distances, none of them the first."""
+    count = min(count, length)
+    return [(2 * number + 1) * length // (2 * count) for number in range(count)]
+
+
+def _drawn_indices(length: int, count: int) -> list[int]:
+    """Return up to ``count`` different indices from all over a dataset, in a mixed order.
+
+    One is taken from each of ``count`` parts, at a place that differs from part to part: datasets
+    repeat themselves at regular distances. They are the same ones each time.
+    """
+    count = min(count, length)
+    generator = np.random.default_rng(0)
+    places = generator.random(count).tolist()
+    bounds = [number * length // max(1, count) for number in range(count + 1)]
+    indices = [
+        low + int(place * (high - low))
+        for (low, high), place in zip(pairwise(bounds), places, strict=True)
+    ]
+    return [indices[number] for number in generator.permutation(count).tolist()]
+
+
+def probe_indices(
+    dataset: Dataset[Any], count: int, sampler: Any, batch_sampler: Iterable[Any] | None = None
+) -> list[Any]:
+    """Return keys of samples from all over the order of a sampler, or of a batch sampler.
+
+    It may give any keys. Those of torch and lists show theirs without being iterated; any other is
+    iterated, which may change it: in a process that is thrown away.
+    """
+    if type(batch_sampler) is BatchSampler:
+        sampler, batch_sampler = batch_sampler.sampler, None
+    keys: Sequence[Any]
+    if batch_sampler is not None:
+        listed = isinstance(batch_sampler, list | tuple)
+        batches = batch_sampler if listed else islice(batch_sampler, count)
+        keys = [key for batch in batches for key in list(batch)[:1]]
+    elif type(sampler) is BlockShuffleSampler:
+        # As the epoch reads them: the rest of a block comes from where its first sample came from.
+        return list(islice(sampler, count))
+    elif type(sampler) in _OF_POSITIONS:
+        keys = range(dataset_length(dataset) or 0)
+    elif isinstance(sampler, list | tuple | range):
+        keys = sampler
+    elif type(sampler) is SubsetRandomSampler:
+        keys = sampler.indices
+    elif type(sampler) is WeightedRandomSampler:
+        keys = sampler.weights.nonzero().flatten().tolist()
+    else:
+        keys = list(islice(sampler, count))
+    return [keys[position] for position in spread_indices(len(keys), count)]
+
+
+def _further_samples(dataset: Dataset[Any], count: int) -> tuple[Any, ...]:
+    """Read up to ``count`` samples from all over a map-style dataset.
+
+    The random state stays as it was. It ends early when the budget is spent, and at a sample that
+    cannot be read, which raises when training reads it.
+    """
+    began_s, samples = clock.monotonic(), []
+    for index in spread_indices(dataset_length(dataset) or 0, count):
+        if clock.monotonic() - began_s >= _BUDGET_S:
+            break
+        with kept_random_state():
+            try:
+                samples.append(dataset[index])
+            except Exception:
+                break
+    return tuple(samples)
+
+
+# What a sample costs
+
+
+class _Group(NamedTuple):
+    """Samples that were read and collated together, and the milliseconds that took."""
+
+    size: int
+    wall_ms: float
+    cpu_ms: float
+    collate_ms: float
+
+
+def measure_samples(
+    dataset: Dataset[Any],
+    *,
+    batch_size: int = 1,
+    collate: Callable[[list[Any]], object] | None = None,
+    budget_s: float = _BUDGET_S,
+    read: int | None = None,
+) -> SampleCost | None:
+    """Read samples of a map-style dataset as one process alone would, and return what one costs.
+
+    Samples from all over the dataset are read in this thread and collated, first one, then twice as
+    many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
+    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. It
+    ends after fifteen samples that take long, and alike. The first one is left out if there are
+    others, because it opens files and imports. ``read``: So many were read before, and these are
+    read once more.
+
+    Returns:
+        None if it is empty or a sample could not be read, which raises when training reads it.
+
+    Raises:
+        Exception: Whatever reading raised, if that is for the process in which it was tried.
+    """
+    timed = Clocks().of
+    at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
+    most = 3 * batch_size if ahead else max(_MOST_SAMPLES, 4 * batch_size)
+    remaining = _drawn_indices(dataset_length(dataset) or 0, most)[:read]
+    if ahead:
+        budget_s *= _AHEAD_BUDGETS
+    ends_s, size = clock.monotonic() + budget_s, 1
+    queued_s, spent_s = clock.queued_s(), clock.thread_time()
+    samples: Any = None
+    groups: list[_Group] = []
+    paces_s: list[float] = []
+    while remaining:
+        paces_s.append(known_work())
+        try:
+            take = partial(_read, dataset, remaining[:size], at_once, ends_s)
+            samples, wall_ms, cpu_ms = timed(take)
+        except Exception as error:
+            if _fails_for_its_place(error):
+                raise
+            return None
+        collate_ms = 0.0
+        if collate is not None:
+            with contextlib.suppress(Exception):  # it raises when training collates them
+                collate_ms = timed(partial(collate, samples))[2]
+        count = len(remaining[:size]) if at_once else len(samples)
+        groups.append(_Group(count, wall_ms, cpu_ms, collate_ms))
+        remaining = remaining[count:]
+        # What comes next is expected to take as long for each; of waiting, as long together.
+        left_ms = 1000 * (ends_s - clock.monotonic())
+        each_ms = ((cpu_ms if ahead else wall_ms) + collate_ms) / count
+        if left_ms <= 0 or sum(group.size for group in groups) >= most:
+            break
+        if not ahead and _is_dear(groups[1:], batch_size):
+            break
+        fitting = int(left_ms / each_ms) if each_ms > 0 else batch_size
+        size = max(1, min(batch_size if ahead else 2 * size, batch_size, fitting))
+    if not groups:
+        return None
+    queued_s, spent_s = clock.queued_s() - queued_s, clock.thread_time() - spent_s
+    groups = groups[1:] or groups
+    weighed = samples[:_WEIGHED_SAMPLES] if isinstance(samples, list) else samples
+    in_weighed = len(weighed) if isinstance(samples, list) else groups[-1].size
+    # Calls for many samples at once take less for each.
+    largest = [group for group in groups if group.size == max(groups).size]
+    if ahead:
+        # The first whole batch opens connections, and waits for that as well.
+        largest = [min(largest, key=lambda group: group.wall_ms)]
+    reads = np.array(largest if at_once or ahead else groups).sum(axis=0)
+    collated = np.array(largest).sum(axis=0)
+    return SampleCost(
+        # Where samples are read ahead, it waits for a batch while it decodes the one before.
+        wall_ms=float((max(reads[2], reads[1] - reads[2]) if ahead else reads[1]) / reads[0]),
+        cpu_ms=float(reads[2] / reads[0]),
+        size_bytes=bytes_in(weighed) // max(1, in_weighed),
+        samples=int(reads[0]),
+        collate_ms=float(collated[3] / collated[0]),
+        pace=1000 * median(paces_s) / _KNOWN_MS or 1.0,
+        crowded=1.0 + min(_MOST_CROWDED, queued_s / max(spent_s, 1e-4)),
+    )
+
+
+def _is_dear(groups: Sequence[_Group], batch_size: int) -> bool:
+    """Return whether samples take so long, and alike, that more of them would change nothing.
+
+    The training waits while they are read.
+    """
+    if sum(group.size for group in groups) < _FEWEST_SAMPLES:
+        return False
+    least_ms, most_ms = (f(group.wall_ms / group.size for group in groups) for f in (min, max))
+    return batch_size * least_ms >= _DEAR_BATCH_MS and most_ms <= _ALIKE * least_ms
+
+
+def known_work() -> float:
+    """Return the seconds of CPU time of some work like that of handing a task over."""
+    began_s = clock.thread_time()
+    for _ in range(_KNOWN_TIMES):
+        pickle.loads(pickle.dumps(_KNOWN_WORK))
+    return clock.thread_time() - began_s
+
+
+def _read(dataset: Any, indices: Sequence[int], at_once: bool, ends_s: float) -> Any:
+    """Return samples, in one call or one by one: then none is begun after a moment."""
+    if at_once:
+        return dataset.__getitems__(indices)
+    read_ahead(dataset, indices)
+    samples = []
+    for index in indices:
+        samples.append(dataset[index])
+        if clock.monotonic() >= ends_s:
+            break
+    return samples
+
+
+# Whether a stream shares itself out among workers
+
+
+def split_of(spec: LoaderSpec, start_method: str) -> StreamSplit:
+    """Return whether the stream of a loader shares itself out, or what the user says of it.
+
+    Each worker iterates a copy of the whole stream. Some streams ask which worker they are in and
+    give a part of their own; from the others, several workers would give each sample several times.
+
+    Known are Hugging Face's streams, WebDataset and LitData. Another one does if it asks
+    ``get_worker_info()`` for the number of the worker and of all workers while its first samples
+    are read; and, where that reaches its end, if two workers together give as many samples as one
+    alone. It is tried, where the number of workers rests on it, in a process that is started as
+    workers would be, and thrown away. A ``worker_init_fn`` may give each worker's copy its part.
+    """
+    options, found = spec.options, _known(spec.dataset)
+    configured = spec.worker_init_fn is not None
+    if found is None or (configured and not (found.splits or found.here)):
+        found = _tried(spec, start_method)
+    if options.split == "auto" or found.here:
+        return found
+    return replace(found, splits=options.split, why=f"split={options.split} says so")
+
+
+def _no(why: str) -> StreamSplit:
+    return StreamSplit(splits=False, why=why)
+
+
+def _known(stream: object) -> StreamSplit | None:
+    """Return what is known of a stream by its library; None: nothing."""
+    chained = held(stream, "datasets") if type(stream) is ChainDataset else None
+    if isinstance(chained, list | tuple):
+        return next((known for known in map(_known, chained) if known and known.here), None)
+    if is_a(stream, "datasets", "IterableDataset"):
+        return _hugging_face(stream)
+    if any(is_a(part, "ray") for part in held_by(stream).values()):
+        why = "Ray Data reads in processes of its own, which workers cannot reach"
+        return StreamSplit(splits=False, why=why, here=True)
+    for kind in _OF_LITDATA:
+        if is_a(stream, "litdata", kind):
+            return StreamSplit(splits=True, why=f"litdata's {kind} shares out its chunks")
+    if is_a(stream, "webdataset", "DataPipeline"):
+        return _web_dataset(stream)
+    return None
+
+
+def _hugging_face(stream: Any) -> StreamSplit:
+    try:
+        shards = int(getattr(stream, "num_shards", None) or stream.n_shards)
+    except Exception:  # whatever a version raises that has neither
+        return _no("its number of shards is not known")
+    shared = "its 1 shard is" if shards == 1 else f"its {shards} shards are"
+    return StreamSplit(splits=True, why=f"{shared} shared out", most_workers=shards)
+
+
+def _web_dataset(stream: object) -> StreamSplit:
+    stages = list(held(stream, "pipeline") or ())
+    if vars(stream).get("nsamples", -1) > 0:
+        return _no("with_epoch(n) gives n samples in each worker")
+    if any(is_a(stage, "webdataset", "ResampledShards") for stage in stages):
+        return StreamSplit(splits=True, why="each worker draws shards of its own")
+    names = [stage.__name__ if isinstance(stage, FunctionType) else "" for stage in stages]
+    if names.count("split_by_worker") != 1:
+        return _no("split_by_worker is not once in its pipeline")
+    urls = (held(stage, "urls") for stage in stages)
+    shards = next((len(each) for each in urls if isinstance(each, list)), None)
+    if shards is None:
+        return _no("its number of shards is not known")  # a worker without any would raise
+    ranks = rank_now().ranks if "split_by_node" in names else 1
+    why = f"its {shards} shards are split by worker"
+    return StreamSplit(splits=True, why=why, most_workers=max(1, shards // ranks))
+
+
+class _Reading(NamedTuple):
+    """What came of reading the first samples of a stream as one worker of several."""
+
+    looked: frozenset[str]
+    """At these attributes of what ``get_worker_info()`` returns."""
+    samples: int | None
+    """So many to its end; None: it was not reached."""
+    failed: str
+    """What ended it, as the end of a sentence that begins with the reading; empty: nothing."""
+
+
+def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
+    stream, options, name = spec.dataset, spec.options, type(spec.dataset).__name__
+    if type(stream) is ChainDataset and spec.worker_init_fn is None:
+        return _no("the first samples of a ChainDataset tell nothing of its later parts")
+    if not (options.split == options.num_workers == "auto" and options.probe):
+        return _no(f"{name} is of no known library, and was not tried")
+    queues = loaded_classes("multiprocessing.queues", "Queue", "SimpleQueue")
+    handles = open_handles(stream) + ["a queue"] * bool(
+        find_instances(stream, (Connection, *queues))
+    )
+    if handles:
+        return _no(f"{name} holds {handles[0]}, from which a trial would take samples")
+    read = partial(_read_apart, spec, start_method)
+    first = read(0, 2)
+    if first.failed:
+        return _no(f"{name}, tried as one of two workers, {first.failed}")
+    if not any(each <= first.looked for each in _SHARES):
+        return _no(f"{name}, tried, did not ask get_worker_info() for its part")
+    if first.samples is not None:
+        second, alone = read(1, 2), read(0, 1)
+        together = first.samples + (second.samples or 0)
+        if second.failed or second.samples is None or together != alone.samples:
+            return _no(
+                f"two workers of {name}, tried, give {together} samples, and one alone "
+                f"{alone.samples}{second.failed and f': the second {second.failed}'}"
+            )
+    return StreamSplit(splits=True, why=f"{name} asks get_worker_info() for its part")
+
+
+def _read_apart(spec: LoaderSpec, start_method: str, number: int, workers: int) -> _Reading:
+    """Read the first samples of a stream in a process that is thrown away, as one of several."""
+    arguments = spec.dataset, number, workers, spec.worker_init_fn
+    tried = try_apart(
+        read_as_worker, *arguments, start_method=start_method, deadline_s=_STREAM_DEADLINE_S
+    )
+    failure = tried.failure
+    # A stream that gives nothing for long may have asked before.
+    failed = "" if failure is None or failure.kind == "late" else failure.what
+    looked = frozenset(name for name in _NAMES if name in tried.values)
+    return _Reading(looked, tried.values.get("samples"), failed)
+
+
+def read_as_worker(
+    stream: Any,
+    number: int,
+    workers: int,
+    worker_init_fn: Callable[[int], None] | None,
+    tell: Tell,
+) -> None:
+    """Read the first samples of a stream, and tell what it asked, and how many it gave to its end.
+
+    Runs where nothing else uses the stream.
+    """
+    told = set[str]()
+
+    def note(name: str) -> None:
+        if name in _NAMES and name not in told:
+            told.add(name)
+            tell(name, True)
+
+    watch_worker_info(note, number=number, workers=workers, dataset=stream)
+    if worker_init_fn is not None:
+        worker_init_fn(number)
+    began_s, samples = clock.monotonic(), 0
+    # The others are read only where the first of two has ended, and then to their ends: whoever
+    # reads alone has the samples, and so the time, of both.
+    most = _STREAM_SAMPLES if (number, workers) == (0, 2) else None
+    for _ in islice(stream, most):
+        samples += 1
+        if clock.monotonic() - began_s > _STREAM_BUDGET_S * 2 / workers:
+            return
+    if samples != most:
+        tell("samples", samples)
+
+
+# A process that is thrown away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a trial came to no end.
+
+    The work raised an error, it took longer than the deadline ("late"), a signal or an exit ended
+    it ("died"), or the process could not be started.
+    """
+
+    kind: Literal["raised", "late", "died", "not started"]
+    what: str
+    """What happened, as the end of a sentence that begins with the process."""
+    error: Exception | None = None
+    """What was raised, with the traceback of the process as a note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What came of a trial."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # what was sent, by name
+    failure: Failure | None = None  # why it did not end; None: it did
+
+
+def try_apart(
+    work: Callable[..., None],
+    *arguments: object,
+    start_method: str,
+    deadline_s: float = _DEADLINE_S,
+) -> Findings:
+    """Run some work in a process of its own, and return what it sends.
+
+    The work is called with ``arguments``, to be pickled unless processes are forked, and what sends
+    a finding (:data:`Tell`). The process is ended when the work has ended, or at the deadline.
+    """
+    context = multiprocessing.get_context(start_method)
+    ours, theirs = context.Pipe(duplex=False)
+    forked = start_method == "fork"
+    parent, files = os.getpid() if forked else 0, system_calls.files_being_read() if forked else ()
+    process = context.Process(  # type: ignore[attr-defined]  # a context has it
+        target=_main,
+        args=(theirs, parent, files, work, arguments),
+        daemon=True,
+        name="fastdata-probe",
+    )
+    with ours, theirs, contextlib.ExitStack() as running:
+        try:
+            running.enter_context(system_calls.started(process))
+        except Exception as error:  # what cannot be pickled, and processes that may have no others
+            what = f"could not be started: {type(error).__name__}: {error}"
+            return Findings(failure=Failure(kind="not started", what=what))
+        theirs.close()
+        values: dict[str, object] = {}
+        failure = _listen(process, ours, deadline_s, values)
+        return Findings(values=values, failure=failure)
+
+
+def _listen(
+    process: BaseProcess, ours: Connection, deadline_s: float, values: dict[str, object]
+) -> Failure | None:
+    """Receive findings into ``values`` until the work ends; return why it did not."""
+    begun, until = False, clock.monotonic() + _START_S
+    while True:
+        ready = multiprocessing.connection.wait([ours, process.sentinel], _LOOK_S)
+        if ours in ready:
+            try:
+                kind, name, payload = pickle.loads(ours.recv_bytes())  # from our own process
+            except EOFError:
+                ready = [process.sentinel]
+            except Exception:
+                continue  # a value that can be pickled, but not read again, is no finding
+            else:
+                if kind == "begun":
+                    begun, until = True, clock.monotonic() + deadline_s
+                elif kind == "found":
+                    values[name] = payload
+                elif kind == "raised":
+                    error = _as_error(name, *payload)
+                    return Failure(kind="raised", what=f"raised {name}: {error}", error=error)
+                else:
+                    return None
+                continue
+        if process.sentinel in ready:
+            process.join()
+            code = process.exitcode or 0
+            died = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
+            return Failure(kind="died", what=died or f"left with exit code {code}")
+        if clock.monotonic() > until:
+            slow, never = f"took more than {deadline_s:g} s", f"did not start within {_START_S:g} s"
+            return Failure(kind="late", what=slow if begun else never)
+
+
+def _main(
+    end: Connection,
+    parent: int,
+    files: tuple[system_calls.OpenFile, ...],
+    work: Callable[..., None],
+    arguments: tuple[object, ...],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    system_calls.die_with(parent)
+    system_calls.open_anew(files)
+    torch.set_num_threads(1)
+    cv2 = sys.modules.get("cv2")
+    if cv2 is not None:
+        cv2.setNumThreads(0)
+
+    def tell(name: str, value: object) -> None:
+        # What cannot be pickled cannot be had, and is decided without.
+        with contextlib.suppress(Exception):
+            end.send_bytes(pickle.dumps(("found", name, value), pickle.HIGHEST_PROTOCOL))
+
+    end.send(("begun", "", None))
+    try:
+        work(*arguments, tell)
+    except BaseException as error:  # sys.exit(), too, is the fault of a sample
+        text, pickled = "".join(traceback.format_exception(error)), b""
+        with contextlib.suppress(Exception):
+            pickled = pickle.dumps(error)
+        end.send(("raised", type(error).__name__, (pickled, str(error), text)))
+    else:
+        end.send(("ended", "", None))
+    # Threads that the dataset has started are not waited for.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _as_error(kind: str, pickled: bytes, message: str, text: str) -> Exception:
+    sent: object = None
+    with contextlib.suppress(Exception):
+        sent = pickle.loads(pickled)
+    error = sent if isinstance(sent, Exception) else RuntimeError(f"{kind}: {message}")
+    error.add_note(f"In the process that tried the dataset:\n{text}")
+    return error

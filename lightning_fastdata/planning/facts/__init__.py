@@ -1,1 +1,0 @@
-"""What is found out about a dataset before its workers start."""
