@@ -7,13 +7,14 @@ import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.slots import shared_slots_supported
-from lightning_fastdata.device.backend import default_type, reads_page_locked
+from lightning_fastdata.device import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, rounded
 from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes
 from lightning_fastdata.executors.kinds import (
@@ -85,7 +86,7 @@ _OF_WORKERS: Final = ("persistent_workers", "prefetch_factor", "multiprocessing_
 """Options that torch refuses where there are no workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderSpec:
     """A loader that is to be made: what its plan rests on, besides this machine."""
 
@@ -114,7 +115,7 @@ class LoaderSpec:
         """Whether the dataset has no index."""
         return isinstance(self.dataset, IterableDataset)
 
-    @property
+    @cached_property
     def length(self) -> int | None:
         """Samples in the dataset; None: not known."""
         return dataset_length(self.dataset)
