@@ -13,7 +13,7 @@ import torch
 from gpu_run import Skipped, failure
 from gpu_training import fit_pictures
 
-from lightning_fastdata.device.backend import is_out_of_memory
+from lightning_fastdata.device import is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = ("tests/gpu/test_augment.py", "tests/gpu/test_explicit.py", "tests/augment")

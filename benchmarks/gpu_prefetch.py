@@ -41,8 +41,8 @@ def _work_of(run, wanted_ms):
 
 def _steps_ms(run, batches, compute, way, *, waits):
     from lightning_fastdata import prefetch
-    from lightning_fastdata.device.backend import device_streams
-    from lightning_fastdata.device.prefetch import SideLane
+    from lightning_fastdata.device import device_streams
+    from lightning_fastdata.loading.prefetch import SideLane
 
     steps = 8 if run.quick else 100
     source = (batches[number % len(batches)] for number in range(steps))

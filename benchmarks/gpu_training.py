@@ -13,7 +13,7 @@ import torch
 from gpu_run import Skipped, new_trainer
 from torch import nn
 
-from lightning_fastdata.device.backend import is_out_of_memory
+from lightning_fastdata.device import is_out_of_memory
 
 WAYS = ("off", "auto")
 _FRACTION = 0.05

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
     from lightning_fastdata.caches.cached import CachedDataset as CachedDataset
-    from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
     from lightning_fastdata.ext.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.insight.report.run_report import RunReport as RunReport
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
+    from lightning_fastdata.loading.prefetch import prefetch as prefetch
     from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.mixture import Mixture as Mixture
     from lightning_fastdata.order.packing import pack as pack
@@ -55,7 +55,7 @@ _HOME = {
     "StepTimer": "insight.step_timer",
     "as_batch_transform": "augment.transform",
     "pack": "order.packing",
-    "prefetch": "device.prefetch",
+    "prefetch": "loading.prefetch",
     "register": "augment.registry",
     "share": "sources.shared",
 }

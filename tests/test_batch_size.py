@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
-from lightning_fastdata.device.backend import is_out_of_memory
+from lightning_fastdata.device import is_out_of_memory
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.guard.steps import Probe, accumulated, chosen, doubled, halved
 

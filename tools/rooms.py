@@ -39,9 +39,7 @@ def below(room: Path) -> list[str]:
     )
     named = [[name.strip() for name in layer.split("|")] for layer in layers]
     own = room.relative_to(PACKAGE).parts[0]
-    (place,) = (
-        place for place, names in enumerate(named) if any(n.split(".")[0] == own for n in names)
-    )
+    (place,) = (place for place, names in enumerate(named) if own in names)
     return [name for names in named[place + 1 :] for name in names]
 
 

@@ -40,7 +40,7 @@ from lightning_fastdata.augment.stage_transform import (
     plain_tensors,
     table,
 )
-from lightning_fastdata.device.backend import device_draws
+from lightning_fastdata.device import device_draws
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.tree import loaded_classes

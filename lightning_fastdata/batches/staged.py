@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata import tree
 from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
-from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
+from lightning_fastdata.device import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.torch_internals import pinned

@@ -79,7 +79,7 @@ def _installed() -> dict[str, str]:
 
 def describe_machine(device: torch.device) -> dict[str, str | int | float]:
     """Return system, CPUs that may be used, and the device that the model is on."""
-    from lightning_fastdata.device.backend import name_of  # loads torch
+    from lightning_fastdata.device import name_of  # loads torch
 
     return {
         "system": f"{platform.system()} {platform.machine()}",
@@ -231,6 +231,6 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _count() -> int:
-    from lightning_fastdata.device.backend import gpu_count  # loads torch
+    from lightning_fastdata.device import gpu_count  # loads torch
 
     return gpu_count()

@@ -194,9 +194,9 @@ def size_text(count: int) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device, or page-locked memory, has no more room."""
-    from lightning_fastdata.device import backend  # and torch, which nothing else here needs
+    from lightning_fastdata import device  # and torch, which nothing else here needs
 
-    return backend.is_out_of_memory(error)
+    return device.is_out_of_memory(error)
 
 
 # What processes have

@@ -37,7 +37,7 @@ from lightning_fastdata.batches.staged import (
     StagingCollate,
     pinned_if_room,
 )
-from lightning_fastdata.device.backend import default_type, reads_page_locked
+from lightning_fastdata.device import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
 
 from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
-from lightning_fastdata.device.backend import DeviceStreams, device_streams
-from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.device import DeviceStreams, device_streams
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.columns import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
+from lightning_fastdata.loading.prefetch import drawn_under
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
 from lightning_fastdata.planning.facts import (

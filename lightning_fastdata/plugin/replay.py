@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.prefetch import drawn_under
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.ranks import deciding, tell_samplers
 from lightning_fastdata.order.samplers import epoch_order

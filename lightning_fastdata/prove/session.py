@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lightning_fastdata.caches.cached import CachedDataset
-from lightning_fastdata.device.backend import synchronize
+from lightning_fastdata.device import synchronize
 from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.device import prefetch
+from lightning_fastdata.loading import prefetch
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from rig.late_cuda import SCHEDULES, late_cuda
 from rig.late_trainings import consume, read, reused_batches
 from thoroughness import max_examples
 
+from lightning_fastdata import device as backend
 from lightning_fastdata import prefetch
-from lightning_fastdata.device import backend
-from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.insight.measure.metrics import EventClock
+from lightning_fastdata.loading.prefetch import drawn_under
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 
 STREAMED = ("cuda", "xpu")

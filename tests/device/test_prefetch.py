@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
-from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.prefetch import SideLane
+from lightning_fastdata.device import DeviceStreams
 from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.loading.prefetch import SideLane
 
 torch.set_num_threads(1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

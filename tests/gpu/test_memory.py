@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory
+from lightning_fastdata.device import MemoryReader, is_out_of_memory
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.prefetch import SideLane
+from lightning_fastdata.device import DeviceStreams
+from lightning_fastdata.loading.prefetch import SideLane
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20

@@ -12,9 +12,9 @@ from rig.late_cuda import late_cuda
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, prefetch
-from lightning_fastdata.device.prefetch import is_ready
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors import standby
+from lightning_fastdata.loading.prefetch import is_ready
 
 torch.set_num_threads(1)
 BATCH, BATCHES = 2, 6

@@ -19,10 +19,10 @@ from rig.late_trainings import (
 )
 
 from lightning_fastdata.augment.replay.program import Draws
-from lightning_fastdata.device import prefetch
-from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.prefetch import Crossing, SideLane
+from lightning_fastdata.device import DeviceStreams
 from lightning_fastdata.insight.measure.metrics import EventClock
+from lightning_fastdata.loading import prefetch
+from lightning_fastdata.loading.prefetch import Crossing, SideLane
 from mutants.mutant import Mutant
 
 

@@ -34,8 +34,8 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.prefetch import BATCHES_AHEAD, SideLane
+from lightning_fastdata.device import DeviceStreams
+from lightning_fastdata.loading.prefetch import BATCHES_AHEAD, SideLane
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 import torch
 
-from lightning_fastdata.device.backend import reads_page_locked
+from lightning_fastdata.device import reads_page_locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

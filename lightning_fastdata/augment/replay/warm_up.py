@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from lightning_fastdata.device.backend import current
+from lightning_fastdata.device import current
 from lightning_fastdata.errors import FastDataWarning
 
 _NO_KERNELS: Final = (

@@ -19,7 +19,7 @@ import torch
 
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.replay.program import ArrayAt, ScheduledStep
-from lightning_fastdata.device.backend import current
+from lightning_fastdata.device import current
 from lightning_fastdata.ext.kernels import instructions
 from lightning_fastdata.ext.kernels.instructions import (
     CHANNELS,

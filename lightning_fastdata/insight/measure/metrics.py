@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_fastdata.device.backend import current_stream, default_type, new_event
+from lightning_fastdata.device import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.model.finding import (
     STALL_LOW,

@@ -18,8 +18,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.batches.staged import batch_samples
-from lightning_fastdata.device.backend import has_streams
-from lightning_fastdata.device.prefetch import Prefetched
+from lightning_fastdata.device import has_streams
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -45,6 +44,7 @@ from lightning_fastdata.insight.model.evidence import (
 from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
 from lightning_fastdata.insight.waits.causes import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.prefetch import Prefetched
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tree import held

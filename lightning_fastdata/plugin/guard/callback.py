@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory, memory_reader
+from lightning_fastdata.device import MemoryReader, is_out_of_memory, memory_reader
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.guard.parts import ArrivesInParts, RunsInParts, why_not_in_parts

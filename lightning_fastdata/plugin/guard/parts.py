@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.device.backend import free_memory, is_out_of_memory
+from lightning_fastdata.device import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
 from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves

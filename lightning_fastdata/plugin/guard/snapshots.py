@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_fastdata.device.backend import generators_in_use
+from lightning_fastdata.device import generators_in_use
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import held_by
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory, synchronize
+from lightning_fastdata.device import MemoryReader, is_out_of_memory, synchronize
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import StageTransform, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.device.backend import reads_page_locked
+from lightning_fastdata.device import reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, TransformError
 from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.types import STAGES, Batch, PixelPlace, Stage

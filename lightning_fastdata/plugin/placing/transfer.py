@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
-from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
+from lightning_fastdata.loading.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.planning.options import check_among
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms, carry_out_draws
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook

@@ -32,7 +32,7 @@ import torch
 
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, move
-from lightning_fastdata.device.backend import current, default_type, synchronize
+from lightning_fastdata.device import current, default_type, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.cpu import read_cpu_limit

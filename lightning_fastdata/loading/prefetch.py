@@ -18,7 +18,7 @@ from lightning_fastdata.batches.staged import (
     move,
     shows_its_memory,
 )
-from lightning_fastdata.device.backend import (
+from lightning_fastdata.device import (
     DeviceStreams,
     device_draws,
     device_of,

@@ -1,1 +1,0 @@
-"""Batches on their way to the device, or on it already."""
