@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.kinds import ExecutorKind
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
-    from lightning_fastdata.planning.facts import SampleCost, StreamSplit
+    from lightning_fastdata.planning.facts import SampleCost
     from lightning_fastdata.types import Stage
 
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
@@ -168,8 +168,6 @@ class ExecutorChoice(NamedTuple):
 
     executor: ExecutorName
     why: str
-    alone: bool = False
-    """The training process had better read for itself, where the number of workers is open."""
     few: bool = False
     """One worker does, where their number is open: reading costs next to nothing."""
     standby: bool = False
@@ -381,7 +379,7 @@ class Planner:
         """
         spec, facts, workers = self.spec, self.facts, self.spec.options.num_workers
         if facts.stream is not None and facts.stream.here:
-            return ExecutorChoice("inline", facts.stream.why, alone=True)
+            return ExecutorChoice("inline", facts.stream.why)
         if not spec.needs_cost:
             return TORCH
         if spec.is_stream and workers != 0:
@@ -394,13 +392,13 @@ class Planner:
             # torch's iterator gives nobody the state of a stream.
             keyed |= spec.is_stream and tells_state(spec.dataset)
             here: ExecutorName = "inline" if keyed else "torch"
-            return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
+            return ExecutorChoice(here, "num_workers=0 asks for the training process")
         if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
             much = f"a forked process has {facts.own_bytes / 2**20:,.0f} MiB as they are"
             large = facts.own_bytes > copy_limit_bytes()
             return self._cheap("gather", _ROWS, much if large else None)
         if facts.here is not None and workers == "auto":
-            return ExecutorChoice("inline", facts.here, alone=True)
+            return ExecutorChoice("inline", facts.here)
         if isinstance(workers, int):
             return self._aside(f"num_workers={workers} asks for them")
         if facts.cost is None:
@@ -439,7 +437,6 @@ class Planner:
                     f"{rounded(alone, 2)} ms here at first, and {rounded(again_ms, 2)} ms again; "
                     "by workers, which begin each epoch with nothing kept, "
                     f"{rounded(shared, 2)} ms",
-                    alone=True,
                     kept=True,
                 )
         said = (
@@ -477,7 +474,7 @@ class Planner:
         elif much is None and not self.spec.default_collation:  # which copies what it holds
             aside = "a batch may be memory of the dataset, which a forked process has as it was"
         if aside is None or not (self._forked and self.machine.shared_memory):
-            return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
+            return ExecutorChoice(here, why)
         standby = self._may_stand_by
         said = f"{why}; {aside}{_BOTH if standby else ''}"
         return ExecutorChoice("workers", said, few=True, standby=standby)
@@ -489,7 +486,7 @@ class Planner:
     ) -> tuple[int, str, list[str]]:
         """Return how many workers there are, why, and what bounds them."""
         spec, facts, machine = self.spec, self.facts, self.machine
-        options, cpu, batches = spec.options, machine.cpu, spec.batches
+        options, batches = spec.options, spec.batches
         ours = not (kind.is_torch or spec.is_stream)
         if options.num_workers != "auto":
             return options.num_workers, SET, []
@@ -498,35 +495,30 @@ class Planner:
         if kind.workers is not None and not spec.is_stream:
             return *kind.workers, []
         if machine.actors is not None:
-            return *actors_for(spec.stage, machine.actors, batches=batches), []
+            return *self._actors(machine.actors), []
         in_memory = isinstance(spec.dataset, TensorDataset) and not ours
-        cheap_here = chosen.alone or in_memory or chosen.few
-        if cheap_here and (options.executor == "auto" or kind.is_torch):
+        if (in_memory or chosen.few) and (options.executor == "auto" or kind.is_torch):
             cheap = "fetching a batch costs less than handing it over"
             # One that is aside reads things as they were when the epoch began.
             return (1, f"{cheap}: more have no use", []) if chosen.few else (0, cheap, [])
-        count, why = workers_for(cpu, on_cpu=machine.accelerator == "cpu", batches=batches)
+        count, why = self._computing_workers()
         if spec.is_stream and count > 1 and options.split is False:
             return 1, "several would each read the whole stream (split=False)", []
         if spec.is_stream and count > 1:
-            return workers_of_stream(count, why, facts.stream)
-        cost, batch_size = facts.cost if ours else None, spec.batch_size or 1
+            return self.workers_of_stream(count, why)
+        cost, size = facts.cost if ours else None, spec.batch_size or 1
         if cost is not None and count and waits(cost):
-            count, why = workers_that_wait(
-                count,
-                cost,
-                tasks=spec.length if facts.split else batches,
-                memory=machine.memory,
-                ranks=cpu.ranks_on_host,
-                forked=self._forked,
+            count, why = self.workers_that_wait(count, cost)
+        elif cost is not None and (enough := alone_ms(cost, size) / _gives_ms(cost, size)) < count:
+            count, why = (
+                max(1, math.ceil(enough)),
+                "the training process could not take the batches of more",
             )
-        elif cost is not None and (enough := enough_workers(cost, batch_size)) < count:
-            count, why = enough, "the training process could not take the batches of more"
         if cost is not None and count > 1:
             soonest, _ = soonest_workers(
                 cost,
-                batch_size,
-                cpus=cpu.usable_cpus,
+                size,
+                cpus=machine.cpu.usable_cpus,
                 most=count,
                 batches=batches,
                 start_ms=self._starting_ms,
@@ -535,6 +527,70 @@ class Planner:
                 why += f"; to start more takes longer than they save in {batches} batches"
                 count = soonest
         return self._within_memory(count, why)
+
+    def _computing_workers(self) -> tuple[int, str]:
+        """Return how many workers keep the CPUs of this rank busy with samples that compute.
+
+        Those of training that stay alive during validation sleep when they are ahead, so that
+        validation has as many.
+        """
+        cpu, batches = self.machine.cpu, self.spec.batches
+        count, why = cpu.usable_cpus, "the training process mostly waits for the device"
+        if self.machine.accelerator == "cpu":
+            # One that is ahead sleeps, and one that is late has the CPU that the model waits on.
+            why = "one for each CPU, which the model takes back as long as batches are ready"
+        elif count > 2:
+            count, why = count - 1, "one CPU is left for the training process"
+        if batches is not None and batches < count:
+            return batches, f"no more than there are batches ({batches})"
+        return count, f"{why} ({cpu.reason})"
+
+    def _actors(self, room: int) -> tuple[int, str]:
+        """Return with how many actors a loader begins, and why; those of training are tuned then.
+
+        ``room``: For so many the cluster has free CPUs, without one for the training process.
+        """
+        count, batches = min(room, _FIRST_ACTORS), self.spec.batches
+        count = max(1, count // 2) if self.spec.stage == "val" else count
+        if batches is not None and batches < count:
+            return max(1, batches), f"no more than there are batches ({batches})"
+        return count, f"the cluster has CPUs for {room}"
+
+    def workers_of_stream(self, computing: int, why: str) -> tuple[int, str, list[str]]:
+        """Return how many workers read a stream, why, and what to report where it is not known.
+
+        There would be ``computing`` of them, more than one, if it had an index. Here they are four
+        at least: streams often wait, and none can be tried beforehand without losing samples.
+        """
+        stream = self.facts.stream
+        if stream is None or not stream.splits:
+            unseen = "it was not looked at" if stream is None else stream.why
+            limit = _ONE_STREAM.format(count=computing, why=unseen)
+            return 1, f"several might each read the whole stream: {unseen}", [limit]
+        count, most = max(computing, _FEWEST_OF_STREAM), stream.most_workers
+        if most is not None and most < count:
+            return max(1, most), f"no more than it has shards: {stream.why}", []
+        why = why if count == computing else f"{count} at least, as streams often wait"
+        return count, f"{why}; {stream.why}", []
+
+    def workers_that_wait(self, computing: int, cost: SampleCost) -> tuple[int, str]:
+        """Return how many workers keep the CPUs busy although each of them waits, and why.
+
+        A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time,
+        so that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it
+        over.
+        """
+        wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
+        why = f"a sample waits {rounded(cost.wait_ms, 3)} of its {rounded(cost.wall_ms, 3)} ms"
+        bound, bound_why = most_workers(
+            self.machine.memory,
+            ranks=self.machine.cpu.ranks_on_host,
+            forked=self._forked,
+            tasks=self.spec.length if self.facts.split else self.spec.batches,
+        )
+        if wanted > bound:
+            return bound, f"{why}; {bound_why}"
+        return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
 
     def _within_memory(self, count: int, why: str) -> tuple[int, str, list[str]]:
         """Return how many of so many workers memory has room for, why, and what bounds them.
@@ -632,84 +688,8 @@ def soonest_workers(
     return count, batch_ms(count)
 
 
-def enough_workers(cost: SampleCost, batch_size: int) -> int:
-    """Return how many workers make batches as fast as the training process can take them."""
-    return max(1, math.ceil(alone_ms(cost, batch_size) / _gives_ms(cost, batch_size)))
-
-
 def _gives_ms(cost: SampleCost, batch_size: int) -> float:
     return cost.pace * (_GIVE_MS + batch_size * _GIVE_ROW_MS)
-
-
-def workers_for(cpu: CpuLimit, *, on_cpu: bool, batches: int | None) -> tuple[int, str]:
-    """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
-
-    Those of training that stay alive during validation sleep when they are ahead, so that
-    validation has as many. ``on_cpu``: the model computes on the CPUs, too.
-    """
-    count, why = cpu.usable_cpus, "the training process mostly waits for the device"
-    if on_cpu:
-        # A worker that is ahead sleeps, and one that is late has the CPU that the model waits on.
-        why = "one for each CPU, which the model takes back as long as batches are ready"
-    elif count > 2:
-        count, why = count - 1, "one CPU is left for the training process"
-    if batches is not None and batches < count:
-        return batches, f"no more than there are batches ({batches})"
-    return count, f"{why} ({cpu.reason})"
-
-
-def actors_for(stage: Stage, room: int, *, batches: int | None) -> tuple[int, str]:
-    """Return with how many actors a loader begins, and why; those of training are tuned then.
-
-    ``room``: For so many the cluster has free CPUs, without one for the training process.
-    """
-    count, why = min(room, _FIRST_ACTORS), f"the cluster has CPUs for {room}"
-    count = max(1, count // 2) if stage == "val" else count
-    if batches is not None and batches < count:
-        return max(1, batches), f"no more than there are batches ({batches})"
-    return count, why
-
-
-def workers_of_stream(
-    computing: int, why: str, stream: StreamSplit | None
-) -> tuple[int, str, list[str]]:
-    """Return how many workers read a stream, why, and what to report where it is not known.
-
-    There would be ``computing`` of them, more than one, if it had an index. Here they are four at
-    least: streams often wait, and none can be tried beforehand without losing samples.
-    """
-    if stream is None or not stream.splits:
-        unseen = "it was not looked at" if stream is None else stream.why
-        limit = _ONE_STREAM.format(count=computing, why=unseen)
-        return 1, f"several might each read the whole stream: {unseen}", [limit]
-    count, most = max(computing, _FEWEST_OF_STREAM), stream.most_workers
-    if most is not None and most < count:
-        return max(1, most), f"no more than it has shards: {stream.why}", []
-    why = why if count == computing else f"{count} at least, as streams often wait"
-    return count, f"{why}; {stream.why}", []
-
-
-def workers_that_wait(
-    computing: int,
-    cost: SampleCost,
-    *,
-    tasks: int | None,
-    memory: HostMemory,
-    ranks: int,
-    forked: bool,
-) -> tuple[int, str]:
-    """Return how many workers keep the CPUs busy although each of them waits, and why.
-
-    A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
-    that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
-    ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker.
-    """
-    wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
-    why = f"a sample waits {rounded(cost.wait_ms, 3)} of its {rounded(cost.wall_ms, 3)} ms"
-    bound, bound_why = most_workers(memory, ranks=ranks, forked=forked, tasks=tasks)
-    if wanted > bound:
-        return bound, f"{why}; {bound_why}"
-    return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
 
 
 def most_workers(

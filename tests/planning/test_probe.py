@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from misses import each
-from planning.planned import GIB, Planted, Stream, cost, cpus, machine, memory, plan
+from planning.planned import GIB, Planted, Stream, WithoutLength, cost, cpus, machine, memory, plan
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -36,7 +36,6 @@ from lightning_fastdata.planning.plan_for import (
     Planner,
     look_ahead_batches,
     waits,
-    workers_that_wait,
 )
 
 # What is measured
@@ -179,6 +178,13 @@ def test_a_sample_waits_if_it_does_for_most_of_a_time_worth_handing_over(measure
     assert waits(measured) == answer
 
 
+def planner(*, tasks=None, ranks=1, forked=True, **about_machine):
+    dataset = WithoutLength() if tasks is None else range(tasks)
+    spec = LoaderSpec(dataset=dataset, name="rows", options=LoaderOptions(), batch_size=1)
+    how = {"cpu": cpus(2, ranks), "start_method": "fork" if forked else "spawn"}
+    return Planner(spec, DatasetFacts(), machine(**how, **about_machine))
+
+
 @each(
     ("computing", "measured", "about", "workers", "words"),
     [
@@ -198,8 +204,7 @@ def test_a_sample_waits_if_it_does_for_most_of_a_time_worth_handing_over(measure
 def test_samples_that_wait_get_the_workers_that_fill_the_cpus(
     computing, measured, about, workers, words
 ):
-    about = {"tasks": None, "memory": memory(), "ranks": 1, "forked": True, **about}
-    count, why = workers_that_wait(computing, measured, **about)
+    count, why = planner(**about).workers_that_wait(computing, measured)
     assert count == workers
     assert words in why
 
@@ -312,7 +317,7 @@ KEPT = {"changes": True, "cost_again": cost(wall_ms=0.01, cpu_ms=0.01)}
 def test_what_a_dataset_keeps_is_read_where_it_stays_kept(found, name):
     choice = chosen(**found)
     assert choice.executor == name
-    assert choice.kept == choice.alone == (name == "inline")
+    assert choice.kept == (name == "inline")
     assert not choice.standby
 
 
@@ -344,8 +349,8 @@ def test_the_training_process_reads_beside_workers_what_is_cheap_and_as_they_wou
 def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     for ms in (0.01, 1, 100):
         choice = chosen(cost=cost(wall_ms=ms, cpu_ms=ms), on=1)
-        assert choice.alone or choice.few
-    assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), on=1).alone
+        assert choice.executor == "inline" or choice.few
+    assert chosen(cost=cost(wall_ms=50, cpu_ms=0.1), on=1).executor == "workers"
 
 
 def test_cheap_samples_get_no_more_workers_than_are_enough():

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from planning.planned import machine
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lightning_fastdata import LoaderOptions
 from lightning_fastdata.host import clock
 from lightning_fastdata.planning.facts import (
+    DatasetFacts,
     Questions,
     StreamSplit,
     inspect_dataset,
     read_as_worker,
 )
-from lightning_fastdata.planning.plan_for import LoaderSpec, workers_of_stream
+from lightning_fastdata.planning.plan_for import LoaderSpec, Planner
 
 COUNT = 9
 
@@ -203,15 +205,20 @@ def test_it_is_not_read_where_nothing_rests_on_it_or_the_user_says_so(options) -
 def test_there_are_as_many_workers_as_cpus_four_at_least_and_no_more_than_shards() -> None:
     of_six = ((None, 6), (9, 6), (4, 4), (1, 1), (0, 1))
     of_two = ((None, 4), (9, 4), (3, 3), (2, 2), (0, 1))
+
+    def planned(cpus: int, split: StreamSplit) -> tuple[int, str, list[str]]:
+        spec = LoaderSpec(dataset=Asks(), name="s", options=LoaderOptions(), batch_size=1)
+        return Planner(spec, DatasetFacts(stream=split), machine()).workers_of_stream(cpus, "CPUs")
+
     for cpus, shards, wanted in (
         *((6, *each) for each in of_six),
         *((2, *each) for each in of_two),
     ):
         split = StreamSplit(splits=True, why="it has shards", most_workers=shards)
-        count, why, told = workers_of_stream(cpus, "CPUs", split)
+        count, why, told = planned(cpus, split)
         assert (count, told) == (wanted, [])
         assert "it has shards" in why
-    count, _, told = workers_of_stream(6, "CPUs", StreamSplit(splits=False, why="of its code"))
+    count, _, told = planned(6, StreamSplit(splits=False, why="of its code"))
     assert count == 1
     assert "set num_workers=6, or split=True" in told[0]
     assert "of its code" in told[0]
