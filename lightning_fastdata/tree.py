@@ -80,22 +80,12 @@ def rebuilt(value: Batch, parts: list[Any]) -> Batch:
 
 def is_named_tuple(value: object) -> bool:
     """Return whether a value is a tuple whose class takes its parts one by one."""
-    return isinstance(value, tuple) and names_of_parts(value) is not None
-
-
-def names_of_parts(value: tuple[object, ...]) -> tuple[str, ...] | None:
-    """Return the names of the parts of a named tuple; None: it is none."""
-    return getattr(value, "_fields", None)
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """Yield the leaves, in order; ``is_leaf``: what is not looked into, though a container."""
-    parts = None if is_leaf(value) else children(value)
-    if parts is None:
-        yield value
-    else:
-        for _, part in parts:
-            yield from leaves(part, is_leaf)
+    """Return the leaves, in order; ``is_leaf``: what is not looked into, though a container."""
+    return (leaf for _, leaf in with_paths(value, is_leaf=is_leaf))
 
 
 def with_paths(

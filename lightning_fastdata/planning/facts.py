@@ -675,17 +675,6 @@ def _web_dataset(stream: object) -> StreamSplit:
     return StreamSplit(splits=True, why=why, most_workers=max(1, shards // ranks))
 
 
-class _Reading(NamedTuple):
-    """What came of reading the first samples of a stream as one worker of several."""
-
-    looked: frozenset[str]
-    """At these attributes of what ``get_worker_info()`` returns."""
-    samples: int | None
-    """So many to its end; None: it was not reached."""
-    failed: str
-    """What ended it, as the end of a sentence that begins with the reading; empty: nothing."""
-
-
 def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
     stream, options, name = spec.dataset, spec.options, type(spec.dataset).__name__
     if type(stream) is ChainDataset and spec.worker_init_fn is None:
@@ -698,34 +687,34 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
     )
     if handles:
         return _no(f"{name} holds {handles[0]}, from which a trial would take samples")
-    read = partial(_read_apart, spec, start_method)
-    first = read(0, 2)
-    if first.failed:
-        return _no(f"{name}, tried as one of two workers, {first.failed}")
-    if not any(each <= first.looked for each in _SHARES):
+
+    def read(number: int, workers: int) -> tuple[dict[str, Any], str]:
+        """Return what was told of a worker's reading, and what ended it; empty: nothing."""
+        tried = try_apart(
+            read_as_worker,
+            *(stream, number, workers, spec.worker_init_fn),
+            start_method=start_method,
+            deadline_s=_STREAM_DEADLINE_S,
+        )
+        failure = tried.failure
+        # A stream that gives nothing for long may have asked before.
+        late = failure is not None and failure.kind == "late"
+        return tried.values, "" if failure is None or late else failure.what
+
+    first, failed = read(0, 2)
+    if failed:
+        return _no(f"{name}, tried as one of two workers, {failed}")
+    if not any(first.keys() >= each for each in _SHARES):
         return _no(f"{name}, tried, did not ask get_worker_info() for its part")
-    if first.samples is not None:
-        second, alone = read(1, 2), read(0, 1)
-        together = first.samples + (second.samples or 0)
-        if second.failed or second.samples is None or together != alone.samples:
+    if "samples" in first:
+        (second, failed), (alone, _) = read(1, 2), read(0, 1)
+        together = first["samples"] + second.get("samples", 0)
+        if failed or "samples" not in second or together != alone.get("samples"):
             return _no(
                 f"two workers of {name}, tried, give {together} samples, and one alone "
-                f"{alone.samples}{second.failed and f': the second {second.failed}'}"
+                f"{alone.get('samples')}{failed and f': the second {failed}'}"
             )
     return StreamSplit(splits=True, why=f"{name} asks get_worker_info() for its part")
-
-
-def _read_apart(spec: LoaderSpec, start_method: str, number: int, workers: int) -> _Reading:
-    """Read the first samples of a stream in a process that is thrown away, as one of several."""
-    arguments = spec.dataset, number, workers, spec.worker_init_fn
-    tried = try_apart(
-        read_as_worker, *arguments, start_method=start_method, deadline_s=_STREAM_DEADLINE_S
-    )
-    failure = tried.failure
-    # A stream that gives nothing for long may have asked before.
-    failed = "" if failure is None or failure.kind == "late" else failure.what
-    looked = frozenset(name for name in _NAMES if name in tried.values)
-    return _Reading(looked, tried.values.get("samples"), failed)
 
 
 def read_as_worker(
