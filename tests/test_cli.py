@@ -10,7 +10,7 @@ from programs import refused, run_program
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli import main
-from lightning_fastdata.host.cpu import CpuLimit, cpu_limit, read_cpu_limit
+from lightning_fastdata.host.cpu import CpuLimit, read_cpu_limit
 from lightning_fastdata.host.machine import doctor_text, loading_limits
 from lightning_fastdata.host.memory import DeviceMemory, HostMemory
 
@@ -18,12 +18,11 @@ GIB = 2**30
 
 
 def cpus(count: int, quota: float | None = None) -> CpuLimit:
-    return cpu_limit(
+    return CpuLimit(
         affinity_cpus=count,
         quota_cpus=quota,
         quota_source=None if quota is None else "/sys/fs/cgroup/cpu.max",
-        ranks=1,
-        bound_to_rank=False,
+        ranks_on_host=1,
     )
 
 

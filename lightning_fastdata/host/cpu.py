@@ -41,10 +41,29 @@ class CpuLimit:
     quota_source: str | None
     """File that states the quota."""
     ranks_on_host: int
-    usable_cpus: int
-    """For one rank: at least 1 and at most ``affinity_cpus``."""
-    reason: str
-    """One sentence that derives ``usable_cpus``."""
+    bound_to_rank: bool = False
+    """The launcher gave each rank an affinity of its own, so it is not divided."""
+
+    @property
+    def usable_cpus(self) -> int:
+        """CPUs for one rank: at least 1 and at most ``affinity_cpus``."""
+        ranks = self.ranks_on_host
+        own = self.affinity_cpus if self.bound_to_rank else self.affinity_cpus // ranks
+        # Half a CPU of quota can still run one thread, so a fraction counts as one CPU more.
+        granted = own if self.quota_cpus is None else math.ceil(self.quota_cpus) // ranks
+        return max(1, min(own, granted))
+
+    @property
+    def reason(self) -> str:
+        """One sentence that derives ``usable_cpus``."""
+        usable, ranks, quota = self.usable_cpus, self.ranks_on_host, "no cgroup quota"
+        if self.quota_cpus is not None:
+            quota = f"quota {self.quota_cpus:g} ({self.quota_source})"
+        return (
+            f"{usable} CPU{'s' * (usable != 1)} for this rank: affinity {self.affinity_cpus}"
+            f"{' of its own' * self.bound_to_rank}, {quota}, "
+            f"{ranks} rank{'s' * (ranks != 1)} on this host"
+        )
 
 
 class CpuThrottling(NamedTuple):
@@ -173,37 +192,6 @@ def ranks_on_host(environ: Mapping[str, str]) -> int:
     return next((n for n in [*numbers, _slurm_tasks(environ)] if n), 1)
 
 
-def cpu_limit(
-    *,
-    affinity_cpus: int,
-    quota_cpus: float | None,
-    quota_source: str | None,
-    ranks: int,
-    bound_to_rank: bool,
-) -> CpuLimit:
-    """Share of one rank in the CPUs of this host.
-
-    ``bound_to_rank``: the launcher gave each rank an affinity of its own, so it is not divided.
-    """
-    own = affinity_cpus if bound_to_rank else affinity_cpus // ranks
-    # Half a CPU of quota can still run one thread, so a fraction counts as one CPU more.
-    granted = own if quota_cpus is None else math.ceil(quota_cpus) // ranks
-    usable = max(1, min(own, granted))
-    quota = "no cgroup quota" if quota_cpus is None else f"quota {quota_cpus:g} ({quota_source})"
-    owner = " of its own" if bound_to_rank else ""
-    return CpuLimit(
-        affinity_cpus=affinity_cpus,
-        quota_cpus=quota_cpus,
-        quota_source=quota_source,
-        ranks_on_host=ranks,
-        usable_cpus=usable,
-        reason=(
-            f"{usable} CPU{'s' * (usable != 1)} for this rank: affinity {affinity_cpus}{owner}, "
-            f"{quota}, {ranks} rank{'s' * (ranks != 1)} on this host"
-        ),
-    )
-
-
 def read_affinity() -> int:
     """CPUs this process may run on; all of the machine's where the system has no affinity."""
     if hasattr(os, "sched_getaffinity"):
@@ -233,11 +221,11 @@ def read_cpu_limit(
     # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of
     # cpus-per-task is already one rank's share, and dividing it again would leave CPUs idle.
     bound = ranks > 1 and _slurm_tasks(environ) == ranks
-    return cpu_limit(
+    return CpuLimit(
         affinity_cpus=affinity_cpus,
         quota_cpus=quota_cpus,
         quota_source=quota_source,
-        ranks=ranks,
+        ranks_on_host=ranks,
         bound_to_rank=bound and affinity_cpus <= (_number(environ, "SLURM_CPUS_PER_TASK") or 0),
     )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from misses import each
 
 from lightning_fastdata.host.cpu import (
-    cpu_limit,
+    CpuLimit,
     parse_cpu_max,
     parse_cpu_stat,
     ranks_on_host,
@@ -116,11 +116,11 @@ def test_a_machine_without_cgroups_has_only_its_affinity(tmp_path: Path) -> None
 def test_ranks_together_never_get_more_than_affinity_and_quota(
     affinity: int, quota: float | None, ranks: int, bound: bool
 ) -> None:
-    limit = cpu_limit(
+    limit = CpuLimit(
         affinity_cpus=affinity,
         quota_cpus=quota,
         quota_source=None if quota is None else "cpu.max",
-        ranks=ranks,
+        ranks_on_host=ranks,
         bound_to_rank=bound,
     )
     assert 1 <= limit.usable_cpus <= affinity

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
+from lightning_fastdata.host.cpu import CpuLimit
 from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.planning.facts import DatasetFacts, SampleCost
 from lightning_fastdata.planning.options import LoaderOptions
@@ -69,12 +69,11 @@ def cost(*, wall_ms: float, cpu_ms: float, **how: Any) -> SampleCost:
 
 
 def cpus(count: int, ranks: int = 1) -> CpuLimit:
-    return cpu_limit(
+    return CpuLimit(
         affinity_cpus=count * ranks,
         quota_cpus=None,
         quota_source=None,
-        ranks=ranks,
-        bound_to_rank=False,
+        ranks_on_host=ranks,
     )
 
 
