@@ -1,20 +1,19 @@
-"""This machine: what is installed or can be imported, what limits loading, what runs short."""
+"""This machine: what is installed, which GPUs it has, and what limits loading."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import VersionError
-from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
-from lightning_fastdata.host.memory import DeviceMemory, HostMemory, read_host_memory
+from lightning_fastdata.host.cpu import CpuLimit, read_cpu_limit
+from lightning_fastdata.host.memory import DeviceMemory, HostMemory
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +33,6 @@ _MOST_S: Final = 20.0
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _ENOUGH_OPEN_FILES: Final = 65536
-_SHORT_BYTES: Final = 512 * 2**20
-"""Memory is short where no more than this is left."""
-_THROTTLED: Final = 0.2
-"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
 
 
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
@@ -167,52 +162,29 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / _MIB:.0f} MiB"
 
 
-class Pressure(NamedTuple):
-    """What the machine has no more of."""
-
-    memory: bool = False
-    throttled: bool = False
-
-
-class PressureReader:
-    """Compares what the machine has left with the last time it was asked."""
-
-    def __init__(self) -> None:
-        self._last: CpuThrottling | None = None
-
-    def __call__(self) -> Pressure:
-        """Return what is short now."""
-        last, now = self._last, read_cpu_throttling()
-        self._last = now
-        throttled = False
-        if last is not None and now is not None:
-            held = now.throttled_periods - last.throttled_periods
-            throttled = held > _THROTTLED * (now.periods - last.periods)
-        return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)
-
-
-def read_gpus(
-    count: Callable[[], int] | None = None,
-    run: Callable[[Sequence[str]], str] | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> list[tuple[str, DeviceMemory | None]]:
+def read_gpus() -> list[tuple[str, DeviceMemory | None]]:
     """Return name and memory of each GPU that torch may use; None: the driver does not tell.
 
     The driver lists them: no CUDA context is opened, which takes hundreds of MiB on a GPU that may
-    be at work. ``run`` returns what a command prints, or raises OSError; in ``environ``,
-    ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
+    be at work. ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
     """
-    gpus = (count or _count)()
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = [f"--id={visible}"] if visible else []
-    try:
-        told = (run or _run)(["nvidia-smi", *chosen, *_ASKED]) if gpus else ""
-    except OSError:
-        told = ""
-    lines = told.strip().splitlines()
+    from lightning_fastdata.device import gpu_count  # loads torch
+
+    gpus = gpu_count()
+    lines = _listed_by_driver() if gpus else []
     if len(lines) == gpus:
         return [_parsed(line) for line in lines]
     return [(f"GPU {number}", None) for number in range(gpus)]
+
+
+def _listed_by_driver() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", *([f"--id={visible}"] if visible else []), *_ASKED]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
 
 
 def _parsed(line: str) -> tuple[str, DeviceMemory | None]:
@@ -220,17 +192,3 @@ def _parsed(line: str) -> tuple[str, DeviceMemory | None]:
     # A GPU that shares memory with the CPU says "[N/A]".
     known = free.isdecimal() and total.isdecimal()
     return name, DeviceMemory(int(free) * _MIB, int(total) * _MIB) if known else None
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=True)
-    except subprocess.SubprocessError as error:
-        raise OSError(str(error)) from error
-    return done.stdout
-
-
-def _count() -> int:
-    from lightning_fastdata.device import gpu_count  # loads torch
-
-    return gpu_count()

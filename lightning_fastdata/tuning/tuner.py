@@ -25,7 +25,8 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter, SpentTime
-from lightning_fastdata.host.machine import Pressure, PressureReader
+from lightning_fastdata.host.cpu import CpuThrottling, read_cpu_throttling
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.simulate import (
     GOOD_ENOUGH,
@@ -69,6 +70,10 @@ _LATE_IS_WORTH_S: Final = 60.0
 """Where batches are late, as much may be spent as if the training had lasted so long."""
 _LOOKED_AFTER_S: Final = 1.0
 """So often the memory and the CPU quota of the machine are looked at."""
+_SHORT_BYTES: Final = 512 * 2**20
+"""Memory is short where no more than this is left."""
+_THROTTLED: Final = 0.2
+"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
 _MOST_STAMPS: Final = 100
 _LONG_PAUSE: Final = 5.0
 """A step so many times as long as usual is a pause, in which batches were made ahead."""
@@ -439,6 +444,30 @@ class _Watched:
         if name in ("_batches", "_tuner"):
             raise AttributeError(name)
         return getattr(self._batches, name)
+
+
+class Pressure(NamedTuple):
+    """What the machine has no more of."""
+
+    memory: bool = False
+    throttled: bool = False
+
+
+class PressureReader:
+    """Compares what the machine has left with the last time it was asked."""
+
+    def __init__(self) -> None:
+        self._last: CpuThrottling | None = None
+
+    def __call__(self) -> Pressure:
+        """Return what is short now."""
+        last, now = self._last, read_cpu_throttling()
+        self._last = now
+        throttled = False
+        if last is not None and now is not None:
+            held = now.throttled_periods - last.throttled_periods
+            throttled = held > _THROTTLED * (now.periods - last.periods)
+        return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)
 
 
 class StepWatch:
