@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from thoroughness import LONG
+from thoroughness import LONG, LONGEST
 
 
 def examples():
@@ -31,3 +32,7 @@ def test_examples_are_the_same_whatever_is_imported(tmp_path, monkeypatch):
     (tmp_path / "imported_meanwhile.py").write_text("\n".join(lines))
     importlib.import_module("imported_meanwhile")
     assert examples() == before
+
+
+def test_the_files_that_take_longest_are_there():
+    assert [file for file in LONGEST if not (Path(__file__).parent / file).exists()] == []

@@ -1,33 +1,34 @@
-"""What a sample costs, and how many workers follow from it."""
+"""Who reads, and how many workers there are: what follows from a dataset and a machine."""
 
 from __future__ import annotations
 
+import heapq
 import multiprocessing
 import sys
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from misses import each
 from planning.planned import GIB, Planted, Stream, WithoutLength, cost, cpus, machine, memory, plan
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from thoroughness import max_examples
+from torch.utils.data import Subset, TensorDataset
 
+from lightning_fastdata import FastDataModule
+from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts import (
     DatasetFacts,
+    Questions,
+    SampleCost,
+    inspect_dataset,
     may_start_processes,
-    measure_samples,
-    probe_indices,
 )
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import (
@@ -35,132 +36,10 @@ from lightning_fastdata.planning.plan_for import (
     LoaderSpec,
     Planner,
     look_ahead_batches,
+    plan_for,
+    soonest_workers,
     waits,
 )
-
-# What is measured
-
-
-def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
-    # Which other tests leave out.
-    monkeypatch.setattr("lightning_fastdata.planning.facts._MOST_CROWDED", 20.0)
-
-    def kept_from_a_cpu(seconds):
-        virtual.work(0.01)
-        virtual.queue(seconds)
-
-    def crowded(seconds):
-        return measure_samples(Planted(partial(kept_from_a_cpu, seconds))).crowded
-
-    assert crowded(0.0) == 1.0
-    assert crowded(0.03) == pytest.approx(4.0)
-    assert crowded(9.0) == 21.0, "no more than that"
-
-
-def test_a_sample_that_waits_does_and_ones_that_compute_do_not(virtual):
-    assert waits(measure_samples(Planted(partial(virtual.sleep, 0.01))))
-    assert not waits(measure_samples(Planted(partial(virtual.work, 0.01))))
-    assert not waits(measure_samples(Planted()))
-
-
-def test_no_sample_is_begun_after_the_budget(virtual):
-    data = Planted(partial(virtual.sleep, 0.1), length=1000)
-    found = measure_samples(data, batch_size=8, budget_s=0.45)
-    # The first one is left out.
-    assert len(data.read) == 5
-    assert (found.samples, found.wall_ms) == (4, pytest.approx(100))
-    slow = Planted(partial(virtual.sleep, 9), length=1000)
-    once = measure_samples(slow, batch_size=8)
-    assert len(slow.read) == 1
-    assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
-
-
-def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers(virtual):
-    class Ahead(Planted):
-        opened = False
-
-        def read_ahead(self, indices):
-            if len(indices) > 1:
-                virtual.sleep(0.08 if self.opened else 0.2)
-                self.opened = True
-
-    data = Ahead(partial(virtual.work, 0.001), length=10_000)
-    found = measure_samples(data, batch_size=64, budget_s=0.3)
-    # A worker waits 80 ms for a batch while it decodes the one before for 64 ms.
-    assert found.wall_ms == pytest.approx(80 / 64)
-    assert len(data.read) < 4 * 64 + 1
-
-
-def test_a_few_samples_that_take_long_count_for_as_long_as_they_take(virtual):
-    count = iter(range(10_000))
-    data = Planted(lambda: virtual.sleep(1 if next(count) % 50 == 49 else 0.001), length=2000)
-    found = measure_samples(data, batch_size=16, budget_s=5)
-    assert found.wall_ms == pytest.approx(21, rel=0.5)
-    assert waits(found)
-
-
-def test_collation_is_measured_in_whole_batches(virtual):
-    sizes = []
-
-    def collate(samples):
-        sizes.append(len(samples))
-        virtual.work(0.016 + 0.001 * len(samples))
-
-    found = measure_samples(Planted(length=500), batch_size=16, budget_s=60, collate=collate)
-    assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
-    assert found.collate_ms == pytest.approx(2)
-    assert found.wall_ms == pytest.approx(0, abs=1e-6)
-
-
-def test_a_dataset_that_reads_whole_batches_is_asked_for_them(virtual):
-    asked = []
-
-    class Batched(Planted):
-        def __getitems__(self, indices):
-            asked.append(len(indices))
-            virtual.work(0.032 + 0.001 * len(indices))
-            return [(torch.zeros(4), i) for i in indices]
-
-    data = Batched(length=500)
-    found = measure_samples(data, batch_size=32, budget_s=60)
-    assert data.read == []
-    assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
-    assert found.cpu_ms == pytest.approx(2)
-    assert found.size_bytes == 4 * 4 + 8
-
-
-NAMES = ["a", "b", "c", "d"]
-
-
-@each(
-    ("orders", "keys"),
-    [
-        ({"sampler": SequentialSampler(range(40))}, [5, 15, 25, 35]),
-        ({"sampler": RandomSampler(range(40))}, [5, 15, 25, 35]),
-        ({"sampler": DistributedSampler(range(40), 2, 0)}, [5, 15, 25, 35]),
-        ({"sampler": NAMES}, NAMES),
-        ({"sampler": SubsetRandomSampler([7, 9])}, [7, 9]),
-        ({"sampler": WeightedRandomSampler([0.0, 1.0, 0.0, 2.0], 9)}, [1, 3]),
-        ({"sampler": iter(NAMES)}, NAMES),
-        ({"sampler": None, "batch_sampler": [["a", "b"], ["c"]]}, ["a", "c"]),
-        ({"sampler": None, "batch_sampler": BatchSampler(NAMES, 2, False)}, NAMES),
-        ({"sampler": None, "batch_sampler": BatchSampler(iter(NAMES), 2, False)}, NAMES),
-        ({"sampler": None, "batch_sampler": iter(NAMES)}, NAMES),
-    ],
-)
-def test_keys_to_probe_are_those_of_the_sampler(orders, keys):
-    assert probe_indices(Planted(), 4, **orders) == keys
-
-
-def test_what_cannot_be_read_has_no_cost():
-    def fail():
-        raise ValueError("broken")
-
-    assert measure_samples(Planted(fail)) is None
-    assert measure_samples(Planted(length=0)) is None
-
-
-# What follows from it
 
 
 @each(
@@ -426,3 +305,131 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()
+
+
+# Each kind of dataset has its executor
+
+
+class WithState(Stream):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+COLUMN = TensorDataset(torch.zeros(4))
+SAMPLES = [torch.zeros(3)] * 8
+
+
+@each(
+    ("dataset", "about", "name"),
+    [
+        (Stream(), {}, "workers"),
+        (Stream(), {"workers": 0}, "torch"),
+        (WithState(), {"workers": 0}, "inline"),
+        (COLUMN, {}, "gather"),
+        (COLUMN, {"workers": 0}, "torch"),
+        (COLUMN, {"collate_fn": list}, "workers"),
+        (COLUMN, {"transformed": True}, "workers"),
+        (Subset(ColumnDataset({"x": np.zeros((4, 2))}), [1, 2]), {}, "gather"),
+        (TokenWindows(np.arange(9), 3), {}, "gather"),
+        (Subset(SAMPLES, [1, 2]), {}, "workers"),
+        (SAMPLES, {}, "workers"),
+        (SAMPLES, {"workers": 0}, "torch"),
+    ],
+)
+def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
+    about = dict(about)
+    options = LoaderOptions(num_workers=about.pop("workers", "auto"), probe=False)
+    spec = LoaderSpec(dataset=dataset, name="rows", options=options, batch_size=4, **about)
+    facts = inspect_dataset(spec, Questions(cost=True))
+    assert Planner(spec, facts, machine(cpu=cpus(2))).choose_executor().executor == name
+
+
+@pytest.mark.parametrize("executor", ["torch", "auto", "inline", "gather", "workers"])
+def test_the_executor_of_the_options_reaches_the_loader_and_its_plan(executor):
+    data = TensorDataset(torch.arange(8.0), torch.arange(8))
+    options = LoaderOptions(num_workers=1, executor=executor)
+    module = FastDataModule.from_datasets(data, batch_size=4, options=options)
+    loader = module.train_dataloader()
+    assert loader.executor == ("workers" if executor == "auto" else executor)
+    assert "executor" in module.explain()
+    plain = FastDataModule.from_datasets(data, batch_size=4, options=LoaderOptions(num_workers=1))
+    for one, two in zip(loader, plain.train_dataloader(), strict=True):
+        assert all(map(torch.equal, one, two))
+
+
+# Workers are started only as far as an epoch is over sooner for it
+
+costs = st.builds(
+    lambda cpu, wait: SampleCost(wall_ms=cpu + wait, cpu_ms=cpu, size_bytes=8, samples=9),
+    st.floats(0.01, 2),
+    st.floats(5, 200),
+)
+epochs = st.integers(1, 2000)
+starts = st.floats(1, 2000)
+
+
+def simulated_ms(cost: SampleCost, batches: int, workers: int, start_ms: float) -> float:
+    """When an epoch is over whose workers are started one by one, each taking what is next."""
+    free = [(number + 1) * start_ms for number in range(workers)]
+    for _ in range(batches):
+        heapq.heapreplace(free, free[0] + cost.wall_ms)
+    return max(free)
+
+
+@max_examples(100)
+@given(cost=costs, batches=epochs, start_ms=starts)
+def test_no_number_of_workers_is_sooner_by_much(cost, batches, start_ms) -> None:
+    most = min(64, batches)
+    chosen, _ = soonest_workers(cost, 1, cpus=10**6, most=most, batches=batches, start_ms=start_ms)
+    took = simulated_ms(cost, batches, chosen, start_ms)
+    best = min(simulated_ms(cost, batches, n, start_ms) for n in range(1, most + 1))
+    assert took < 2 * best
+
+
+@max_examples(50)
+@given(cost=costs, batches=epochs, start_ms=starts, more=st.floats(1, 9))
+def test_a_dearer_start_or_a_shorter_epoch_takes_no_more_workers(
+    cost, batches, start_ms, more
+) -> None:
+    def count(batches: int, start_ms: float) -> int:
+        how = {"cpus": 4, "most": 64, "batches": batches, "start_ms": start_ms}
+        return soonest_workers(cost, 4, **how)[0]
+
+    few = count(batches, start_ms)
+    assert 1 <= count(batches, start_ms * more) <= few <= count(int(batches * more), start_ms) <= 64
+    assert count(batches, 0) == 64  # who starts for nothing, and when the length is not known
+    assert soonest_workers(cost, 4, cpus=4, most=64, batches=None, start_ms=start_ms)[0] == 64
+
+
+def workers(
+    samples: int, *, wait_ms: float = 10, keeps: bool = False, crowded: float = 1.0, **options: Any
+) -> int:
+    spec = LoaderSpec(
+        dataset=range(samples),
+        name="rows",
+        options=LoaderOptions(**options),
+        batch_size=4,
+        keeps=keeps,
+    )
+    cost = SampleCost(wall_ms=wait_ms + 0.02, cpu_ms=0.02, size_bytes=8, samples=9, crowded=crowded)
+    plan = plan_for(spec, DatasetFacts(cost=cost, split=True), accelerator="cuda")
+    assert (plan.num_workers > 0) == (plan.executor == "workers")
+    return plan.num_workers
+
+
+def test_a_short_epoch_is_read_by_few_workers_or_none() -> None:
+    assert 1 <= workers(48) <= 6
+    assert workers(48) <= workers(48, keeps=True) <= workers(10**6)
+    assert workers(48) < workers(10**6)
+    assert workers(48) == workers(48, keeps=True, persistent_workers=False)
+    assert workers(4) == 0
+    assert workers(48, multiprocessing_context="spawn") == 0
+    assert workers(48, num_workers=40) == 40
+
+
+def test_where_others_have_the_cpus_fewer_are_started_and_some_still() -> None:
+    alone, crowded = (workers(400, keeps=True, crowded=times) for times in (1.0, 15.0))
+    assert 1 <= crowded < alone / 2
