@@ -245,7 +245,8 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
     late = failure.kind == "late" and method == "fork"
-    if spec.leaves_workers_open and (place or late or _works_here(spec, key, failure)):
+    is_open = spec.options.num_workers == spec.options.executor == "auto"
+    if is_open and (place or late or _works_here(spec, key, failure)):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
         return replace(facts, here=here, warnings=(here,) if late else ())
     if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":

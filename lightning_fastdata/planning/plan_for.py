@@ -150,11 +150,6 @@ class LoaderSpec:
         return self.options.num_workers == "auto" and not kind_of(executor).is_torch
 
     @property
-    def leaves_workers_open(self) -> bool:
-        """Whether the options leave it open whether there are workers."""
-        return self.options.num_workers == self.options.executor == "auto"
-
-    @property
     def reads_here(self) -> bool:
         """Whether the options have the training process read samples itself."""
         executor = self.options.executor
