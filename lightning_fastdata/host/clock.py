@@ -7,6 +7,7 @@ checks that. A test runs the same code in a time of its own by :func:`installed`
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -147,6 +148,9 @@ class ThreadSchedule:
         # The file has the time on a CPU as of the last tick, up to 4 ms ago; the clock is exact.
         return _clock.thread_time_ns(), _clock.queued_ns(self._schedstat)
 
+    def __reduce__(self) -> tuple[type[ThreadSchedule], tuple[()]]:
+        return ThreadSchedule, ()  # a copy would have a file that another one closes
+
 
 def queued_s() -> float:
     """Return the seconds the calling thread was ready to run and had no CPU; 0: not known."""
@@ -165,23 +169,27 @@ class SpentTime(NamedTuple):
     """In which the thread that reads this was ready to run, but had no CPU; 0 where not known."""
 
 
-def read_spent() -> SpentTime:
-    """Return what the process has used since some moment in the past."""
-    return SpentTime(wall_s=monotonic(), cpu_s=process_time(), runqueue_s=queued_s())
-
-
 class SpentMeter:
     """Adds up what is used between each begin and the pause that follows."""
 
-    def __init__(self, read: Callable[[], SpentTime] = read_spent) -> None:
+    def __init__(self) -> None:
         self.total = SpentTime()
         """Up to the last pause."""
-        self._read = read
+        self._schedule = ThreadSchedule()
+        self._thread = threading.get_native_id()
         self._began: SpentTime | None = None
+
+    def read(self) -> SpentTime:
+        """Return what the process has used since some moment in the past."""
+        thread = threading.get_native_id()
+        if thread != self._thread:  # the file is of its thread
+            self._thread, self._schedule = thread, ThreadSchedule()
+        _, queued_ns = self._schedule.read_ns() or (0, 0)
+        return SpentTime(monotonic(), process_time(), queued_ns / 1e9)
 
     def began(self) -> None:
         """Measure from now on, if it is not measured already."""
-        self._began = self._began or self._read()
+        self._began = self._began or self.read()
 
     def paused(self, *, counts: bool = True) -> None:
         """Do not measure until it begins again. What was used since it began counts, or not."""
@@ -193,7 +201,7 @@ class SpentMeter:
         """Return what was used so far."""
         if self._began is None:
             return self.total
-        readings = zip(self.total, self._read(), self._began, strict=True)
+        readings = zip(self.total, self.read(), self._began, strict=True)
         return SpentTime(*(total + (now - began) for total, now, began in readings))
 
 
