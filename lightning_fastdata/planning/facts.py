@@ -861,14 +861,14 @@ def _main(
     if cv2 is not None:
         cv2.setNumThreads(0)
 
-    def tell(name: str, value: object) -> None:
+    def send(name: str, value: object) -> None:
         # What cannot be pickled cannot be had, and is decided without.
         with contextlib.suppress(Exception):
             end.send_bytes(pickle.dumps(("found", name, value), pickle.HIGHEST_PROTOCOL))
 
     end.send(("begun", "", None))
     try:
-        work(*arguments, tell)
+        work(*arguments, send)
     except BaseException as error:  # sys.exit(), too, is the fault of a sample
         text, pickled = "".join(traceback.format_exception(error)), b""
         with contextlib.suppress(Exception):
