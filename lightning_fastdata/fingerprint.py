@@ -2,8 +2,9 @@
 
 It tells of this process alone. Compared are the attributes and elements of an object and of all
 that it holds, numbers in arrays and tensors, code by its address with what it closes over, the
-attributes of the user's classes, code and plain data (numbers, texts, and containers of these)
-among the globals of the user's modules that have a part in it, and how much ``functools.lru_cache``
+attributes of the user's classes, code and plain data (numbers, texts, and containers of these; of
+containers that hold other things, too, their numbers and texts) among the globals of the user's
+modules that have a part in it, and how much ``functools.lru_cache``
 has kept; of a few files that are named alone, size and time. Not compared are other files, the
 environment, and globals of other kinds.
 
@@ -14,9 +15,12 @@ change in a way that no look shows has no snapshot, and each comparison of it is
 
 from __future__ import annotations
 
+import abc
 import argparse
 import copyreg
 import ctypes
+import datetime
+import decimal
 import enum
 import functools
 import hashlib
@@ -43,13 +47,20 @@ from types import (
     NoneType,
     SimpleNamespace,
 )
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.tree import closed_over, held, held_by, is_users, loaded_classes
+from lightning_fastdata.tree import (
+    closed_over,
+    held,
+    held_by,
+    is_named_tuple,
+    is_users,
+    loaded_classes,
+)
 
 Look: TypeAlias = Callable[[Any], Any]
 """Tells one part of what an object is."""
@@ -63,6 +74,8 @@ _FEW: Final = 16
 """Files that are looked at."""
 _LOOKED_AT: Final = 1000
 """Elements of a global container that are looked at to see whether it holds plain data."""
+_FIRST: Final = 256
+"""Of a container that holds other things than plain data, so many parts are looked at."""
 _DEPTH: Final = 8
 _ATOMS: Final = (int, float, complex, bool, str, bytes, bytearray, NoneType, range, slice)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
@@ -86,9 +99,21 @@ _METHODS: Final = (FunctionType, staticmethod, classmethod, property, functools.
 _CONSTANT: Final = (frozenset, str, bytes, int, float)
 _NEVER_CHANGE: Final = (
     complex, range, slice, np.generic, enum.Enum, BuiltinFunctionType, re.Pattern,
-    torch.dtype, torch.device, torch.layout, torch.Size,
+    torch.dtype, torch.device, torch.layout, torch.Size, np.dtype,
+    datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
 )  # fmt: skip
 """What these hold, if anything, is looked at for itself."""
+_PLAIN: Final = (
+    enum.Enum, np.generic, torch.Tensor, _REMEMBERS, PurePath, re.Pattern,
+    torch.dtype, torch.device, torch.layout, torch.Size, np.dtype,
+    datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
+)  # fmt: skip
+"""Globals of these are compared."""
+_NUMBERS_AND_TEXTS: Final = (int, float, complex, bool, str, bytes, NoneType)
+_ROOTS: Final = (object, abc.ABC, Generic)
+"""Classes that the user's are derived from, and that hold nothing."""
+_Owner: TypeAlias = "ModuleType | type | dict[str, Any]"
+"""A module, a class, or the globals of a text that was executed."""
 _GIVE_ATTRIBUTES: Final = (object.__getstate__, torch.nn.Module.__getstate__)
 _OFFSETS: Final = ("__vectorcalloffset__", "__dictoffset__", "__weaklistoffset__")
 """What classes of C have beside their attributes: numbers that are the same ones for ever."""
@@ -246,8 +271,9 @@ class _Digesting(pickle.Pickler):
         self._roughly = roughly
         self._with_globals = with_globals
         self._looked_up = 0
-        self._met: list[ModuleType | type] = []
+        self._met: list[_Owner] = []
         """Whose plain data are compared."""
+        self._in_globals = False
         self._once: set[tuple[str, int]] = set()
         self._attributes: dict[type, Look] = {}
         lasting = [kind for module, *names in _SHARED for kind in loaded_classes(module, *names)]
@@ -258,6 +284,7 @@ class _Digesting(pickle.Pickler):
         """Return what objects are now; None: they cannot be compared. To be called once."""
         try:
             self.dump(objects)
+            self._in_globals = True
             for owner in self._met:  # which grows meanwhile
                 self.dump(self._outline(owner))
         except Exception:  # whatever the __reduce__() of an object raises
@@ -284,9 +311,11 @@ class _Digesting(pickle.Pickler):
             first = self._is_first("code", obj)  # it may refer to itself
             return _stand_in, (id(obj), tuple(of(obj)) if first else ())
         if isinstance(obj, PurePath):
-            self._look_up(str(obj))
+            if not self._in_globals:  # where logs are written, too
+                self._look_up(str(obj))
             return _stand_in, ("path", str(obj), held_by(obj))
         if isinstance(obj, ModuleType):
+            self._meet(obj)
             return _stand_in, ("module", obj.__name__)
         if isinstance(obj, torch.Tensor):
             return _stand_in, tuple(self._of_tensor(obj))
@@ -418,7 +447,11 @@ class _Digesting(pickle.Pickler):
         code, closure, *kept = self.looks.parts(_OF_FUNCTION, function)
         closed = self.looks.parts(closed_over, function) if closure else ()
         yield from (_code(code), *kept, *closed)
-        self._meet(function.__module__, function.__globals__.get("__name__"))
+        names = function.__globals__
+        self._meet(function.__module__, names.get("__name__"))
+        module = sys.modules.get(names.get("__name__", ""))
+        if module is None or vars(module) is not names:  # of a text that was executed
+            self._meet(names)
 
     def _is_first(self, what: str, obj: object) -> bool:
         first = (what, id(obj)) not in self._once
@@ -429,16 +462,17 @@ class _Digesting(pickle.Pickler):
         """Have the plain data of user's modules and classes compared, too."""
         for owner in owners if self._with_globals else ():
             module = sys.modules.get(owner) if isinstance(owner, str) else owner
-            users = isinstance(module, ModuleType | type) and is_users(_home_of(module))
+            users = isinstance(module, ModuleType | type | dict) and is_users(_home_of(module))
             if users and self._is_first("met", module):
-                self._met.append(cast("ModuleType | type", module))
+                self._met.append(cast("_Owner", module))
 
-    def _outline(self, owner: ModuleType | type) -> tuple[object, ...]:
+    def _outline(self, owner: _Owner) -> tuple[object, ...]:
         """Return the code and the plain data among the attributes of a module or a class.
 
-        Of the others their classes are looked at, and none is kept.
+        Of containers that hold other things, too, numbers and texts count; of all others their
+        classes are looked at, and none is kept.
         """
-        namespace: Mapping[str, Any] = vars(owner)
+        namespace: Mapping[str, Any] = owner if isinstance(owner, dict) else vars(owner)
         self.looks.watch(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
         self.looks.watch(_kinds, namespace)
         found: dict[str, object] = {}
@@ -450,11 +484,15 @@ class _Digesting(pickle.Pickler):
                     found[name] = told
                 elif _holds_others(type(value)):
                     others.append(name)
-        if others and self.looks.is_whole:  # they may become plain
-            self.looks.fact(lambda names: [_is_plain(names[name]) for name in others], namespace)
+
+        def parts(names: Mapping[str, Any]) -> list[tuple[object, ...]]:
+            # Those that are not plain may become it, and none of them is kept.
+            return [(_is_plain(names[each]), _plain_part(names[each])) for each in others]
+
+        of_others = self.looks.fact(parts, namespace) if others else []
         if found:
             self.looks.watch(itemgetter(*found, next(iter(found))), namespace)
-        return tuple(found.items())
+        return (*found.items(), *zip(others, of_others, strict=True))
 
     def _of_global(self, value: Any, *, method: bool) -> object:
         """Return what an attribute of a module or class is compared by; None: it is not."""
@@ -583,7 +621,9 @@ def _got(get: Look, obj: object) -> object:
         return _stand_in
 
 
-def _home_of(owner: ModuleType | type) -> str:
+def _home_of(owner: _Owner) -> str:
+    if isinstance(owner, dict):
+        return str(owner.get("__name__", "__main__"))
     return owner.__module__ if isinstance(owner, type) else owner.__name__
 
 
@@ -622,7 +662,7 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
     So are the results of a function that are kept.
     """
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | torch.Tensor | _REMEMBERS):
+    if kind in _ATOMS or isinstance(value, _PLAIN):
         return True
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
@@ -631,18 +671,44 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
         return True
     if not depth:
         return False
-    if kind in _SEQUENCES:
+    if kind in _SEQUENCES or is_named_tuple(value):
         return all(_is_plain(each, depth - 1) for each in islice(value, _LOOKED_AT))  # type: ignore[call-overload]
     if kind in _MAPPINGS:
         return _are_plain(value, depth)  # type: ignore[arg-type]
     return _holds_others(kind) and _are_plain(held_by(value), depth)
 
 
+def _plain_part(value: object) -> tuple[object, ...]:
+    """Return the numbers and texts in a container, with the keys that they have; () if it has none.
+
+    Of a large one those that come first.
+    """
+    left = [_FIRST]
+
+    def part(value: object, depth: int) -> tuple[object, ...]:
+        left[0] -= 1
+        kind = type(value)
+        if kind in _NUMBERS_AND_TEXTS:
+            return (value,)
+        if not depth or left[0] < 0:
+            return ()
+        items: Iterable[tuple[object, object]] = ()
+        if kind in _SEQUENCES or is_named_tuple(value):
+            items = enumerate(list(islice(value, _FIRST)))  # type: ignore[call-overload]
+        elif kind in _MAPPINGS or _holds_others(kind):
+            held = value if kind in _MAPPINGS else held_by(value)
+            items = list(islice(held.items(), _FIRST))  # type: ignore[attr-defined]
+        parts = ((key, part(each, depth - 1)) for key, each in items)
+        return tuple((repr(key), each) for key, each in parts if each)
+
+    return part(value, _DEPTH)
+
+
 def _holds_others(kind: type) -> bool:
     """Return whether an object may become plain, or no longer be, by what it holds."""
     if kind in (*_SEQUENCES, *_MAPPINGS, SimpleNamespace, argparse.Namespace):
         return True
-    return all(owner is object or is_users(owner.__module__) for owner in kind.__mro__)
+    return all(owner in _ROOTS or is_users(owner.__module__) for owner in kind.__mro__)
 
 
 def _are_plain(items: Mapping[Any, object], depth: int) -> bool:

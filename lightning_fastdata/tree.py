@@ -6,7 +6,9 @@ What a dataset holds of some classes is found without code being run or read.
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import sys
+import sysconfig
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -33,6 +35,8 @@ _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 256
 _HOLD_NOTHING: Final = (str, bytes, bytearray, int, float, complex, NoneType, np.ndarray)
 _INSTALLED: Final = ("site-packages", "dist-packages")
+_PYTHONS: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+"""Where Python's own modules are."""
 
 
 def spelled(path: Path) -> str:
@@ -306,7 +310,23 @@ def is_users(module: object) -> bool:
     if not isinstance(module, str):
         return False
     package = module.split(".")[0]
-    if package in {"", __name__.split(".")[0]} or package in sys.stdlib_module_names:
-        return False
     file = held(sys.modules.get(module), "__file__") or ""
-    return not any(folder in file for folder in _INSTALLED)
+    # A module of the user's may have the name of one of Python's.
+    pythons = package in sys.stdlib_module_names and (not file or file.startswith(_PYTHONS))
+    if pythons or package in {"", __name__.split(".")[0]}:
+        return False
+    return not any(folder in file for folder in _INSTALLED) or package in _installed_projects()
+
+
+@lru_cache(maxsize=1)
+def _installed_projects() -> frozenset[str]:
+    """Return the packages that were installed from a folder or a repository, as a user's own are.
+
+    pip notes that: https://packaging.python.org/en/latest/specifications/direct-url/
+    """
+    found: set[str] = set()
+    for each in importlib.metadata.distributions():
+        noted = each.read_text("direct_url.json") or ""
+        if "dir_info" in noted or "vcs_info" in noted:
+            found |= {file.parts[0].removesuffix(".py") for file in each.files or ()}
+    return frozenset(found)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import abc
+import argparse
+import importlib
 import itertools
+import json
 import multiprocessing
 import sys
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +24,8 @@ from front_door.test_changing_world import Rows
 from misses import each
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata import tree
+from lightning_fastdata.fingerprint import Watched, fingerprint
 from lightning_fastdata.host import clock
 
 OF_NOBODY = object()
@@ -208,3 +218,113 @@ def test_methods_are_told_apart_by_all_that_they_are_made_of(monkeypatch):
         assert fingerprint(ReadsRows()) == found[name], name
     assert None not in found.values()
     assert len(set(found.values())) == len(METHODS)
+
+
+class Point(NamedTuple):
+    """A tuple with names."""
+
+    value: int
+
+
+class Base(abc.ABC):  # noqa: B024 - as settings are
+    """Of whom the user's settings are derived."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def changed(name: str, value: object) -> Callable[[ModuleType], None]:
+    return lambda module: setattr(module, name, value)
+
+
+@each(
+    ("text", "change"),
+    [
+        ("at = Namespace(size=1, root=Path('.'))", lambda module: setattr(module.at, "size", 2)),
+        (
+            "at = {'device': torch.device('cpu'), 'size': 1}",
+            lambda module: module.at.update(size=2),
+        ),
+        ("at = {'model': Linear(1, 1), 'size': 1}", lambda module: module.at.update(size=2)),
+        ("at = [len, {'deep': [Linear(1, 1), 'a']}]", lambda m: m.at[1]["deep"].append("b")),
+        ("at = [Linear(1, 1)]", lambda module: module.at.append(1)),
+        ("at = Point(1)", changed("at", Point(2))),
+        ("at = Base()", lambda module: setattr(module.at, "value", 1)),
+        ("at = Path('a')", changed("at", Path("b"))),
+        ("at = timedelta(1)", changed("at", timedelta(2))),
+        ("at = Decimal(1)", changed("at", Decimal(2))),
+        ("at = torch.float32", changed("at", torch.float64)),
+    ],
+)
+def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
+    text, change, monkeypatch
+):
+    module = ModuleType("users_settings")
+    here = {"Namespace": argparse.Namespace, "Path": Path, "torch": torch, "Decimal": Decimal}
+    here |= {"Linear": torch.nn.Linear, "Point": Point, "Base": Base, "timedelta": timedelta}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(here)
+    exec(f"{text}\ndef read(own, index):\n    return at\n", vars(module))
+    check_that_it_is_seen(module.read, partial(change, module))
+
+
+@each("held", ["by an attribute", "by a function of its text"])
+def test_a_module_that_the_program_keeps_itself_is_compared(held):
+    module = ModuleType("of_no_import")
+    exec("size = 1\ndef read(own, index):\n    return size\n", vars(module))
+    read = (lambda own, _, module=module: module.size) if held == "by an attribute" else module.read
+    check_that_it_is_seen(read, lambda: setattr(module, "size", 2))
+
+
+def test_the_globals_of_a_text_that_was_executed_are_compared():
+    names: dict[str, Any] = {}
+    exec("size = 1\ndef read(own, index):\n    return size\n", names)
+    check_that_it_is_seen(names["read"], lambda: names.update(size=2))
+
+
+def test_a_module_of_the_users_may_have_the_name_of_one_of_pythons(tmp_path, monkeypatch):
+    (tmp_path / "sched.py").write_text("size = 1\ndef read(own, index):\n    return size\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sched", raising=False)
+    tree.is_users.cache_clear()
+    module = importlib.import_module("sched")
+    try:
+        check_that_it_is_seen(module.read, lambda: setattr(module, "size", 2))
+    finally:
+        monkeypatch.delitem(sys.modules, "sched")
+        tree.is_users.cache_clear()
+
+
+@each(("origin", "users"), [({"dir_info": {}}, True), ({"archive_info": {}}, False), (None, False)])
+def test_a_project_of_the_users_may_be_installed(origin, users, tmp_path, monkeypatch):
+    folder, name = tmp_path / "site-packages", f"project{abs(hash(str(origin)))}"
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text("size = 1\ndef read(own, index):\n    return size\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "RECORD").write_text(f"{name}.py,,\n{name}-1.dist-info/RECORD,,\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps({"url": "file:///project", **origin}))
+    monkeypatch.syspath_prepend(folder)
+    forget = (tree.is_users.cache_clear, tree._installed_projects.cache_clear)
+    [each() for each in forget]
+    module = importlib.import_module(name)
+    try:
+        dataset = Rows(module.read)
+        before = fingerprint(dataset)
+        module.size = 2
+        assert (fingerprint(dataset) != before) is users
+    finally:
+        monkeypatch.delitem(sys.modules, name)
+        [each() for each in forget]
+
+
+def check_that_it_is_seen(read: Any, change: Callable[[], object]) -> None:
+    """Check that a change is seen of a dataset that reads so, and nothing else before it."""
+    dataset, watched = Rows(read), Watched()
+    before = fingerprint(dataset), watched.now((dataset,), 1.0)
+    assert None not in before
+    assert before == (fingerprint(dataset), watched.now((dataset,), 1.0))
+    change()
+    assert fingerprint(dataset) != before[0]
+    assert watched.now((dataset,), 1.0) != before[1]
