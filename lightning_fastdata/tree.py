@@ -134,6 +134,9 @@ def bytes_in(value: Batch) -> int:
 
 
 def _leaf_bytes(leaf: object) -> int:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided and not leaf.is_nested:
+        values = leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
+        return values.values().nbytes
     if isinstance(leaf, torch.Tensor | np.ndarray | np.generic):
         return int(leaf.nbytes)
     if isinstance(leaf, bytes | str):

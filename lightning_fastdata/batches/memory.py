@@ -718,10 +718,9 @@ def _write(
     if len(value) != len(node.parts):
         raise MisfitError
     if node.kind is dict:
-        try:
-            value = [value[key] for key in node.keys]
-        except KeyError as error:
-            raise MisfitError from error
+        if tuple(value) != node.keys:  # the batch has the order of its first sample's
+            raise MisfitError
+        value = value.values()
     for part, item in zip(node.parts, value, strict=True):
         _write(part, item, fields, writers, row)
 
@@ -737,10 +736,8 @@ def _write_many(
     _same_for_all(map(len, values), len(node.parts))
     columns: Iterable[Any]
     if node.kind is dict:
-        try:
-            columns = [[value[key] for value in values] for key in node.keys]
-        except KeyError as error:
-            raise MisfitError from error
+        _same_for_all(map(tuple, values), node.keys)
+        columns = zip(*map(dict.values, values), strict=True)
     else:
         columns = zip(*values, strict=True)
     for part, column in zip(node.parts, columns, strict=True):

@@ -663,8 +663,8 @@ def tell_draws(stream: object) -> None:
         f"{type(stream).__name__} draws from global generators (random, numpy.random, torch), or "
         "its collate_fn does, and their states are not saved. So after this resume it may draw "
         "other numbers than without a break. Have it draw from a generator of its own that is "
-        "seeded by the epoch, which on_train_epoch_start can tell it, or that its state_dict() "
-        "holds."
+        "seeded by the epoch, which on_train_start and on_train_epoch_start can tell it, or that "
+        "its state_dict() holds."
     )
 
 
@@ -892,5 +892,6 @@ def read_again(batches: ReadBatches, state: Position, stream: object, *, by_torc
             f"{name} gave other samples than before the training was saved, when they were read "
             "again to go on behind them. So the training goes on, but in this epoch some samples "
             "come twice and others not at all. Have it shuffle by a seed and by the epoch, which "
-            f"on_train_epoch_start can tell it (WebDataset: detshuffle=True and a seed){remedy}."
+            "on_train_start and on_train_epoch_start can tell it (WebDataset: detshuffle=True and "
+            f"a seed){remedy}."
         )

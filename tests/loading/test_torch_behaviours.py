@@ -9,6 +9,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import ShuffleSampler
 
@@ -273,6 +274,30 @@ def check_kinds(executor: str, kinds: dict[str, Any], size: int | None) -> None:
 
 def _together(makers: dict[str, Any], index: int) -> dict[str, Any]:
     return {kind: make(index) for kind, make in makers.items()}
+
+
+@each("turned", [lambda i: i // 3 % 2, lambda i: i % 2])
+@each("size", [1, 50_000])
+@each("executor", ENGINE)
+def test_the_fields_of_a_batch_have_the_order_of_its_first_sample(executor, turned, size) -> None:
+    def make(index: int) -> dict[str, torch.Tensor]:
+        sample = {"x": torch.full((size,), index), "y": torch.full((size,), -index)}
+        return dict(reversed(sample.items())) if turned(index) else sample
+
+    ours, theirs = both(executor, lambda: {"batch_size": 3}, Made(make))
+    assert [list(batch) for batch in ours[0][0]] == [list(batch) for batch in theirs[0][0]]
+    assert alike(ours, theirs)
+
+
+@each("form", ["to_sparse", "to_sparse_csr"])
+@each("workers", [2, "auto"])
+def test_sparse_samples_are_tried_without_a_word(form, workers) -> None:
+    rows = Made(lambda i: getattr(torch.eye(3) * i, form)())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        loader = FastDataLoader(rows, batch_size=None, num_workers=workers)
+    assert loader.plan is not None
+    assert "RuntimeError" not in loader.plan.explain()
 
 
 @pytest.mark.parametrize("executor", ENGINE)
