@@ -80,6 +80,7 @@ _DEPTH: Final = 8
 _ATOMS: Final = (int, float, complex, bool, str, bytes, bytearray, NoneType, range, slice)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
+_NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 _SHARED: Final = (
     ("multiprocessing.managers", "BaseProxy"),
     ("multiprocessing.queues", "Queue", "SimpleQueue"),
@@ -681,7 +682,8 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
 def _plain_part(value: object) -> tuple[object, ...]:
     """Return the numbers and texts in a container, with the keys that they have; () if it has none.
 
-    Of a large one those that come first.
+    Of a large one those that come first. An object of a class of the user's own is none: most that
+    hold something else than plain data are at work, and count what they do.
     """
     left = [_FIRST]
 
@@ -695,9 +697,10 @@ def _plain_part(value: object) -> tuple[object, ...]:
         items: Iterable[tuple[object, object]] = ()
         if kind in _SEQUENCES or is_named_tuple(value):
             items = enumerate(list(islice(value, _FIRST)))  # type: ignore[call-overload]
-        elif kind in _MAPPINGS or _holds_others(kind):
-            held = value if kind in _MAPPINGS else held_by(value)
-            items = list(islice(held.items(), _FIRST))  # type: ignore[attr-defined]
+        elif kind in _MAPPINGS:
+            items = list(islice(value.items(), _FIRST))  # type: ignore[attr-defined]
+        elif kind in _NAMESPACES:
+            items = list(islice(held_by(value).items(), _FIRST))
         parts = ((key, part(each, depth - 1)) for key, each in items)
         return tuple((repr(key), each) for key, each in parts if each)
 
@@ -706,7 +709,7 @@ def _plain_part(value: object) -> tuple[object, ...]:
 
 def _holds_others(kind: type) -> bool:
     """Return whether an object may become plain, or no longer be, by what it holds."""
-    if kind in (*_SEQUENCES, *_MAPPINGS, SimpleNamespace, argparse.Namespace):
+    if kind in (*_SEQUENCES, *_MAPPINGS, *_NAMESPACES):
         return True
     return all(owner in _ROOTS or is_users(owner.__module__) for owner in kind.__mro__)
 
