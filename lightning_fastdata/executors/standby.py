@@ -6,7 +6,8 @@ reading here, what is read is compared with what it was then. As soon as it is n
 cannot be compared, the side processes, which were started when the epoch began, read the rest.
 
 Which of the two makes the training quicker rests on what it does with the batches. Both are timed
-in its first epoch; where side processes were no quicker, once more in the next, as they start
+in its first epoch; where side processes were quicker, once more and for longer, as the machine may
+have done something else meanwhile; where they were not, once more in the next epoch, as they start
 slowly.
 """
 
@@ -47,8 +48,12 @@ _LEAST_S, _MOST_S = 0.001, 0.05
 """Bounds of that."""
 _LAST: Final = 3
 """So many comparisons tell what one takes: the least of them, as others do more than compare."""
+_LEAST_TIMES: Final = 20
+"""The same where more batches would not stay in the caches of a CPU."""
 _MOST_BATCHES: Final = 512
 _MOST_BYTES: Final = 2**25
+_CACHED_BYTES: Final = 2**23
+"""Of batches that stay in the caches of a CPU until they are used, about."""
 _CHANGED_MEANWHILE: Final = (
     "The dataset or its collate_fn has changed while a batch was read in the training process: by "
     "reading it (a counter, say, or samples that are kept), or by another thread. Workers read "
@@ -63,9 +68,12 @@ _TIMED: Final = 5
 _TIMED_S: Final = 0.1
 """So long the training process reads before side processes are tried."""
 _WORTH_IT: Final = 0.97
+_SURE: Final = 4 * _TIMED
+"""The same where side processes were quicker: what a machine does meanwhile may take as long as a
+short trial, and the choice is for good."""
 _TRIALS: Final = 2
-"""Side processes that were just started touch their memory for the first time: they have a second
-trial, in another epoch."""
+"""So many trials of one result choose. Side processes that were just started touch their memory for
+the first time: where they were no quicker, the second trial is in another epoch."""
 
 
 @dataclass(slots=True)
@@ -78,8 +86,10 @@ class Ways:
     """From batch to batch, the step included, where the training process reads."""
     spent_s: float = 0.0
     """What they were taken from."""
+    won: int = 0
+    """Trials in which side processes were quicker."""
     lost: int = 0
-    """Trials in which side processes were no quicker."""
+    """Those in which they were not."""
 
     def note(self, seconds: float, batches: int) -> None:
         """Note how long the training took for batches that were read here."""
@@ -97,13 +107,14 @@ class Ways:
         if len(aside_s) >= _TIMED:
             here_ms, aside_ms = (1000 * statistics.median(x) for x in (self.here_s, aside_s))
             aside = aside_ms < _WORTH_IT * here_ms
-            self.lost += not aside
-            if aside or self.lost == _TRIALS:
+            self.won, self.lost = self.won + aside, self.lost + (not aside)
+            if _TRIALS in (self.won, self.lost):
                 self.aside = aside
             log.info(
                 "From batch to batch it takes %.3g ms where the training process reads, %.3g where "
-                "workers do: %s from now on.",
+                "workers do: %s%s.",
                 *(here_ms, aside_ms, "these read" if aside else "it reads, and they stand by"),
+                "" if self.aside is None else " from now on",
             )
 
 
@@ -160,8 +171,8 @@ class StandbyExecutor:
         self._aside = self._tried = False
         self._batches = 1
         """Batches that are read at once."""
-        self._most: int | None = None
-        """How many they may be; None: nothing was read yet."""
+        self._size_bytes: int | None = None
+        """Of one of them; None: nothing was read yet."""
         self._begins, self._read_s = True, 0.0
         self._compared_s: deque[float] = deque(maxlen=_LAST)
         """What the last comparisons of the epoch took."""
@@ -212,9 +223,8 @@ class StandbyExecutor:
         begins, self._begins = self._begins, False
         began = all(child.began for child in self._pool.children.values())
         if self._ways.tries and began and not self._tried:
-            self._trial, self._tried = [], True
-            around = 2 * self._plan.look_ahead  # while the pool fills, and while it empties
-            self._turn_aside(islice(self._source, around + _GROUP * (_TIMED + 1)))
+            self._tried = True
+            self._try_aside(_TIMED)
             return
         if not begins and self._state() != self._before:
             self._turn_aside(self._source)
@@ -222,9 +232,16 @@ class StandbyExecutor:
         compared_s = min(self._compared_s)
         if not begins and compared_s > _CHEAP_S:
             self._ways.aside = True
+        self._batches = max(1, int(min(self._fitting(compared_s), 2 * self._batches)))
+
+    def _fitting(self, compared_s: float) -> float:
+        """Return how many batches are best read at once, where comparing takes so long."""
+        if self._size_bytes is None or not self._read_s:
+            return 1
         wanted_s = min(max(_LEAST_S, _TIMES * compared_s), _MOST_S)
-        fitting = wanted_s / self._read_s if self._read_s else 1
-        self._batches = max(1, int(min(fitting, 2 * self._batches, self._most or 1)))
+        cached, most = (bound // max(1, self._size_bytes) for bound in (_CACHED_BYTES, _MOST_BYTES))
+        least = _LEAST_TIMES * compared_s / self._read_s
+        return min(wanted_s / self._read_s, max(cached, least), most, _MOST_BATCHES)
 
     def _state(self) -> Fingerprint | None:
         began_s = clock.thread_time()
@@ -244,9 +261,9 @@ class StandbyExecutor:
             return None
         self._batches = 1 + self._here.left
         self._read_s = (clock.monotonic() - began_s) / self._batches
-        if self._most is None:
-            size = bytes_in(batch) if self._copying is None else self._copying.size_bytes
-            self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, size)))
+        if self._size_bytes is None:
+            copying = self._copying
+            self._size_bytes = bytes_in(batch) if copying is None else copying.size_bytes
         return batch
 
     def _pinned(self, batch: Batch) -> Batch:
@@ -256,10 +273,10 @@ class StandbyExecutor:
 
     def _holds(self) -> bool:
         """Return whether nothing has changed while it was read: by that, or by another thread."""
-        if self._most is not None and threading.active_count() < 2:
+        if self._size_bytes is not None and threading.active_count() < 2:
             return True
         holds = self._state() == self._before
-        if not holds and self._most is None:
+        if not holds and self._size_bytes is None:
             self._ways.aside = True
             warnings.warn(_CHANGED_MEANWHILE, FastDataWarning, stacklevel=5)
         return holds
@@ -268,16 +285,25 @@ class StandbyExecutor:
         self._aside, self._idle = True, False
         self._pool.start_epoch(batches, self._epoch)
 
+    def _try_aside(self, groups: int) -> None:
+        """Have side processes read so many groups of batches that are timed."""
+        self._trial = []
+        around = 2 * self._plan.look_ahead  # while the pool fills, and while it empties
+        self._turn_aside(islice(self._source, around + _GROUP * (groups + 1)))
+
     def _end_trial(self) -> None:
         asked_s, ahead = self._trial or [], self._plan.look_ahead
         middle = asked_s[ahead : max(ahead, len(asked_s) - ahead)]
         marks = middle[::_GROUP]
+        won = self._ways.won
         self._ways.decide([(b - a) / _GROUP for a, b in pairwise(marks)])
         self._trial, self._since_s = None, None
         self._earlier += self._pool.under_way()[0]
         self._aside = False
         if self._ways.aside:
             self._turn_aside(self._source)
+        elif self._ways.won > won:
+            self._try_aside(_SURE)
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
         """Return how many batches of the epoch were begun, and which were not handed over."""

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+import statistics
 import threading
 import warnings
 from collections import Counter, deque
@@ -317,8 +318,44 @@ def test_side_processes_that_were_slow_as_they_had_just_started_are_tried_once_m
     ways.decide([0.12] * 5)
     assert ways.aside is None
     assert ways.tries
-    ways.decide([0.05] * 5)
+    for _ in range(2):
+        assert ways.aside is None
+        ways.decide([0.05] * 5)
     assert ways.aside is True
+
+
+def test_one_lucky_trial_of_side_processes_chooses_nothing():
+    ways = ways_of([0.1] * 9)
+    ways.decide([0.05] * 5)
+    assert ways.aside is None
+    for _ in range(2):
+        assert ways.tries
+        ways.decide([0.3] * 20)
+    assert ways.aside is False
+
+
+@pytest.mark.parametrize("quicker", ["always", "at first"])
+def test_side_processes_that_were_quicker_are_timed_once_more_in_the_same_epoch(
+    quicker, tried, monkeypatch
+):
+    tries, decide = [], Ways.decide
+
+    def noted(ways, aside_s):
+        tries.append(len(aside_s))
+        here_s = statistics.median(ways.here_s)
+        lucky = quicker == "always" or len(tries) == 1
+        decide(ways, [(0.5 if lucky else 2.0) * here_s] * len(aside_s))
+
+    monkeypatch.setattr(Ways, "decide", noted)
+    loader = standing_by(Cheap(length=4000), shuffle=True)
+    readers = []
+    for _ in range(4):  # in the first the workers may not be there in time
+        batches, read = readers_of(loader)
+        assert sorted(itertools.chain(*batches)) == list(range(4000))
+        readers.append(set(read))
+        wait_for_workers(loader)
+    assert tries[1] > tries[0] > 0
+    assert readers[-1] == ({0} if quicker == "always" else {-1})
 
 
 @pytest.mark.parametrize("length", [8, 200, 1000])
