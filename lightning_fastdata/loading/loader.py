@@ -375,6 +375,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _begin(self) -> tuple[Pass, Iterator[Batch]]:
         begun = self._next_pass()
+        self._passes.another_begins(self._indices)
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
@@ -428,6 +429,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self._keep(inner, rests_on)
         again = self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
+        if isinstance(inner, KeptExecutor):
+            begun.executor, begun.base_seed = inner.last, inner.base_seed
         if reads_with_torch(self) and not self.num_workers:
             batches = position.NamedBatches(batches)
         if stamped:
@@ -555,7 +558,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if isinstance(found, Position):
             return found.as_dict()
         reached, late, digest = (None, [], None) if found is None else found.behind(batches)
-        indices = self._indices_now()
+        indices = self._indices_now(found)
         state = replace(
             position.as_it_is(self, indices),
             epoch=epoch,
@@ -568,12 +571,14 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         )
         inner = self._read_by
         if isinstance(inner, KeptExecutor):
-            state = replace(state, base_seed=inner.base_seed, draws=inner.draws)
-            begun = self._passes.current if indices is None else None
-            if begun is not None and found is begun:
-                state = replace(state, lanes=inner.lanes(batches, over=False))
-            elif begun is not None and begun.exhausted and begun.epoch == epoch - 1:
-                state = replace(state, lanes=inner.lanes(0, over=True))
+            begun = self._passes.current
+            seed = inner.base_seed if begun is None else begun.base_seed
+            state = replace(state, base_seed=seed, draws=inner.draws)
+            if indices is None and begun is not None:
+                if found is begun:
+                    state = replace(state, lanes=inner.lanes(begun.executor, batches, over=False))
+                elif begun.exhausted and begun.epoch == epoch - 1:
+                    state = replace(state, lanes=inner.lanes(begun.executor, 0, over=True))
         if indices is not None:
             state = position.with_indices(state, indices)
         if not (state.is_known or self._told_loose):
@@ -586,7 +591,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         epoch, batches, found = self._passes.now(self._run_now(), self._length())
         if isinstance(found, Position):
             return epoch, found.samples
-        indices = self._indices_now()
+        indices = self._indices_now(found)
         return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -609,7 +614,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             return state
         return position.cut_anew(state, position.as_it_is(self, indices), indices)
 
-    def _indices_now(self) -> EpochIndices | None:
+    def _indices_now(self, begun: Pass | None = None) -> EpochIndices | None:
+        if begun is not None and begun.indices is not None:
+            return begun.indices
         return indices_of(self.as_set_up()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:

@@ -5,6 +5,7 @@ What counts is what the training took, not what was fetched or handed out ahead 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import warnings
@@ -43,6 +44,7 @@ from lightning_fastdata.tree import find_composes, held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch
 
 if TYPE_CHECKING:
+    from lightning_fastdata.executors.kinds import Executor
     from lightning_fastdata.loading.loader import FastDataLoader
 
 VERSION: Final = 1
@@ -230,8 +232,19 @@ class Pass:
     """It is not what the training takes."""
     earlier: Pass | None = None
     """The one before it in the same epoch."""
+    indices: EpochIndices | None = None
+    """Those of its own, where another pass has begun since; None: those of the loader."""
+    executor: Executor | None = None
+    """What reads it; None: torch's own iterator."""
+    base_seed: int | None = None
+    """What its side processes were seeded from."""
     noted: dict[int, Noted] = field(default_factory=dict)
     """What is known behind each of the last batches that were read, by their number."""
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # What reads belongs to one loader; a copy of that starts its own.
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        return None, {**state, "indices": None, "executor": None}
 
     def note(self, batches: int, noted: Noted) -> None:
         """Note what is known behind so many batches."""
@@ -339,6 +352,8 @@ class Passes:
         """What was loaded and no batch has followed yet."""
         self.current: Pass | None = None
         """The pass that began last; None: no batch was asked for since a state was loaded."""
+        self._begun: Pass | None = None
+        """The one that began last, also if it is not what the training takes."""
         self._epochs = 0
         """The epoch of the next pass where nobody else counts."""
 
@@ -398,8 +413,14 @@ class Passes:
         before = max(0, taken - state.batches)
         return Pass(epoch=number, state=state, before=before, handed=state.batches)
 
+    def another_begins(self, indices: EpochIndices | None) -> None:
+        """Keep what the pass that began last draws from, if it is open: the next one draws anew."""
+        if self._begun is not None and not self._begun.exhausted and indices is not None:
+            self._begun.indices = copy.copy(indices)
+
     def settle(self, begun: Pass) -> None:
         """Note that the first batch of a pass is asked for."""
+        self._begun = begun
         if not begun.aside:
             self.current, self._pending = begun, None
 

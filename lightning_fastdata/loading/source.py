@@ -169,7 +169,7 @@ class KeptExecutor:
         self._within = False
         """The next epoch goes on within one of a run that was saved."""
         self._in_stream: list[LanePosition] | None = None
-        self._last: Executor | None = None
+        self.last: Executor | None = None
         """Of the epoch that began last, also when it is over."""
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
@@ -209,7 +209,7 @@ class KeptExecutor:
             self._iterator = None
             executor.close()  # which would otherwise live as long as the traceback
             raise
-        self._last = executor
+        self.last = executor
         if keep:
             self._iterator = executor
         self._respawned = getattr(executor, "respawned", 0)
@@ -308,16 +308,17 @@ class KeptExecutor:
             resume, self._in_stream = self._in_stream, None
             executor.start_epoch(repeat(self.settings.batch_size), self.epoch(), resume=resume)
 
-    def lanes(self, batches: int, *, over: bool) -> list[dict[str, Any]] | None:
-        """Return where each part of a stream is after so many batches of this epoch, as plain data.
+    def lanes(
+        self, executor: Executor | None, batches: int, *, over: bool
+    ) -> list[dict[str, Any]] | None:
+        """Return where each part of a stream is after so many batches of an epoch, as plain data.
 
-        Empty: its batches are counted. None: its state is not known. ``over``: the batches were
-        all, and it is where the next epoch begins.
+        Empty: its batches are counted. None: its state is not known. ``executor``: what read it.
+        ``over``: the batches were all, and it is where the next epoch begins.
 
         Raises:
             OptionsError: So many were not handed out, or too long ago.
         """
-        executor = self._last
         if not isinstance(executor, StreamReader) or executor.history is None:
             return None
         if over and not self.keep:
@@ -333,12 +334,12 @@ class KeptExecutor:
     @property
     def reads_later(self) -> bool:
         """Whether what comes next of this epoch is read as things are by then."""
-        return bool(getattr(self._last, "reads_later", True))
+        return bool(getattr(self.last, "reads_later", True))
 
     @property
     def draws(self) -> bool:
         """Whether a stream, or its ``collate_fn``, was seen to draw from global generators."""
-        history = self._last.history if isinstance(self._last, StreamReader) else None
+        history = self.last.history if isinstance(self.last, StreamReader) else None
         return history is not None and history.drew
 
     def go_on_from(self, base_seed: int | None, *, epoch: int, within: bool) -> None:
@@ -385,7 +386,7 @@ class KeptExecutor:
 
     def _tell_other_state(self) -> None:
         """Warn where a worker that took a dead one's place may read something else."""
-        respawned: int = getattr(self._last, "respawned", 0)
+        respawned: int = getattr(self.last, "respawned", 0)
         if respawned > self._respawned and self._has_changed():
             warnings.warn(
                 f"A worker that died was replaced, and the new one may read other samples: "

@@ -100,12 +100,55 @@ def test_a_training_takes_each_sample_once_while_a_callback_looks_at_some(data) 
         assert sorted(chain.from_iterable(epoch)) == list(range(24))
 
 
-def test_a_state_is_that_of_the_iterator_whose_batch_came_last() -> None:
-    loader = FastDataLoader(Rows(), 4, executor="inline")
-    for number, _ in enumerate(loader):
-        if number in (2, 3):
-            next(iter(loader))
-        if number == 4:
+def a_look(loader) -> None:
+    next(iter(loader))
+
+
+def a_whole_pass(loader) -> None:
+    list(loader)
+
+
+@pytest.mark.filterwarnings("ignore:.*draws from torch's global generator")
+@pytest.mark.filterwarnings("ignore:To go on where:lightning_fastdata.FastDataWarning")
+@each("way", WAYS)
+@each("meanwhile", [a_look, a_whole_pass])
+def test_a_state_is_that_of_the_iterator_whose_batch_came_last(way, meanwhile) -> None:
+    dataset, how = WAYS[way]
+    how = how if way == "stream" else {**how, "shuffle": True}
+    loader = FastDataLoader(dataset, 4, **how)
+    taken = []
+    for number, batch in enumerate(loader):
+        taken += first_and_rest(batch)
+        if number in (1, 2):
+            meanwhile(loader)
+        if number == 3:
             break
     state = loader.state_dict()
-    assert [state[name] for name in ("epoch", "batches", "samples")] == [0, 5, 20]
+    samples = 0 if way == "stream" else 16  # of a stream its batches are counted
+    assert [state[name] for name in ("epoch", "batches", "samples")] == [0, 4, samples]
+    torch.manual_seed(1)  # another process has other numbers
+    other = FastDataLoader(dataset, 4, **how)
+    other.load_state_dict(state)
+    taken += chain.from_iterable(map(first_and_rest, other))
+    assert sorted(taken) == list(range(24))
+
+
+class Noise(IterableDataset):
+    """Drawn by its worker."""
+
+    def __iter__(self):
+        return (torch.rand(()) for _ in range(24))
+
+
+@pytest.mark.filterwarnings("ignore:Noise draws from global generators")
+@pytest.mark.filterwarnings("ignore:To go on where:lightning_fastdata.FastDataWarning")
+def test_what_a_worker_draws_goes_on_behind_a_look() -> None:
+    loader = FastDataLoader(Noise(), 4, num_workers=1, executor="workers")
+    batches = iter(loader)
+    next(batches)
+    a_look(loader)
+    next(batches)
+    state = loader.state_dict()
+    other = FastDataLoader(Noise(), 4, num_workers=1, executor="workers")
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in batches]
