@@ -98,17 +98,14 @@ _OF_C: Final = (SimpleNamespace, functools.partial, deque, OrderedDict, defaultd
 """That hold attributes and items; of that very type."""
 _METHODS: Final = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _CONSTANT: Final = (frozenset, str, bytes, int, float)
-_NEVER_CHANGE: Final = (
-    complex, range, slice, np.generic, enum.Enum, BuiltinFunctionType, re.Pattern,
-    torch.dtype, torch.device, torch.layout, torch.Size, np.dtype,
-    datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
+_FIXED: Final = (
+    enum.Enum, np.generic, np.dtype, re.Pattern, torch.dtype, torch.device, torch.layout,
+    torch.Size, datetime.date, datetime.time, datetime.timedelta, datetime.timezone,
+    decimal.Decimal,
 )  # fmt: skip
+_NEVER_CHANGE: Final = (complex, range, slice, BuiltinFunctionType, *_FIXED)
 """What these hold, if anything, is looked at for itself."""
-_PLAIN: Final = (
-    enum.Enum, np.generic, torch.Tensor, _REMEMBERS, PurePath, re.Pattern,
-    torch.dtype, torch.device, torch.layout, torch.Size, np.dtype,
-    datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
-)  # fmt: skip
+_PLAIN: Final = (torch.Tensor, _REMEMBERS, PurePath, *_FIXED)
 """Globals of these are compared."""
 _NUMBERS_AND_TEXTS: Final = (int, float, complex, bool, str, bytes, NoneType)
 _ROOTS: Final = (object, abc.ABC, Generic)
