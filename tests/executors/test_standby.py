@@ -32,6 +32,7 @@ from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors import standby
 from lightning_fastdata.executors.standby import Ways
+from lightning_fastdata.loading import source
 from lightning_fastdata.tree import leaves
 
 LENGTH = 60
@@ -336,26 +337,30 @@ def test_one_lucky_trial_of_side_processes_chooses_nothing():
 
 @pytest.mark.parametrize("quicker", ["always", "at first"])
 def test_side_processes_that_were_quicker_are_timed_once_more_in_the_same_epoch(
-    quicker, tried, monkeypatch
+    quicker, untried, monkeypatch
 ):
+    monkeypatch.setattr(source, "_LEAST_BUDGET_S", 1000.0)  # the workers of the first epoch stay
+    loader = standing_by(Cheap(length=4000), shuffle=True)
     tries, decide = [], Ways.decide
 
     def noted(ways, aside_s):
-        tries.append(len(aside_s))
+        tries.append((epoch, len(aside_s)))
         here_s = statistics.median(ways.here_s)
         lucky = quicker == "always" or len(tries) == 1
         decide(ways, [(0.5 if lucky else 2.0) * here_s] * len(aside_s))
 
     monkeypatch.setattr(Ways, "decide", noted)
-    loader = standing_by(Cheap(length=4000), shuffle=True)
-    readers = []
-    for _ in range(4):  # in the first the workers may not be there in time
+    for epoch in range(4):
         batches, read = readers_of(loader)
         assert sorted(itertools.chain(*batches)) == list(range(4000))
-        readers.append(set(read))
         wait_for_workers(loader)
-    assert tries[1] > tries[0] > 0
-    assert readers[-1] == ({0} if quicker == "always" else {-1})
+        if epoch == 0:  # they are there by now
+            monkeypatch.setattr(standby, "_TIMED_S", 0.0)
+    expected = [(1, standby._TIMED), (1, standby._SURE), (2, standby._TIMED)]
+    expected = expected[:2] if quicker == "always" else expected
+    assert [when for when, _ in tries] == [when for when, _ in expected]
+    assert all(timed >= least for (_, timed), (_, least) in zip(tries, expected, strict=True))
+    assert set(read) == ({0} if quicker == "always" else {-1})
 
 
 @pytest.mark.parametrize("length", [8, 200, 1000])
