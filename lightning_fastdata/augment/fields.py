@@ -332,7 +332,7 @@ class Mover(NamedTuple):
     """As messages call it."""
     takes_boxes: bool
     """Whether it knows boxes: what looks like some is no concern then."""
-    library: Literal["albumentations", "torchvision"] = "albumentations"
+    library: Literal["albumentations", "torchvision", "kornia", "mixing"] = "albumentations"
     """Whose pipeline it is: how a field gets a role."""
 
 
@@ -414,12 +414,22 @@ def _left_behind(path: Path, value: Batch, mover: Mover) -> str:
     )
 
 
-_GIVEN: Final = {"albumentations": "compose", "torchvision": "pipeline"}
+_GIVEN: Final = {
+    "albumentations": "compose", "torchvision": "pipeline", "kornia": "module",
+    "mixing": "pipeline",
+}  # fmt: skip
 
 
 def _role_of(path: Path, mover: Mover) -> str:
     """Return how to say what a field is."""
     place = path[0]
+    if mover.library == "kornia":
+        return (
+            f"If it is a mask, say mask={place!r} (to FastDataModule or as_batch_transform), and "
+            "name masks in the module, AugmentationSequential(..., data_keys=['input', 'mask'])."
+        )
+    if mover.library == "mixing":
+        return "Only images and labels are mixed."
     if mover.library == "torchvision":
         named = f", or say mask={place!r} (to FastDataModule or as_batch_transform)"
         return (
@@ -438,20 +448,28 @@ def _role_of(path: Path, mover: Mover) -> str:
     )
 
 
-_BOXES: Final = "boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes"
-_KEYPOINTS: Final = "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints"
-"""A word, how a Compose is told of them, their usual field, and the class of tv_tensors."""
+_BOXES: Final = (
+    "boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes", "bbox_xyxy",
+)  # fmt: skip
+_KEYPOINTS: Final = (
+    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints", "keypoints",
+)  # fmt: skip
+"""What such targets are called by: a word, the argument that tells a Compose of them, their usual
+field, the class of tv_tensors, and the key of Kornia."""
 _POINTS: Final = ("keypoint", "landmark")
 
 
-def _warn_of(targets: tuple[str, str, str, str], path: Path, value: Batch, mover: Mover) -> None:
-    word, params, field, tv_tensor = targets
-    how = (
-        f"Say how they are written, A.Compose(..., {params}), and have the dataset return a dict "
-        f"with 'image' and {field!r}."
-        if mover.library == "albumentations"
-        else f"Let the dataset return them as tv_tensors.{tv_tensor}, and a FastDataModule load it."
-    )
+def _warn_of(targets: tuple[str, ...], path: Path, value: Batch, mover: Mover) -> None:
+    word, params, field, tv_tensor, kornia_key = targets
+    how = {
+        "albumentations": f"Say how they are written, A.Compose(..., {params}), and have the "
+        f"dataset return a dict with 'image' and {field!r}.",
+        "torchvision": f"Let the dataset return them as tv_tensors.{tv_tensor}, and a "
+        "FastDataModule load it.",
+        "kornia": f"Name {word} in the module, AugmentationSequential(..., data_keys=['input', "
+        f"{kornia_key!r}]), and have the dataset return a dict with 'image' and {field!r}.",
+        "mixing": "Only images and labels are mixed.",
+    }[mover.library]
     text = (
         f"The field {_name(path)} is {describe(value)}, as {word} are, and {mover.name} moves the "
         f"pixels of the image without them. {how} If they are no {word}, or are to stay as they "

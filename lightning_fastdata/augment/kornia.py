@@ -135,7 +135,7 @@ class KorniaTransform(PipelineTransform):
         if place is None or not any(isinstance(one, moving) for one in self.pipeline.modules()):
             return
         moved = [where for _, where in _targets(self.pipeline, self._fields, sample, place)]
-        mover = Mover(self.name, takes_boxes=len(moved) > 1)
+        mover = Mover(self.name, takes_boxes=len(moved) > 1, library="kornia")
         check_beside(sample, {*moved, *self._fields.stays}, size, mover)
 
     def in_worker(self, *, on_device: bool) -> KorniaWorker:

@@ -265,7 +265,7 @@ class Mixer:
 
     def _check_beside(self, batch: Batch, known: Collection[Location], image: Tensor) -> None:
         """Raise BatchError if something of the images' size would not be mixed."""
-        mover = Mover(_name(self.steps[0]), takes_boxes=False)
+        mover = Mover(_name(self.steps[0]), takes_boxes=False, library="mixing")
         known = {*known, *self.fields.stays}
         check_beside(batch, known, size_of(image), mover, samples=len(image))
 
