@@ -18,6 +18,7 @@ same ``num_workers``, 0, 2 and 4, as whoever changes the name of the class has i
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import os
@@ -177,17 +178,18 @@ def swept(work: Workload, data: Any) -> dict[str, float]:
 def measure(work: Workload, scratch: Path, *, rounds: int, epoch_s: float, sweep: bool) -> Found:
     data = sized(work, scratch, epoch_s)
     rates = swept(work, data) if sweep else {}
+    # Each has a dataset of its own, as a loader's epoch is written to some.
     loaders = {
-        TORCH_0: torch_loader(work, data, 0),
-        TORCH_2: torch_loader(work, data, 2),
-        TWIN: torch_loader(work, data, 0),
-        LOADER: ours(work, data, "auto"),
-        MODULE: of_module(work, data),
+        TORCH_0: torch_loader(work, copy.deepcopy(data), 0),
+        TORCH_2: torch_loader(work, copy.deepcopy(data), 2),
+        TWIN: torch_loader(work, copy.deepcopy(data), 0),
+        LOADER: ours(work, copy.deepcopy(data), "auto"),
+        MODULE: of_module(work, copy.deepcopy(data)),
     }
     best = max(rates, key=lambda name: rates[name], default=None)
     if best is not None:
         executor, workers = best.split()
-        loaders[best] = ours(work, data, executor, int(workers))
+        loaders[best] = ours(work, copy.deepcopy(data), executor, int(workers))
     with opened(loaders):
         chose = {name: f"{loaders[name].executor} {loaders[name].num_workers}" for name in AUTO}
         size = work.batch_size
@@ -285,7 +287,6 @@ def main() -> None:
         f"{'x torch':11s}  {'with step':11s}  {'x sweep':11s}  noise  best of the sweep"
     )
     found, failed = {}, {}
-    began, sweep = time.monotonic(), not (asked.quick or asked.no_sweep)
     began, sweep = time.monotonic(), not (asked.quick or asked.no_sweep)
     with tempfile.TemporaryDirectory() as scratch:
         for work in works:

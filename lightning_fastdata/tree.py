@@ -13,6 +13,7 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
+from pathlib import PurePath
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -33,7 +34,9 @@ Path = tuple[Any, ...]
 _LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, type)
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 256
-_HOLD_NOTHING: Final = (str, bytes, bytearray, int, float, complex, NoneType, np.ndarray)
+_HOLD_NOTHING: Final = (
+    str, bytes, bytearray, int, float, complex, NoneType, np.ndarray, torch.Tensor, PurePath,
+)  # fmt: skip
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _PYTHONS: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 """Where Python's own modules are."""
@@ -266,7 +269,7 @@ def _parts(item: object) -> Iterator[object]:
         yield item.__self__
     elif isinstance(item, type):
         yield from _class_parts(item)
-    elif not isinstance(item, ModuleType | torch.Tensor):
+    elif not isinstance(item, ModuleType):
         yield from list(held_by(item).values())[:_MAX_ITEMS]
         if isinstance(item, FunctionType):
             yield from (*closed_over(item), *(item.__defaults__ or ()))

@@ -52,7 +52,7 @@ _LEAST_TIMES: Final = 20
 """The same where more batches would not stay in the caches of a CPU."""
 _MOST_BATCHES: Final = 512
 _MOST_BYTES: Final = 2**25
-_CACHED_BYTES: Final = 2**23
+_CACHED_BYTES: Final = 2**21
 """Of batches that stay in the caches of a CPU until they are used, about."""
 _CHANGED_MEANWHILE: Final = (
     "The dataset or its collate_fn has changed while a batch was read in the training process: by "
