@@ -63,7 +63,7 @@ class StepTimes:
     """
 
     step_ms: float | None = None
-    """Time from the begin of one step to the begin of the next, in ms."""
+    """Time from the start of one step to the start of the next, in ms."""
     wait_ms: float | None = None
     """Part of the step in which the training process waited for the batch, in ms."""
     stall_ms: float | None = None

@@ -41,7 +41,7 @@ class MachineSeen:
     other_cpus: float | None = None
     """Number of CPUs of the machine that other programs used, the mean over time."""
     machine_cpus: float | None = None
-    """Number of CPUs of the machine, of which this training may be allowed fewer."""
+    """Number of CPUs of the machine; this training may be allowed fewer."""
 
     @classmethod
     def between(cls, begin: HostUsage, end: HostUsage) -> MachineSeen:
@@ -328,7 +328,7 @@ def _copied(seen: MemorySeen, held: HeldObjects) -> int:
     if seen.workers and not seen.forked:
         return held.size_bytes
     part, most = seen.own_parts.get(held.name), held.counted_bytes
-    if part is None:  # then the sum decides, which may be of anything else
+    if part is None:  # only the sum is known then, which may be of anything else
         enough = seen.copied_bytes - _USUAL_BYTES >= _COPIED_PART * most
         return min(seen.copied_bytes, most) if enough else 0
     return min(seen.copied_bytes, int(part * most)) if part >= _COPIED_PART else 0

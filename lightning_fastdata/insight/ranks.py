@@ -72,7 +72,7 @@ def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
 
 
 def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
-    """Return the mean over the ranks whose stall was measured; None if it was on none."""
+    """Return the mean stall in ms of the ranks that measured theirs; None: no rank did."""
     timed = _with_stall(ranks)
     return statistics.fmean(each.stall_ms or 0.0 for each in timed) if timed else None
 

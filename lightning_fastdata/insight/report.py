@@ -65,8 +65,7 @@ class RunReport:
     """
 
     stages: tuple[StageSummary, ...]
-    """Stages of the run. The first is shown in full and judged by the verdict; others get a
-    line."""
+    """Stages of the run: the first, shown in full, has the verdict; each other gets a line."""
     verdict: Verdict | None = None
     """What limits the first stage."""
     recent: Mapping[str, Columns] = field(default_factory=dict, compare=False)

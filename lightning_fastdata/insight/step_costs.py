@@ -197,7 +197,7 @@ def _by_lengths(numbers: Numbers, tensors: Tensors) -> Iterator[_Seen]:
 
 
 def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:
-    """Yield what ids show of which one stands only at the ends, or only at the begins, of rows."""
+    """Yield what ids show if one stands only at the ends, or only at the starts, of rows."""
     for path, ids in numbers.items():
         if ids.ndim != 2 or ids.dtype == bool or min(ids.shape) < 2:
             continue

@@ -443,14 +443,14 @@ class _Step:
     began: dict[str, Any] = field(default_factory=dict)
     """Phase -> mark of its begin, while the phase is under way."""
     pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
-    """Phase -> its intervals, each with marks of begin and end."""
+    """Phase -> its intervals, each with marks of start and end."""
     wait_began: int | None = None
-    """Host mark of the begin of the wait that is under way; None: none is."""
+    """Host mark of the start of the wait that is under way; None: none is."""
     wait_ms: float | None = None
     marks: list[Any] = field(default_factory=list)
     """Marks of this step on a device with its own clock; empty where the host is the device."""
     compute_began: Any = None
-    """Mark from which on time is compute: the end of the newest phase, or the begin of the work."""
+    """Mark from which on time is compute: the end of the newest phase, or the start of the work."""
     before_work: tuple[Any, Any] | None = None
     """Marks of the batch's arrival and of the work on it, between which time is gap."""
     work_ended: Any = None

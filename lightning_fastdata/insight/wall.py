@@ -76,7 +76,7 @@ class WallTime:
     """The wall time of a run in parts that add up to it."""
 
     total_s: float
-    """Seconds from the begin of the measuring to its end."""
+    """Seconds from the start of the measuring to its end."""
     parts_s: Mapping[str, float]
     """Part, a key of ``PART_NAMES`` -> seconds. ``compute`` is the host's time in steps without
     that in ``wait``; it includes transfer and augmentation."""
@@ -248,7 +248,7 @@ class Pauses:
     val_workers: int | None = None
     """Number of workers of the validation loader; None: not known."""
     val_loader: str | None = None
-    """Name of the validation loader that is waited for most; None: there is one."""
+    """Name of the validation loader that is waited for most; None: there is only one."""
 
 
 def _epoch_starts(e: Pauses) -> Finding | None:
