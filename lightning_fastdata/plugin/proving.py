@@ -26,11 +26,11 @@ _LEFT_OUT: Final = (
     "Checkpoint", "EarlyStopping", "Timer", "LearningRateFinder", "BatchSizeFinder", "ProgressBar",
     "StochasticWeightAveraging", "LearningRateMonitor", "SaveConfigCallback", "ModelSummary",
 )  # fmt: skip
-"""Callbacks, by class, that write files, print, end the training, or change it with its epochs."""
+"""Names of callback classes that write files, print, end the training, or change it by epochs."""
 
 
 class ProvingHooks:
-    """Runs a trial in the place of a training, and ends the script behind it."""
+    """Runs a trial in the place of a training, and ends the script after it."""
 
     def __init__(self, settings: ProveSettings) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class ProvingHooks:
         seams.watch_sources(trainer, ("train", "val"), self._give)
 
     def _unsave_config(self, trainer: Trainer) -> None:
-        """Remove the file that LightningCLI has written of this run: the next one finds it."""
+        """Remove the file that LightningCLI has written of this run: the next one would find it."""
         for callback in seams.attributes_of(trainer).callbacks:
             name = getattr(callback, "config_filename", None)
             if not (getattr(callback, "already_saved", False) and isinstance(name, str)):
@@ -144,7 +144,7 @@ class ProvingHooks:
             session.validations = _validations(*self._every, batches_in(train[0])) if train else 0.0
             session.advance()
             self._advanced = True
-        # Lightning keeps counts in the form that it gets.
+        # A new form each time, as Lightning keeps counts in it.
         return seams.mapped(self._loaders[stage], lambda one: one)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +163,7 @@ class ProvingHooks:
         trainer.fit_loop.min_epochs = 10**9
         trainer.fit_loop.epoch_loop.max_steps = -1
         if pl_module.automatic_optimization:
-            # A schedule for so many steps raises an error behind them.
+            # A schedule for a fixed number of steps raises an error after these.
             trainer.strategy.lr_scheduler_configs = []
 
     def on_train_batch_end(
