@@ -227,7 +227,7 @@ class Finding:
     """How much the cause costs. ``"fine"``: there is nothing to do; ``"moderate"``: up to 10 % of a
     step or of the run; ``"high"``: more, or memory runs short."""
     cause: str
-    """One sentence with the figures it rests on."""
+    """One sentence that says the cause, with the figures it rests on."""
     remedy: str = ""
     """What to change, with options written as in code; empty: there is nothing to do."""
     gain: Gain | None = None

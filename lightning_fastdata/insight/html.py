@@ -171,7 +171,7 @@ def _parts(wait: WaitParts) -> list[tuple[str, float]]:
 
 
 def _is_numeric(cell: object) -> bool:
-    """Return whether a cell of a table stands right: a number, or one that was not measured."""
+    """Return whether a cell of a table stands right: one with a number, or with none measured."""
     if isinstance(cell, Markup):
         return False
     text = str(cell)

@@ -236,7 +236,7 @@ class LateBatches:
     def overcommitted(self) -> bool:
         """Whether own work wants more CPUs than there are, or a quota held it back.
 
-        If own work waits for CPUs that no other program uses, it does, whatever the model says.
+        If other programs hardly use CPUs, waiting for one decides, whatever the model says.
         """
         if self.throttled:
             return True
@@ -386,8 +386,8 @@ def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
 def _with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
     """Return the setup with another number of workers.
 
-    Where each worker makes whole batches, it is as many ahead as before; where all workers make one
-    batch together, the number of batches ahead stays.
+    Where each worker makes whole batches, it is 2 ahead, or as many as before if that was more than
+    8 in all; where all workers make one batch together, the number ahead stays.
     """
     least = min(setup.look_ahead, _LEAST_AHEAD) if setup.workers else _LEAST_AHEAD
     if setup.scheduling == "sample":

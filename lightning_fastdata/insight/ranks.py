@@ -46,7 +46,7 @@ class RankTiming:
     rank: int
     """Global rank, counted from 0."""
     host: str
-    """Name of the machine it runs on."""
+    """Name of the machine that the rank runs on."""
     steps: int
     """Number of steps in the means; first steps of epochs are left out if there are others."""
     epochs: int = 1

@@ -224,7 +224,7 @@ class StepCosts:
     augment_hook: str = ""
     """The user's hook that augments, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     settings_in: Literal["LoaderOptions", "FastDataLoader"] = "LoaderOptions"
-    """Where the loader's settings are written."""
+    """Class whose arguments hold the loader's settings, as advice writes them."""
     padding: Padding | None = None
     """How much of the batches is padding."""
 

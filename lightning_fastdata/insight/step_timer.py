@@ -213,7 +213,7 @@ class StepTimer:
 
 
 class TimedBatches(Generic[Batch_co]):
-    """What :meth:`StepTimer.batches` returns."""
+    """Batches of a loader that begin steps, as :meth:`StepTimer.batches` returns them."""
 
     def __init__(self, timer: StepTimer, loader: Iterable[Batch_co], stage: Stage) -> None:
         self.loader = loader
@@ -231,7 +231,7 @@ class TimedBatches(Generic[Batch_co]):
         return self._timer._iterate(loader, self.stage)
 
     def __len__(self) -> int:
-        """Batches of the loader; a TypeError if it has no length."""
+        """Return the number of batches of the loader; a TypeError if it has no length."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:

@@ -45,7 +45,7 @@ class StepTiming(NamedTuple):
     step: int
     """Number of the step in its stage, counted from 0 over all epochs."""
     samples: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     cold: int
     """1 for the first step of an epoch, which is counted apart: workers start, queues are empty. In
     the first one of a run memory is allocated and ``torch.compile`` compiles, too. A later
@@ -60,7 +60,7 @@ class StepTiming(NamedTuple):
     augment_ms: float | None = None
     """Time of batch transforms on the device."""
     compute_ms: float | None = None
-    """Time from the last phase above to the end of the step: forward, backward, optimizer."""
+    """Time of the work on the batch, up to the end of the step: forward, backward, optimizer."""
     gap_ms: float | None = None
     """Time from the end of the previous step to this one's first wait, and from the batch's arrival
     to the work on it: callbacks, logging, checkpoints, validation. Not part of ``step_ms``."""
@@ -112,7 +112,7 @@ class StageSummary:
     """Where the warm steps of one stage went; the first ones of epochs are counted apart."""
 
     stage: str
-    """``train``, ``val``, ``test`` or ``predict``."""
+    """Name of the stage: ``train``, ``val``, ``test`` or ``predict``."""
     device: str = "cpu"
     """Type of the device that computed: ``cpu``, ``cuda``, ..."""
     steps: int
@@ -177,7 +177,7 @@ class StageSummary:
 
     @property
     def stalls(self) -> bool:
-        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        """Whether the device waits for data for 3 % of the step, and not for a mere hand-over."""
         stall = self.stall
         if stall is None or stall.share < STALL_LOW:
             return False

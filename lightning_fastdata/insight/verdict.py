@@ -352,7 +352,7 @@ def _wanted_workers(e: LateBatches) -> int | None:
     if e.loader.usable_cpus is None:
         return None
     cpus = e.machine.left_of(e.loader.usable_cpus)
-    # One is for the training process.
+    # One CPU is for the training process.
     return cpus if cpus <= 2 or e.summary.device == "cpu" else cpus - 1
 
 

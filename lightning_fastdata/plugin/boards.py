@@ -50,8 +50,8 @@ MAIN: Final = frozenset(
         "data_wait/read_runqueue_ms",
     )
 )
-"""Names of the scalars that loggers get: 20 at most, several of them only where there is something
-to measure. They are in the tables of `docs/measuring.md`."""
+"""Names of the scalars that loggers get, beside those of mixtures: 20 at most, several only where
+there is something to measure. They are in the tables of `docs/measuring.md`."""
 
 _STACK: Final = (
     ("compute", "compute_ms", "#4c9f70"),

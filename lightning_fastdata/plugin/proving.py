@@ -83,7 +83,7 @@ class ProvingHooks:
             trainer.limit_val_batches = 1.0
         trainer.check_val_every_n_epoch, trainer.val_check_interval = 1, 1.0
         trainer.num_sanity_val_steps = 0
-        # Until it is known how many steps the parts of an epoch have.
+        # Ask for loaders anew until it is known how many steps the parts of an epoch have.
         seams.attributes_of(trainer).reload_dataloaders_every_n_epochs = 1
         seams.watch_sources(trainer, ("train", "val"), self._give)
 
@@ -118,7 +118,7 @@ class ProvingHooks:
         )
 
     def _fast_loaders(self, trainer: Trainer) -> Callable[[str, Any], Any] | None:
-        """Return what makes loaders as ``from_loaders`` does; None: `fit` was given none."""
+        """Return what makes loaders as ``from_loaders`` would; None: `fit` was given no loaders."""
         owner = seams.loaders_owner(trainer.fit_loop)
         if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
             return None
@@ -181,13 +181,13 @@ class ProvingHooks:
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Keep what is known where the script fails."""
+        """Keep what the trial knows so far where the script fails."""
         if self.session is not None:
             self.session.ended_by(exception)
 
 
 def _limit(loader: object, limit: float | int | None) -> int | None:
-    """Return the batches that a limit of the trainer leaves; None: all of them."""
+    """Return the number of batches that a limit of the trainer leaves; None: all of them."""
     length = batches_in(loader)
     if isinstance(limit, float):
         return None if length is None or limit >= 1.0 else max(1, int(length * limit))

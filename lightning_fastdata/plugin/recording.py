@@ -150,7 +150,7 @@ def attach_tee(
     find: Callable[[str], Listener | None],
     tell: Callable[[Exception], None],
 ) -> Callable[[], None]:
-    """Put a tee in front of the trainer's profiler and return what takes it away again."""
+    """Put a tee before the trainer's profiler, and return a function that takes it away again."""
     measured = seams.attributes_of(trainer)
     tee = measured.profiler = ProfilerTee(measured.profiler, find, tell)
 
@@ -220,7 +220,7 @@ class WallWatch:
         self.clock.turn_to(_OTHER)
 
     def listener(self, action: str) -> Listener | None:
-        """Return what to call at begin and end of an action, by the name it is announced with."""
+        """Return what to call at start and end of an action, by the name that announces it."""
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return (), (partial(self._next_epoch, LATER_EPOCHS),)
@@ -432,7 +432,7 @@ class Recording:
         self._fetching = self.main
         self.main.wait_began()
 
-    # Callbacks at the begin and end of a batch are no part of the step.
+    # Callbacks at the start and end of a batch are no part of the step.
     def _work_began(self) -> None:
         self.main.timeline.work_began()
 
@@ -451,7 +451,7 @@ class Recording:
 
     def _transfer_began(self) -> None:
         self.in_transfer = True
-        # What is moved was fetched last: asking the trainer for its stage costs microseconds.
+        # The batch that is moved is the last one fetched: asking the trainer costs microseconds.
         self._moving = self._fetching
         if self._moving is not None:
             self._moving.timeline.transfer_began()

@@ -130,7 +130,7 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
     twin._plans, twin.notes = {}, []
-    # A dataset may open files lazily, which processes must not share that are forked later.
+    # A dataset may open files lazily, and processes that are forked later must not share them.
     if "fork" in multiprocessing.get_all_start_methods():
         how = {"executor": "workers", "num_workers": 1, "multiprocessing_context": "fork"}
     else:

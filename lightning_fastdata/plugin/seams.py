@@ -120,7 +120,7 @@ def spreads_samples(trainer: Trainer) -> bool:
 def forget_training_loader(trainer: Trainer) -> None:
     """Have a trainer ask for its training loader again, as Lightning's batch-size finder does.
 
-    Without the name a loader that was made already keeps its batch size.
+    Where a version lacks the private name, a loader that was made already keeps its batch size.
     """
     if _private(trainer.fit_loop, "_combined_loader") is not None:
         trainer.fit_loop._combined_loader = None
@@ -349,7 +349,7 @@ class EmptyLoaders:
 
     @flattened.setter
     def flattened(self, flattened: list[Any]) -> None:
-        """Take back what Lightning has prepared, which is none, too."""
+        """Ignore what Lightning has prepared, which is none, too."""
 
 
 def flattened(loaders: object) -> Iterator[Any]:

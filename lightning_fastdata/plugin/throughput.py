@@ -319,7 +319,7 @@ class ThroughputHooks:
 
     @harmless(_NOT_MEASURED)
     def on_sanity_check_end(self, run: MeasuredRun, *_: object) -> None:
-        """Go back to the setup."""
+        """Count time as setup again."""
         run.recording.wall.validation_ended()
 
     @harmless(_NOT_MEASURED)
@@ -801,6 +801,6 @@ def _slowest_loader(loaders: object, meter: StageMeter) -> tuple[str | None, obj
 
 
 def write_report(report: RunReport, file: Path) -> Path:
-    """Write a report as JSON, and beside it as a page, whose path is returned."""
+    """Write a report as JSON, and beside it as a page; return the path of the page."""
     report.write_json(file)
     return report.write_html(file.with_suffix(".html"))

@@ -578,7 +578,8 @@ class TriedSteps:
         @torch.enable_grad()
         def closure() -> object:
             # Not through the wrapper of DistributedDataParallel, whose collectives would wait for a
-            # rank that has run out of memory. Backward, it leaves gradients alone for that, too.
+            # rank that has run out of memory. As it is not called, it leaves gradients alone in
+            # backward, too.
             with trainer.precision_plugin.train_step_context():
                 output = pl_module.training_step(*_arguments(pl_module.training_step, batch))
             loss = output.get("loss") if isinstance(output, Mapping) else output
