@@ -1,7 +1,7 @@
 """A finding is one cause of a slow step, its remedy, and what it would gain; a rule looks for one.
 
-Each family of causes has rules, and evidence of its own type that they look at. All that they
-advise passes one gate before anybody is told of it.
+Each family of causes has its own rules, which look at evidence of one type. The gate,
+:func:`passed`, drops advice that must not be given or would gain too little.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Kind: TypeAlias = Literal[
 
 STALL_LOW, STALL_HIGH = 0.03, 0.10
 HANDING_OVER_MS: Final = 1.5
-"""A wait up to here is what it takes to hand a batch over between processes, which no option
-shortens: 0.3 to 1.3 ms by ``benchmarks/handing_over.py``."""
+"""Longest wait, in ms, that is taken for the hand-over of a batch between processes. No option
+shortens it: ``benchmarks/handing_over.py`` measures 0.3 to 1.3 ms."""
 _MOSTLY_WAITING: Final = 0.3
-"""Of a step: from here on another way to load is worth a try, however short the wait is."""
+"""Share of a step that is waiting, 0 to 1, above which even a short wait is worth advice."""
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
 _LEAST_PART: Final = 0.1
-"""Of the wait: advice about less is noise."""
+"""Least share of the wait, 0 to 1, that advice has to be about; advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
-"""Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
+"""Codes of findings without stamps at a stall of 10 % or less; any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD104"}
-"""All findings without stamps: a cause of late batches replaces them."""
+"""Codes of findings of what data costs, without stamps; causes of late batches replace them."""
 _DECIDED: Final = frozenset(
     {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}
 )
-"""What follows from dataset and machine; other options have one default for all."""
+"""Options whose values follow from dataset and machine; other options have one default for all."""
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
@@ -57,29 +57,29 @@ _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """How long the steps of a stage take, and wait: the means. None: was not measured.
+    """Mean times of the steps of a stage, and of their waits. None: not measured.
 
-    Findings that rest on a time which is None are not made.
+    No finding is made that rests on a time which is None.
     """
 
     step_ms: float | None = None
-    """From the begin of one step to the begin of the next."""
+    """Time from the start of one step to the start of the next, in ms."""
     wait_ms: float | None = None
-    """Of that, the time the training process waited for the batch."""
+    """Part of the step in which the training process waited for the batch, in ms."""
     stall_ms: float | None = None
-    """Of the wait, what the device saw: the part that hid behind no work of it."""
+    """Part of the wait, in ms, in which the device was idle: what no work of it hid."""
 
     def share(self, ms: float | None) -> float | None:
-        """Return a time as a share of the step; None if either was not measured."""
+        """Return a time in ms as a share of the step, 0 to 1; None if either was not measured."""
         return None if ms is None or not self.step_ms else ms / self.step_ms
 
     def waiting_for(self, share: float) -> StepTimes:
-        """Return the times with no more than a share of the waits, 0 to 1."""
+        """Return the times with all waits multiplied by a share, 0 to 1."""
         wait_ms, stall_ms = (ms and share * ms for ms in (self.wait_ms, self.stall_ms))
         return replace(self, wait_ms=wait_ms, stall_ms=stall_ms)
 
     def without(self, ms: float | None) -> Gain | None:
-        """Return the step without a measured cost: no less is possible."""
+        """Return the gain if a cost of so many ms vanished from the step: the most possible."""
         if self.step_ms is None or ms is None:
             return None
         after_ms = max(0.0, self.step_ms - ms)
@@ -87,12 +87,12 @@ class StepTimes:
 
     @property
     def stall_share(self) -> float | None:
-        """Part of the step in which the device waited for data."""
+        """Share of the step in which the device waited for data, 0 to 1; None: not measured."""
         return self.share(self.stall_ms)
 
     @property
     def stalls(self) -> bool:
-        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        """Whether the device waits for data for 3 % of the step, and not for a mere hand-over."""
         share = self.stall_share or 0.0
         return share >= STALL_LOW and costs_much(self.stall_ms or 0.0, share)
 
@@ -102,25 +102,26 @@ class LoaderFacts:
     """What is known about how batches are made. None: not known, e.g. of a foreign loader."""
 
     num_workers: int | None = None
-    """0: the training process loads."""
+    """Number of side processes that load; 0: the training process loads."""
     usable_cpus: int | None = None
     """CPUs this process may use, after affinity, cgroup quota and other ranks on the host."""
     augment_on: Literal["cpu", "device"] | None = None
     augment_settled: bool = False
-    """No other place is to be advised: this one was measured to be the faster, or nothing of the
-    transforms can be deferred to a device."""
+    """Whether moving the transforms is not to be advised: their place was measured to be the
+    faster, or nothing of them can be deferred to a device."""
     pinned: bool | None = None
-    """Batches arrive in page-locked memory."""
+    """Whether batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
-    """None: there are none, or they must not be kept, as what they read changes with the epochs."""
+    """Whether workers stay between epochs; None: there are none, or they must not stay, as what
+    they read changes with the epochs."""
     streamed: bool | None = None
-    """The dataset is an iterable one."""
+    """Whether the dataset is an iterable one."""
     loader: str | None = None
-    """Which of several loaders this is about, e.g. ``loader 'images'``, the one that is waited for
-    most; None: there is one."""
+    """Name of the loader that the facts are about, e.g. ``loader 'images'``: of several, the one
+    that is waited for most. None: there is one."""
     closed: Mapping[str, str] = field(default_factory=dict)
     """Option -> why nobody is told to change it: the package chose it, this run has tried another
-    value, or the package would not take one. Those of validation begin with ``"val."``."""
+    value, or the package would not take one. Options of validation begin with ``"val."``."""
 
 
 def read_loader(loader: object) -> LoaderFacts:
@@ -144,7 +145,7 @@ def read_loader(loader: object) -> LoaderFacts:
 
 
 def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
-    """Return the options of a loader of any kind that are closed, each with the reason."""
+    """Return the options that nobody is told to change, for a loader of any kind, with reasons."""
     ours = loader if isinstance(loader, FastDataLoader) else None
     plan = None if ours is None else ours.plan
     found = {}
@@ -166,30 +167,30 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What a step takes now, and would take."""
+    """Time of a step before and after a change."""
 
     before_ms: float
-    """Measured."""
+    """Measured time of a step, in ms."""
     after_ms: float
-    """Expected."""
+    """Expected time of a step after the change, in ms."""
     basis: Literal["simulated", "independent", "floor"]
-    """``"simulated"``: the recorded batches in the other setup. ``"independent"``: the same, if the
-    workers share nothing that they wait for, as a lock or a full line would be.
-    ``"floor"``: no less is possible, as the cost cannot vanish as a whole."""
+    """What ``after_ms`` rests on. ``"simulated"``: a model replayed the recorded batches.
+    ``"independent"``: it did, and is right if workers share nothing that they wait for, such as a
+    lock or a network. ``"floor"``: it is a lower bound, as a cost cannot vanish as a whole."""
 
     @property
     def factor(self) -> float:
-        """How many times as fast."""
+        """How many times as fast a step becomes."""
         return self.before_ms / self.after_ms if self.after_ms > 0 else math.inf
 
     @property
     def saved_ms(self) -> float:
-        """Of a step."""
+        """Time that each step saves, in ms."""
         return self.before_ms - self.after_ms
 
     @property
     def worthwhile(self) -> bool:
-        """It is more than what is good enough."""
+        """Whether a step becomes faster by more than the factor ``GOOD_ENOUGH``."""
         return self.factor > GOOD_ENOUGH
 
 
@@ -198,18 +199,18 @@ class Advice:
     """One thing to do, as a rule proposes it; the gate decides whether it is given."""
 
     text: str
-    """What to change, options as they are written in code."""
+    """What to change, with options written as in code."""
     changes: tuple[str, ...] = ()
-    """Options of the loader or the data module that it changes; those of validation's loader begin
-    with ``"val."``."""
+    """Options of the loader or the data module that the advice changes; those of validation's
+    loader begin with ``"val."``."""
     gain: Gain | None = None
-    """What it makes of a step; None: what the finding says."""
+    """Gain of this advice; None: the gain of its finding holds."""
     part: float = 1.0
-    """Of the wait, what it speaks of, 0 to 1."""
+    """Share of the wait that the advice is about, 0 to 1."""
     joins: bool = False
-    """It is told beside what comes before it, and not in its place only."""
+    """Whether the advice may be told beside an earlier one, and not only in its place."""
     for_speed: bool = True
-    """False: it averts an error, or gets more known, and needs no gain."""
+    """Whether advice needs a gain to be given; False: it averts an error, or gets more known."""
 
 
 KEEP: Final = Advice(text="LoaderOptions(persistent_workers=True)", changes=("persistent_workers",))
@@ -221,23 +222,24 @@ class Finding:
     """One cause, in words for people and a code for programs."""
 
     code: str = ""
-    """Stable code, which it has of its rule; ``docs/verdicts`` has a page for each."""
+    """Stable code of the rule that made the finding; ``docs/verdicts`` has a page for each."""
     severity: Severity
-    """``"fine"``: nothing to do; ``"moderate"`` up to 10 % of the step; ``"high"`` above."""
+    """How much the cause costs. ``"fine"``: there is nothing to do; ``"moderate"``: up to 10 % of a
+    step or of the run; ``"high"``: more, or memory runs short."""
     cause: str
-    """One sentence with the figures it rests on."""
+    """One sentence that says the cause, with the figures it rests on."""
     remedy: str = ""
-    """What to change, options as they are written in code; empty if there is nothing to do."""
+    """What to change, with options written as in code; empty: there is nothing to do."""
     gain: Gain | None = None
-    """What the remedy makes of a step; None: not known."""
+    """Gain of the remedy; None: not known."""
     leave_alone: str = ""
-    """What does not help, or is fine as it is."""
+    """What does not help, or is fine as it is; empty: nothing to say."""
     advice: tuple[Advice, ...] = ()
-    """What a rule proposes, the best first. Empty behind the gate, which makes ``remedy`` of it."""
+    """Advice of the rule, the best first; empty once the gate has made ``remedy`` of it."""
 
     @property
     def family(self) -> str:
-        """What people know such causes by, e.g. ``"slow storage"``."""
+        """Name by which people know such causes, e.g. ``"slow storage"``."""
         return family_of(self.code)
 
 
@@ -257,16 +259,16 @@ FAMILIES: Final = {
     "memory": "FD334 FD335 FD336",
     "uneven shares": "FD316 FD325",
 }
-"""What is shown of a code -> the codes that it stands for."""
+"""Name of a family of causes, as people see it beside a code -> the codes of the family."""
 
 
 def family_of(code: str) -> str:
-    """Return what people know the cause of a code by; empty: there is no such code."""
+    """Return the name of the family that a code belongs to; empty: there is no such code."""
     return next((name for name, codes in FAMILIES.items() if code in codes.split()), "")
 
 
 def costs_much(stall_ms: float, share: float) -> bool:
-    """Return whether a wait of a share of each step, 0 to 1, is more than handing over takes."""
+    """Return whether a stall, which is this share of a step, is more than handing over takes."""
     return stall_ms > HANDING_OVER_MS or share > _MOSTLY_WAITING
 
 
@@ -297,25 +299,25 @@ def steps_text(steps: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[E]):
-    """One cause: how it is looked for, and how what was found goes with other findings."""
+    """One cause: how it is looked for, and how its finding relates to others."""
 
     code: str
-    """Stable code; it keeps its meaning for ever. ``docs/verdicts`` has a page for it."""
+    """Stable code, which keeps its meaning for ever; ``docs/verdicts`` has a page for it."""
     title: str
     find: Callable[[E], Finding | None]
-    """Looks at the evidence of its family. None where the facts do not show the cause, or were not
-    measured."""
+    """Function that looks at the evidence of its family. It returns None where the facts do not
+    show the cause, or were not measured."""
     about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
-    """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
-    which the finding names. ``"machine"``: the same, but the remedy is no option of a loader.
+    """What the cause belongs to. ``"loader"``: the loader that is waited for most, which the
+    finding names if there are several; ``"machine"``: so, but the remedy is no option of it.
     ``"rank"``: one of several processes that train together. ``"run"``: a pause between steps."""
     replaces: frozenset[str] = SMALL_COSTS
-    """Codes of findings that are left out beside this one: it says why, or they rest on what it
-    shows to be wrong."""
+    """Codes of findings that are left out beside this one, as it explains them or shows that they
+    are wrong."""
     after: str = ""
-    """The code after which it stands in the catalogue; empty: its own place by code."""
+    """Code after which the rule stands in the catalogue; empty: its own code says where."""
     kind: Kind | None = None
-    """What a run is called that this cause holds up most; None: what its stall says."""
+    """What a run is called if this cause holds it up most; None: what its stall says."""
 
 
 class Found(NamedTuple):
@@ -326,7 +328,7 @@ class Found(NamedTuple):
 
 
 def seen_by(rules: Iterable[Rule[E]], evidence: E) -> Iterator[Found]:
-    """Yield what the rules of a family find."""
+    """Yield what the rules of a family find in its evidence, each with its rule."""
     for rule in rules:
         finding = rule.find(evidence)
         if finding is not None:
@@ -340,9 +342,9 @@ def make_finding(
     gain: Gain | None = None,
     leave_alone: str = "",
 ) -> Finding:
-    """Return the finding of something that costs this share of a step, 0 to 1.
+    """Return the finding of a cause that costs this share of a step, 0 to 1; None: not known.
 
-    Of several remedies the best comes first, and the gate gives one of them.
+    Of several remedies the best comes first, and the gate gives the first that it lets through.
     """
     remedy = Advice(text=remedy) if isinstance(remedy, str) else remedy
     return Finding(
@@ -357,8 +359,8 @@ def make_finding(
 def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
     """Return a finding whose remedy is the first advice that may be given; with none, it is fine.
 
-    What ``joins`` is told beside it, unless it has a gain of its own.
-    ``closed``: option -> why nobody is told to change it.
+    Later advice that ``joins`` is added, unless the first one has a gain of its own. ``closed``:
+    option -> why nobody is told to change it.
     """
     given: list[Advice] = []
     for advice in finding.advice:

@@ -1,8 +1,9 @@
 """The report as one page of HTML that needs nothing else: no network, no scripts, no fonts.
 
 ``templates/page.html`` says what the page shows and ``templates/chart.html`` draws the newest
-steps; here are the numbers that they need beyond those of the report. Whatever names of files or
-classes hold, texts are escaped, and the page's policy lets nothing be fetched or run.
+steps; this module computes the numbers that they need beyond those of the report. All texts are
+escaped, whatever names of files or classes hold, and the page's policy lets nothing be fetched or
+run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HEIGHT: Final = 1000
 _TICKS: Final = 4
 _NICE: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _QUANTILE: Final = 0.95
-"""The axis ends a little above this part of the steps: a few spikes must not press all others
+"""Quantile of the steps a little above which the axis ends: a few spikes must not press all others
 flat."""
 
 
@@ -49,10 +50,10 @@ def report_html(report: RunReport) -> str:
 
 
 def _rates(report: RunReport) -> list[tuple[str | None, str]]:
-    """Return the figures at the top, each with what it is; None: not known."""
+    """Return the figures at the top, each with its caption; a figure is None where not known."""
     first, wall = report.stages[0], report.wall
     on_device = first.device != "cpu"
-    # What the model would do with the CPUs that load, if it computes on them, is not known.
+    # Where the model computes on CPUs, nobody knows what it would do with those that load.
     free = first.samples_per_s_if_data_were_free if on_device else None
     waited = report.device_minutes_waited if on_device else None
     whole = STAGE_WORDS.get(first.stage, first.stage)
@@ -152,12 +153,12 @@ def _ms(value: float | None) -> str | None:
 
 
 def _longest(named_s: list[tuple[str, float]]) -> str:
-    """Return the first three names, which took longest, with their times."""
+    """Return the three names that took longest, with their times."""
     return ", ".join(f"{name} {duration_text(taken)}" for name, taken in named_s[:3])
 
 
 def _gain_with_shares(gain: Gain) -> tuple[str, float, float]:
-    """Return a gain in words, and the step before and after as shares of the longer one."""
+    """Return a gain in words, and the step before and after as shares of the longer of the two."""
     part = gain.after_ms / gain.before_ms if gain.before_ms > 0 else 1.0
     words = gain_text(gain) if gain.after_ms > 0 else "most of the step"
     return words, min(1.0, 1 / part) if part > 0 else 1.0, min(1.0, part)
@@ -170,7 +171,7 @@ def _parts(wait: WaitParts) -> list[tuple[str, float]]:
 
 
 def _is_numeric(cell: object) -> bool:
-    """Return whether a cell of a table stands right: a number, or one that was not measured."""
+    """Return whether a cell of a table stands right: one with a number, or with none measured."""
     if isinstance(cell, Markup):
         return False
     text = str(cell)

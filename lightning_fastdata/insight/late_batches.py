@@ -1,7 +1,7 @@
 """Batches that came late, from workers of this machine or actors of a cluster: why, and what helps.
 
-What the stamps of batches show is the evidence. A model replays the recorded batches for what
-another loader would gain.
+The evidence is what the stamps of batches show. A model replays the recorded batches to predict
+what another loader would gain.
 """
 
 from __future__ import annotations
@@ -48,50 +48,50 @@ from lightning_fastdata.tuning.simulate import (
 _MOST_WORKERS: Final = 32
 _BATCHES_AHEAD: Final = 2
 _LEAST_AHEAD: Final = 8
-"""The loader is so many batches ahead even if a worker would be fewer."""
+"""Fewest batches that a predicted loader is ahead, however few workers it has."""
 _RUNQUEUE_HIGH: Final = 0.20
-"""Of the time of workers or of the wait: CPUs are short."""
+"""Share of the workers' time or of the wait, spent without a CPU, from which on CPUs are short."""
 _OTHERS_LOW: Final = 0.2
-"""CPUs: if other programs use less, they hold up nothing."""
+"""Number of CPUs that other programs may use without holding anything up, at least."""
 _OTHERS_LOW_PART: Final = 0.2
-"""Of the machine's CPUs: likewise."""
+"""Share of the machine's CPUs that other programs may use without holding anything up."""
 _HANDED_OVER_ALONE: Final = 0.1
 _MUCH: Final = 0.25
 _OTHERS_MOST: Final = 0.5
-"""If more than this part of the wait would go on a free machine, others are the cause."""
+"""Share of the wait that would go on a free machine above which other programs are the cause."""
 _SEVERAL_THREADS: Final = 1.3
-"""CPUs: up to there, what sends batches away explains it."""
+"""CPUs that a worker uses from which on it counts as several threads; sending takes less."""
 _NEARLY: Final = 0.9
 _MOST_COSTS: Final = 400
-"""The model replays no more of the newest batches: more make it slower, hardly better."""
+"""Most batches that the model replays, the newest ones: more make it slower, hardly better."""
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
 _SHARED, _BY_THEMSELVES = 0.35, 0.75
-"""Of what more workers should bring if each waits by itself: below, they wait for something that
-they share; above, they do not."""
+"""Bounds of what :func:`_read_more_by` returns: below the first, workers wait for something that
+they share; from the second on, each waits by itself."""
 _OTHERS: Final = "held up by other programs"
 _CACHE: Final = Advice(
     text="cache samples (FastDataModule(cache='auto'))", changes=("cache",), joins=True
 )
 _ON_DEVICE: Final = Advice(text="augmentation on the device", changes=("augment_on",), joins=True)
 _NAMED: Final = 0.2
-"""Of reading: an operation that takes less is not named."""
+"""Share of reading from which on an operation is named."""
 _COLLATE_LESS: Final = (
     "samples of few arrays, and one torch.stack or np.stack for each of them in collate_fn; or a "
     "__getitems__ of the dataset that reads a batch at once"
 )
 _HIGH: Final = 0.20
-"""Part of the wait: what takes less is no finding."""
+"""Share of the wait below which a cost is no finding."""
 _LEAST_MS, _OF_STEP = 1.0, 0.05
-"""What costs a step less is no finding, however short the wait is."""
+"""Time in ms and share of a step: a cost below either is no finding, however short the wait is."""
 _NEARLY_ALL: Final = 0.9
-"""Of the samples."""
+"""Share of a stream's samples that counts as nearly all of them."""
 _FEW: Final = 0.5
-"""Of the workers: if no more make nearly everything, the shares are uneven."""
+"""Share of the workers: if no more of them make nearly all samples, their shares are uneven."""
 _TWICE: Final = 2.0
-"""Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
+"""Least ratio of the busiest worker's samples to an even share at which the shares are uneven."""
 _IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305"}
-"""What the last four recommend or conclude is right where all workers work."""
+"""Codes that uneven shares replace: the last four hold only where all workers work."""
 _FEW_ARRAYS: Final = Advice(text="batches of few tensors or arrays")
 _AS_MEMORY: Final = Advice(
     text=f"{_FEW_ARRAYS.text}, with LoaderOptions(executor='workers'), which hands over memory",
@@ -111,62 +111,62 @@ _WAYS: Final[dict[str, tuple[str, tuple[Advice, ...]]]] = {
         (_FEWER_BYTES, Advice(text="actors on nearer nodes (Ray(resources={...}))", joins=True)),
     ),
 }
-"""Part of the wait in which a batch is made and not here -> in words, and what to try."""
+"""Part of the wait after a batch is made -> that part in words, and what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateBatches:
-    """What is known of why batches were late, of the loader that is waited for most.
+    """What is known of why batches were late, for the loader that is waited for most.
 
-    Findings that rest on a fact which is None, or empty, are not made. Shares are from 0 to 1.
+    No finding is made that rests on a fact which is None, or empty. Shares are from 0 to 1.
     """
 
     summary: StageSummary = NO_STEPS
-    """Where the steps went; the causes are those of this loader."""
+    """Where the steps went; its causes are those of this loader."""
     loader_share: float = 1.0
-    """Of the waits, those for this loader's batches: others are read in the same steps."""
+    """Share of the waits that is for this loader's batches; others are read in the same steps."""
     setup: LoaderSetup | None = None
-    """As it is; None: no predictions are made."""
+    """The loader as the model knows it; None: no predictions are made."""
     costs: tuple[BatchCost, ...] = ()
-    """Of recorded batches, for predictions; none are made without."""
+    """Costs of recorded batches, on which predictions rest; empty: none are made."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     """What the loader says about itself."""
     stream_samples: tuple[int, ...] = ()
-    """Samples of a stream that each of its workers made; empty: no stream, or not several."""
+    """Samples of a stream that each worker made; empty: no stream, or not several workers."""
     busy_share: float | None = None
-    """Of the time, that in which a worker had a task: the mean over workers."""
+    """Share of the time in which a worker had a task, the mean over workers."""
     runqueue_share: float | None = None
-    """Of the workers' busy time, that in which they were ready to run but had no CPU."""
+    """Share of the workers' busy time in which they were ready to run but had no CPU."""
     machine: MachineSeen = NO_MACHINE
-    """What the training had of its machine."""
+    """What was seen of the machine during the training."""
     read_rates: ReadRates | None = None
-    """What few of the workers read together, and what all do, while batches were waited for."""
+    """Samples a second that half of the workers read, and that all read; None: not tried."""
     free_cpus: float | None = None
-    """CPUs of the cluster whose actors make the batches that nobody held, as last seen."""
+    """CPUs that nobody held, as last seen, in the cluster whose actors make the batches."""
 
     @property
     def times(self) -> StepTimes:
-        """How long the steps take, and wait for this loader's batches."""
+        """Mean times of the steps, and of their waits for this loader's batches."""
         return times_of(self.summary).waiting_for(self.loader_share)
 
     @property
     def causes(self) -> WaitCauses:
-        """Where its waits went."""
+        """Where the waits for this loader's batches went."""
         return self.summary.causes or NO_CAUSES
 
     @property
     def device_could_augment(self) -> bool:
-        """Workers transform samples beside a device that could, and was not found to be slower."""
+        """Whether workers transform samples where a device could, and is not known as slower."""
         place, operations = self.loader.augment_on, self.causes.operations
-        # That workers transform samples a loader does not know of its dataset; stamps may show it.
+        # A loader does not know whether its dataset transforms samples; stamps may show it.
         here = place == "cpu" or (place is None and any(each.augments for each in operations))
         return here and self.summary.device != "cpu" and not self.loader.augment_settled
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts of the wait, 0 to 1; reading of unknown kind counts as blocked.
+        """Share of each part of the wait, 0 to 1; reading of unknown kind counts as blocked.
 
-        Empty while data is no matter.
+        Empty while steps hardly wait for data.
         """
         shares = self.causes.wait.shares() if self.times.stalls else {}
         if shares:
@@ -175,12 +175,12 @@ class LateBatches:
 
     @property
     def stall_ms(self) -> float:
-        """What the waits cost a step; 0: that is not known."""
+        """Mean stall of a step, in ms; 0: not known."""
         return self.times.stall_ms or 0.0
 
     @property
     def wanted_cpus(self) -> float | None:
-        """CPUs that the busy workers and the training would use if they were alone, from costs."""
+        """CPUs that busy workers and the training would use if alone; None: no recorded costs."""
         if self.setup is None or not self.costs:
             return None
         cpu = sum(cost.cpu_ns + cost.collate_ns for cost in self.costs)
@@ -193,20 +193,21 @@ class LateBatches:
 
     @property
     def waits_for_cpu(self) -> float:
-        """How much of the wait went because workers or the training had no CPU."""
+        """Share of the wait in which workers or the training process had no CPU."""
         return self.shares.get("read_runqueue", 0.0) + self.shares.get("queued", 0.0)
 
     @property
     def without_cpu(self) -> float:
-        """How much of the wait, or of the workers' time, is spent ready but without a CPU."""
+        """Largest known share, of the wait or of workers' time, spent ready but without a CPU."""
         known = (self.runqueue_share or 0.0, self.machine.queued_share or 0.0)
         return max(self.waits_for_cpu, *known)
 
     @property
     def alone_wait_ms(self) -> float:
-        """What would be waited for a batch if nobody had to wait for a CPU; a bound.
+        """Least time, in ms, that a batch would be waited for if nobody waited for a CPU.
 
-        Workers make one batch in a step, beside it; the training process makes it in the wait.
+        Workers make a batch beside a step, so all of the step's time without a CPU is taken off;
+        the training process makes it in the wait.
         """
         left, wait_ms = 1 - min(1.0, self.without_cpu), self.times.wait_ms or 0.0
         workers = self.loader.num_workers if self.setup is None else self.setup.workers
@@ -216,10 +217,11 @@ class LateBatches:
 
     @property
     def throttled(self) -> bool:
-        """Whether a fifth of the wait or more could go if no quota held anything back.
+        """Whether a fifth of the wait or more could vanish if no quota held anything back.
 
         A thread lost no more than its part of the time in which CPUs were held back, and no more
-        than the periods in which the quota was used up. No wait gets shorter by more than that.
+        than the periods in which the quota was used up. The wait cannot get shorter by more than
+        the smaller of the two.
         """
         lost, times = self.machine.throttled_share, self.times
         if not lost or not times.step_ms or not times.wait_ms:
@@ -232,9 +234,9 @@ class LateBatches:
 
     @property
     def overcommitted(self) -> bool:
-        """Whether own work wants more CPUs than there are, or a quota stopped it.
+        """Whether own work wants more CPUs than there are, or a quota held it back.
 
-        If it waits for CPUs although no other program uses them, it does, whatever the model says.
+        If other programs hardly use CPUs, waiting for one decides, whatever the model says.
         """
         if self.throttled:
             return True
@@ -246,10 +248,10 @@ class LateBatches:
 
     @property
     def crowded(self) -> bool:
-        """Whether own work would fit, and most of the wait would go if it were alone.
+        """Whether other programs cause most of the wait, and own work would fit the CPUs.
 
-        Complete batches wait for a CPU on their way, too. Where there is no model, the counters of
-        the machine tell: others use a good part of the CPUs, and loading had none for so long.
+        Complete batches wait for a CPU on their way, too. Without a model, the machine's counters
+        tell: others use a good part of the CPUs, and loading had no CPU for most of the wait.
         """
         wait_ms = self.times.wait_ms or 0.0
         if not self.times.stalls or self.throttled or self.without_cpu < _RUNQUEUE_HIGH:
@@ -265,16 +267,16 @@ class LateBatches:
         return wait_ms - alone_ms > _OTHERS_MOST * wait_ms
 
     def gain_without(self, share: float) -> Gain | None:
-        """Return the step without a share of the wait: no less is possible."""
+        """Return the gain if this share of the stall, 0 to 1, vanished: the most possible."""
         return self.times.without(share * self.stall_ms)
 
     def gain(
         self, setup: LoaderSetup | None = None, *, costs: Sequence[BatchCost] | None = None
     ) -> Gain | None:
-        """Return what another setup gains, or batches of other costs; None without recorded ones.
+        """Return the gain of another setup, or of other costs; None without recorded batches.
 
-        The model's ratio of the two is applied to the measured step, so that what the model misses
-        of both counts for neither. No less is possible than what batches of other costs take.
+        The ratio of the model's two predictions is applied to the measured step, so that what the
+        model misses in both cancels out. With other costs, the new time is a lower bound.
         """
         step_ms, now = self.times.step_ms, self.setup
         if step_ms is None or now is None or not self.costs:
@@ -316,12 +318,12 @@ def late_batches_of(
 
     Args:
         summary: Where the steps went; the causes are those of this loader.
-        loader: What it says about itself.
-        stamps: The newest of it, in the order in which batches were delivered.
+        loader: What the loader says about itself.
+        stamps: The newest stamps of the loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
-        step_queued: Part of the steps in which the training was ready but had no CPU.
-        loader_share: Of the waits, those for batches of this loader.
-        machine: What the training had of it.
+        step_queued: Share of the steps, 0 to 1, in which the training was ready but had no CPU.
+        loader_share: Share of the waits that is for batches of this loader, 0 to 1.
+        machine: What was seen of the machine during the training.
     """
     if setup is not None:
         others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
@@ -346,9 +348,9 @@ def late_batches_of(
 def _recorded_costs(
     summary: StageSummary, stamps: Sequence[BatchStamps], step_queued: float
 ) -> tuple[BatchCost, ...]:
-    """Return what the newest batches cost, without those that took, or whose step did, too long.
+    """Return the costs of the newest batches, without those that took too long.
 
-    That is nearly as long as a step that is no part of the means.
+    Too long is nearly as long as a step that the means leave out: for a batch, or its step.
     """
     halves = ((each.stall_ms or 0.0, each.step_ms or 0.0) for each in summary.long_steps)
     long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
@@ -362,7 +364,7 @@ def _recorded_costs(
 
 
 def _busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
-    """Return the busy part of the time that steady batches took, 0 to 1; None for 0 workers."""
+    """Return the share of the time in which workers were busy, 0 to 1; None without workers."""
     busy = span = 0.0
     for epoch in by_epoch(stamps):
         began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
@@ -384,8 +386,8 @@ def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
 def _with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
     """Return the setup with another number of workers.
 
-    Where each makes whole batches, each is as many ahead as before; where all make one together,
-    all of them are.
+    Where each worker makes whole batches, it is 2 ahead, or as many as before if that was more than
+    8 in all; where all workers make one batch together, the number ahead stays.
     """
     least = min(setup.look_ahead, _LEAST_AHEAD) if setup.workers else _LEAST_AHEAD
     if setup.scheduling == "sample":
@@ -397,7 +399,7 @@ def _with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
 
 
 def _advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
-    """Return the change as it is written in code, e.g. ``LoaderOptions(num_workers=6)``."""
+    """Return the advice to change one setup to another, e.g. ``LoaderOptions(num_workers=6)``."""
     changes: dict[str, object] = {}
     if now.inline and wanted.workers:
         changes["executor"] = "workers"
@@ -408,7 +410,7 @@ def _advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice
 
 
 def largest(e: LateBatches) -> tuple[str, float]:
-    """Return the part of the wait that stands out, if one does; CPU time with waiting for CPUs.
+    """Return the part of the wait that stands out; waiting for a CPU counts as CPU time.
 
     Returns:
         A field of :class:`WaitParts` without its unit, and its share of the wait; ``""`` and 0 if
@@ -429,8 +431,8 @@ def _more_workers(
 ) -> Finding:
     """Return the finding with the number of workers that the model recommends, if one helps.
 
-    ``together``: they may wait for something that they share, of which the model knows nothing.
-    ``computing``: they compute, so that no more of them are of use than there are CPUs.
+    ``together``: workers may wait for something that they share, which the model does not know.
+    ``computing``: workers compute, so that more of them than there are CPUs are of no use.
     """
     wanted, now = e.best_workers(computing=computing), e.setup
     if wanted is None or now is None:
@@ -472,7 +474,7 @@ def _slow_samples(e: LateBatches) -> Finding | None:
 
 
 def _read_more_by(e: LateBatches) -> float | None:
-    """Return what more workers bring: 1 as much more as they are, 0 nothing; None: not tried."""
+    """Return how reading grows with the workers: 1 as they do, 0 not at all; None: not tried."""
     rates = e.read_rates
     if rates is None or rates.many <= rates.few or min(rates.few_per_s, rates.many_per_s) <= 0:
         return None
@@ -488,18 +490,18 @@ def _shares(e: LateBatches) -> bool:
 
 
 def _at_limit(e: LateBatches) -> bool:
-    """Return whether storage gives all it has: then it is slow to whichever reader comes last.
+    """Return whether storage is at its limit, and so is slow for whichever reader comes last.
 
-    Behind a sample that is slow by itself, workers have nothing to do after a while.
+    If only a sample were slow by itself, the workers would soon have nothing to do.
     """
     return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
 
 
 def _where_it_waits(e: LateBatches, share: float) -> str:
-    """Return the longest line if it waits for a fifth of reading or more, in words.
+    """Return in words the longest line, if it waits for a fifth of reading or more.
 
-    That is known of a line that takes so much more of reading than is not waited. ``share``: Of the
-    wait, what is.
+    A line is known to wait where it takes more of reading than all that computes. ``share``: the
+    share of the wait that is spent waiting in reading.
     """
     shares = e.shares
     computes = shares.get("read_cpu", 0.0) + shares.get("read_runqueue", 0.0)
@@ -549,12 +551,12 @@ def _saturated(e: LateBatches) -> bool:
 
 
 def _named(e: LateBatches) -> OperationShare | None:
-    """Return the operation of a pipeline that takes most, if that is a fifth of reading."""
+    """Return the most expensive operation of a pipeline, if it takes a fifth of reading or more."""
     return next((op for op in e.causes.operations if op.augments and op.share >= _NAMED), None)
 
 
 def _transforms(e: LateBatches) -> tuple[Advice, ...]:
-    """Return what makes reading take less of a CPU."""
+    """Return advice that makes reading take less CPU time, the best first."""
     named = _named(e)
     takes = "" if named is None else f" ({named.name} takes {named.share:.0%} of reading)"
     cheaper = Advice(text=f"cheaper transforms{takes}")
@@ -581,7 +583,7 @@ def _spent(
 ) -> Finding:
     """Return the finding that a share of the wait, 0 to 1, is spent on something.
 
-    ``gain``: what less of it gains; None: at most the whole share. ``more`` is known of the cause.
+    ``gain``: what spending less on it gains; None: at most the share. ``more``: added to the cause.
     """
     stall = e.times.stall_share
     cause = f"{what} is {share:.0%} of the wait for data, which costs {stall or 0.0:.0%} of each "
@@ -693,7 +695,7 @@ def _costs_enough(e: LateBatches, share: float) -> bool:
 
 
 def _on_the_way(e: LateBatches) -> Finding | None:
-    """Return the finding that batches are long on their way here once they are made."""
+    """Return the finding that complete batches take long on their way to the training process."""
     dominant, _ = largest(e)
     name = dominant if dominant in _WAYS else "handover"
     share, (what, advice) = e.shares.get(name, 0.0), _WAYS[name]
@@ -709,20 +711,20 @@ def _on_the_way(e: LateBatches) -> Finding | None:
 
 
 def _hands_over_long(e: LateBatches, share: float) -> bool:
-    """Return whether the hand-over itself takes this share of the wait, and nothing behind it."""
+    """Return whether the hand-over takes long by itself, and not because something delays it."""
     gain = e.gain_without(share)
     queues = e.without_cpu >= _RUNQUEUE_HIGH and share < _DOMINANT
     if queues or e.crowded:
-        return False  # who sends a batch away waits for a CPU as those do who make it
+        return False  # sending a batch away waits for a CPU as making it does
     if not _costs_enough(e, share) or (e.setup is not None and not e.setup.workers):
         return False
     return gain is None or gain.worthwhile
 
 
 def _uneven(e: LateBatches) -> Finding | None:
-    """Return whether few workers make nearly all samples of a stream, or one of them far too many.
+    """Return the finding that few workers make nearly all of a stream, or one of them far too much.
 
-    Workers that each yield the whole stream make as many samples as each other, and are not meant.
+    Workers that each yield the whole stream make as many samples as each other: no finding.
     """
     working = _working_workers(e.stream_samples)
     workers = len(e.stream_samples)
@@ -748,17 +750,17 @@ def _uneven(e: LateBatches) -> Finding | None:
 
 
 def _working_workers(samples: tuple[int, ...]) -> int:
-    """Return the fewest workers that make nine tenths of the samples, of those of each worker."""
+    """Return the fewest workers that make nine tenths of the samples; 0: no samples were made."""
     wanted = _NEARLY_ALL * sum(samples)
     made = accumulate(sorted(samples, reverse=True))
     return next((number for number, so_far in enumerate(made, 1) if so_far >= wanted > 0), 0)
 
 
 def _gain_of_even_shares(e: LateBatches) -> Gain | None:
-    """Return what the recorded batches would take if all workers made them."""
+    """Return the gain if all workers made an even share of the batches; None: not known."""
     if e.setup is None or not e.costs or e.times.step_ms is None:
         return None
-    # As many workers as would be busy if each had as much to do as the busiest one.
+    # The number of workers that would be busy if each had as much to do as the busiest one.
     busy = max(1, round(sum(e.stream_samples) / max(e.stream_samples)))
     now = simulate(e.costs, replace(e.setup, workers=busy)).step_ms
     even = simulate(e.costs, replace(e.setup, workers=len(e.stream_samples))).step_ms

@@ -29,19 +29,19 @@ _FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSeen:
-    """What a training had of its machine. None: not known; shares are from 0 to 1."""
+    """What was seen of a machine during a training. None: not known; shares are from 0 to 1."""
 
     queued_share: float | None = None
-    """Of the time of the training process, and of a worker, that in which they were ready to run,
-    but had no CPU; known of any loader."""
+    """Share of time ready to run but without a CPU: that of the training process plus the mean of
+    the workers. It is known of any loader."""
     throttled_share: float | None = None
-    """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
+    """Share of the scheduler's periods in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
-    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
+    """Number of CPUs, mean over time, that had threads to run but were held back by the quota."""
     other_cpus: float | None = None
-    """CPUs of the machine that other programs used, the mean over time."""
+    """Number of CPUs of the machine that other programs used, the mean over time."""
     machine_cpus: float | None = None
-    """CPUs of the machine; more than there are for this training, maybe."""
+    """Number of CPUs of the machine; this training may be allowed fewer."""
 
     @classmethod
     def between(cls, begin: HostUsage, end: HostUsage) -> MachineSeen:
@@ -61,39 +61,39 @@ class MachineSeen:
         return cls(**seen)
 
     def taken_of(self, cpus: float | None) -> float:
-        """Return how many of so many CPUs for this training other programs use."""
+        """Return how many of the training's ``cpus`` other programs use."""
         if cpus is None or self.other_cpus is None or self.machine_cpus is None:
             return 0.0
         return min(cpus, max(0.0, cpus - (self.machine_cpus - self.other_cpus)))
 
     def left_of(self, cpus: int) -> int:
-        """Return how many of so many CPUs for this training other programs leave it, 1 at least."""
+        """Return how many of the training's ``cpus`` other programs leave to it, at least 1."""
         return max(1, cpus - round(self.taken_of(cpus)))
 
 
 NO_MACHINE: Final = MachineSeen()
-"""Nothing is known of it."""
+"""A machine of which nothing is known."""
 _LOOK_EACH_S: Final = 0.25
-"""Workers may be gone when the machine is read for the next time."""
+"""Least seconds between two looks at the processes: workers may be gone when the training ends."""
 _REST: Final = 1000
-"""Memory that took a second to read is read again after so many: a thousandth of the time goes."""
+"""Memory is read again after this many times as long as reading took: a thousandth of the time."""
 
 
 class HostMeter:
-    """The machine's side of one training, from its construction on."""
+    """Watches what one training has of its machine, from construction on."""
 
     def __init__(self, workers: Callable[[], list[int]] = worker_processes) -> None:
         self.memory = MemoryMeter()
         self.epoch = self._steps = 0
-        """Those of the training that have begun."""
+        """Number of the epoch that runs, counted from 0, and number of steps that have ended."""
         self._workers = workers
         self._began = read_host_usage(workers(), at_s=clock.monotonic())
         self._memory_due_s = self._look_due_s = clock.monotonic()
         self._first: dict[int, tuple[float, int]] = {}
-        """Of each process, when it was seen first, and for how many ns it had queued by then."""
+        """Process -> when it was seen first, in s, and how many ns it had queued by then."""
         self._queued: dict[int, tuple[float, float]] = {}
-        """Process -> the seconds for which it was seen, and of these, those in which it was ready
-        to run and had no CPU; also of workers that have ended."""
+        """Process -> for how many seconds it was seen, and for how many of them it was ready to run
+        but had no CPU. Workers that have ended are kept."""
 
     def step_ended(self) -> None:
         """Look, now and then, at what this process and its workers have of CPUs and memory."""
@@ -103,7 +103,7 @@ class HostMeter:
             self._look(now_s)
 
     def read_memory(self, *, at_once: bool = False) -> None:
-        """Look at the pages of all processes, if it is time for it; ``at_once``: it is."""
+        """Look at the pages of all processes, if it is time for that or ``at_once`` is set."""
         began_s = clock.monotonic()
         if began_s < self._memory_due_s and not at_once:
             return
@@ -117,9 +117,9 @@ class HostMeter:
         return replace(MachineSeen.between(self._began, now), queued_share=self._queued_share())
 
     def _queued_share(self) -> float | None:
-        """Return the part of its time in which what a step goes through had no CPU; None: not seen.
+        """Return the share of time without a CPU, as in ``MachineSeen``; None: no process was seen.
 
-        That is the training process, and a worker, where there are any: their mean.
+        It is the sum of the training process's share and the mean share of the workers.
         """
         own, workers = list[tuple[float, float]](), list[tuple[float, float]]()
         for process, times in self._queued.items():
@@ -138,7 +138,7 @@ class HostMeter:
 
 
 def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
-    """Return what went wrong in reading so far, in all loaders; without what has not."""
+    """Return how often reading went wrong so far, over all loaders; a count of 0 has no key."""
     counts = _faults(logs)
     return {f"data_faults/{n}": float(counts[n]) for n in ("samples", "deaths") if n in counts}
 
@@ -150,7 +150,7 @@ def _faults(logs: Iterable[FaultLog]) -> dict[str, int]:
 
 
 def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:
-    """Return in one sentence what went wrong in reading; empty: nothing has."""
+    """Return in one sentence how reading went wrong; empty: it did not."""
     logs = list(logs)
     said = [_FAULTS[name].format(count) for name, count in _faults(logs).items()]
     if not said:
@@ -163,17 +163,17 @@ def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:
 MemoryCause: TypeAlias = Literal["copied", "leak", "cache", "ahead", "page cache"]
 
 _LEAST_BYTES: Final = 64 * 2**20
-"""Of all workers together: less is no finding. A forked worker copies 10 to 40 MiB of what Python
-itself and torch hold, whatever the dataset is."""
+"""Bytes in all processes together below which a use of memory is no finding. A forked worker copies
+10 to 40 MiB of what Python itself and torch hold, whatever the dataset is."""
 _USUAL_BYTES: Final = 24 * 2**20
 _COPIED_PART: Final = 0.2
-"""Of the objects of a dataset, what has to be copied before they are blamed."""
+"""Share of a dataset's object, 0 to 1, that workers have to copy before it is blamed."""
 _STEADY: Final = 0.5
 _FEWEST: Final = 9
 _EARLY: Final = 0.25
-"""Of an epoch, from when a process is first seen."""
+"""Share of an epoch, from when a process is first seen, in which its growth does not count."""
 _TELLING: Final = 0.8
-"""If a cache grew by more than this in the last epoch, of the first, it would look as a leak."""
+"""Share of its growth in the first epoch from which on a cache could not be told from a leak."""
 _NEARLY: Final = 0.9
 _REMEDIES: Final[dict[MemoryCause, str]] = {
     "copied": "from lightning_fastdata import share; dataset = share(dataset)",
@@ -190,34 +190,34 @@ class Look(NamedTuple):
     step: int
     epoch: int
     sizes: Mapping[int, int]
-    """Process -> bytes of its memory that belongs to no file."""
+    """Process -> bytes of its memory that belong to no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySeen:
-    """What was seen of the memory of a training's processes, as far as it is not of a device."""
+    """What was seen of the memory of a training's processes, without the memory of devices."""
 
     workers: int = 0
     forked: bool = True
-    """Workers began with the pages of this process; if not, each was sent a copy of the dataset."""
+    """Whether workers began with the pages of this process; else each was sent the dataset."""
     copied_bytes: int = 0
-    """Of a worker, the mean: pages that it had in common with this process, and has of its own."""
+    """Mean bytes of a worker in pages that it had in common with this process and now has alone."""
     own_parts: Mapping[str, float] = field(default_factory=dict)
-    """Name of an object -> the part of it that is in such pages, 0 to 1; empty: not known."""
+    """Name of an object -> share of it in pages that workers have alone; empty: not known."""
     looks: tuple[Look, ...] = ()
-    """In the order of time."""
+    """How large processes were at some moments, in the order of time."""
     shared_bytes: int = 0
-    """Memory of several processes that is no file's: batches on their way."""
+    """Bytes of batches on their way, in memory that several processes share."""
     file_bytes: int = 0
-    """Pages of files that processes have mapped, and this one had not at the beginning."""
+    """Bytes of files that processes have mapped, less those that this process had at the start."""
     objects: tuple[HeldObjects, ...] = ()
-    """Of the dataset, the largest first."""
+    """Objects that the dataset holds, the largest first."""
     left_bytes: int | None = None
-    """What the machine or the container has left."""
+    """Bytes of memory that the machine or the container has left; None: not known."""
 
 
 class MemoryUse(NamedTuple):
-    """One cause, and what it takes in all processes together."""
+    """One cause that takes memory, and how much it takes in all processes together."""
 
     cause: MemoryCause
     size_bytes: int
@@ -225,11 +225,12 @@ class MemoryUse(NamedTuple):
 
 
 class MemoryMeter:
-    """What processes took when they were first seen, and what they have come to take.
+    """Meters the memory of processes: when they were first seen, and as it has become.
 
     Args:
-        readers: A module ``host.memory``: what reads a process's own bytes (in some 15 us), pages
-            (10 ms), batches in shared memory, and which part of addresses it has alone (0.3 ms).
+        readers: The module ``host.memory``, or one like it. It reads a process's own bytes (in some
+            15 us), its pages (10 ms), batches in shared memory, and which part of some addresses a
+            process has alone (0.3 ms).
     """
 
     def __init__(self, readers: Any = memory) -> None:
@@ -237,21 +238,22 @@ class MemoryMeter:
         self._parts: dict[str, float] = {}
         self._shared = 0
         self._mapped = readers.read_mapped_bytes()
-        """Of libraries, as workers are not asked yet: what they have in common counts once."""
+        """Bytes of files, such as libraries, that this process had mapped at the start; pages that
+        processes have in common count once."""
         self._first: dict[int, int] = {}
-        """Worker -> what it took when it was first seen, or this process when any was, if less."""
+        """Worker -> its bytes when first seen, at most those of this process at the first look."""
         self._here: int | None = None
         self._read: dict[int, Pages] = {}
         self._looks = Few[Look]()
         self._workers = 0
 
     def look(self, workers: Sequence[int], *, step: int, epoch: int) -> None:
-        """See how large the workers are, or this process if there never were any."""
+        """See how large the workers are, or this process if the run has had no workers."""
         self._workers = len(workers) or self._workers
         processes = workers or ([] if self._workers else [os.getpid()])
         sizes = {each: self._readers.read_own_bytes(each) for each in processes}
         known = {each: size for each, size in sizes.items() if size is not None}
-        if workers and self._here is None:  # with that they began
+        if workers and self._here is None:  # workers begin with as much
             self._here = self._readers.read_own_bytes(os.getpid())
         for worker in known if workers else ():
             self._first.setdefault(worker, min(known[worker], self._here or known[worker]))
@@ -268,7 +270,7 @@ class MemoryMeter:
 
     @property
     def copied_bytes(self) -> int:
-        """Of a worker, the mean: what it had in common with this process, and has of its own."""
+        """Mean bytes of a worker in pages that it had in common with this process, now its own."""
         read = [
             (self._read[each], first) for each, first in self._first.items() if each in self._read
         ]
@@ -291,9 +293,9 @@ class MemoryMeter:
         )
 
     def _own_parts(self, objects: Sequence[HeldObjects]) -> dict[str, float]:
-        """Return of which part of each object workers have pages of their own.
+        """Return which share of each object lies in pages that workers have of their own.
 
-        Of one worker that is not known: what this process writes to leaves the worker alone.
+        It is not known of a single worker: pages that this process writes to stay with it alone.
         """
         workers = self._read.keys() & self._first.keys()
         for held in objects if len(workers) > 1 else ():
@@ -305,14 +307,14 @@ class MemoryMeter:
 
 
 def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
-    """Return what takes memory, the most first; empty: nothing that is worth a word."""
+    """Return the uses of memory, the largest first; empty: none is worth a word."""
     count = max(1, seen.workers)
     found = []
     for held in seen.objects:
         size = count * _copied(seen, held)
         if size:
             found.append(MemoryUse("copied", size, held))
-            break  # how the others are read, their sum does not say
+            break  # the sum does not say how the other objects are read
     if seen.looks:
         cause: MemoryCause = "leak" if leaks(seen.looks) else "cache"
         found.append(MemoryUse(cause, int(count * _grown(seen.looks))))
@@ -322,20 +324,20 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
 
 
 def _copied(seen: MemorySeen, held: HeldObjects) -> int:
-    """Return the bytes of an object that each worker has copied; 0: it has not read so much."""
+    """Return the bytes of an object that each worker has copied; 0: too little of it."""
     if seen.workers and not seen.forked:
         return held.size_bytes
     part, most = seen.own_parts.get(held.name), held.counted_bytes
-    if part is None:  # then the sum has to do, which may be of anything else
+    if part is None:  # only the sum is known then, which may be of anything else
         enough = seen.copied_bytes - _USUAL_BYTES >= _COPIED_PART * most
         return min(seen.copied_bytes, most) if enough else 0
     return min(seen.copied_bytes, int(part * most)) if part >= _COPIED_PART else 0
 
 
 def _grown(looks: Sequence[Look]) -> float:
-    """Return by how much the processes of the last look have grown: the mean of them.
+    """Return the mean growth in bytes of the processes of the last look.
 
-    What each takes early is of buffers and libraries, and does not count.
+    Growth early on comes from buffers and libraries, and does not count.
     """
     early = ceil(_EARLY * max(Counter(look.epoch for look in looks).values()))
     each = ([look.sizes[of] for look in looks if of in look.sizes] for of in looks[-1].sizes)
@@ -345,10 +347,10 @@ def _grown(looks: Sequence[Look]) -> float:
 def leaks(looks: Sequence[Look]) -> bool | None:
     """Return whether memory grows for ever, and not as a cache that each worker fills.
 
-    A cache of one worker is full after an epoch; of several, each meets a sample that it has not
-    read before ever more rarely: of the first epoch's growth (1 - 1/workers)**n is left after n
-    more. None, it is not known: within one epoch the two look the same, and so they do in workers
-    that come anew in each. Of the last epoch those count that have read in one before.
+    The cache of a single worker is full after an epoch. Several workers meet samples that they have
+    not read before ever more rarely: n epochs later, (1 - 1/workers)**n of the first epoch's growth
+    is left. None: not known, as leak and cache look the same within one epoch, or in workers that
+    are started anew in each. In the last epoch, processes count that read in an earlier one.
     """
     epochs = [_read(list(of)) for _, of in groupby(looks, key=lambda look: look.epoch)]
     *before, (parts, grown) = [epoch for epoch in epochs if any(epoch[0].values())] or [({}, {})]
@@ -399,14 +401,14 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
 
 
 def memory_notes(seen: MemorySeen) -> tuple[str, ...]:
-    """Return what takes memory and is nothing to act upon, a sentence each."""
+    """Return what takes memory but needs no action, a sentence each."""
     uses = [use for use in memory_uses(seen) if _finding(seen, use) is None]
     return tuple(f"Memory: {memory_text(seen, use)}." for use in uses)
 
 
 def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
-    more = use.size_bytes  # what has grown by that may do so once more
-    if use.objects is not None:  # what is copied now is copied as a whole in the end
+    more = use.size_bytes  # what has grown by this much may do so once more
+    if use.objects is not None:  # in the end the whole object is copied
         more = seen.workers * use.objects.counted_bytes - use.size_bytes
     short = seen.left_bytes is not None and more > seen.left_bytes
     if use.cause not in _REMEDIES or (use.cause == "cache" and not short):

@@ -32,40 +32,39 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.05
-"""How long rank 0 waits at the end of an epoch for records of others."""
+"""Seconds that rank 0 waits at the end of an epoch for records of other ranks."""
 _PATIENCE_AT_END_S: Final = 2.0
-"""The same, once, at the end of the run."""
+"""Seconds that rank 0 waits once, at the end of the run, for records of other ranks."""
 _POLL_S: Final = 0.005
 _PHASES: Final = ("step", "stall", "wait", "compute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTiming:
-    """What the training steps of one rank took, the means over its steps. None: not measured."""
+    """Mean times of the training steps of one rank. None: not measured."""
 
     rank: int
     """Global rank, counted from 0."""
     host: str
-    """Name of the machine it runs on."""
+    """Name of the machine that the rank runs on."""
     steps: int
-    """Steps the means are over; first steps of epochs are left out if there are others."""
+    """Number of steps in the means; first steps of epochs are left out if there are others."""
     epochs: int = 1
-    """Epochs that have ended."""
+    """Number of epochs that have ended."""
     step_ms: float | None = None
-    """The whole step as the device saw it."""
+    """Time of the whole step as the device saw it."""
     stall_ms: float | None = None
-    """Of that, the time in which the device had nothing to do because of data."""
+    """Part of ``step_ms`` in which the device was idle because of data."""
     wait_ms: float | None = None
     """Time the host waited for data; equals ``stall_ms`` where the host computes."""
     compute_ms: float | None = None
-    """Forward, backward and optimizer, and in there the waiting for slower ranks."""
+    """Time of forward, backward and optimizer, which includes waiting for slower ranks."""
     reason: str = ""
-    """What the stamps of its loader say of most of its waits; empty: nothing, or it hardly waits.
-    """
+    """Largest part of the rank's waits, in words; empty: not known, or the rank hardly waits."""
 
 
 def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
-    """Return the rank that stalls most, then computes least; None with fewer than two."""
+    """Return the rank that stalls most, the one with less compute if equal; None: no two ranks."""
     timed = _with_stall(ranks)
     if len(timed) < 2:
         return None
@@ -73,13 +72,13 @@ def slowest(ranks: Iterable[RankTiming]) -> RankTiming | None:
 
 
 def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
-    """Return the mean over the ranks whose stall was measured; None if it was on none."""
+    """Return the mean stall in ms of the ranks that measured theirs; None: no rank did."""
     timed = _with_stall(ranks)
     return statistics.fmean(each.stall_ms or 0.0 for each in timed) if timed else None
 
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
-    """Return the scalars of two ranks or more."""
+    """Return the scalars for loggers; empty with fewer than two ranks."""
     worst = slowest(ranks)
     return {} if worst is None else {"data_ranks/stall_max_ms": worst.stall_ms or 0.0}
 
@@ -110,20 +109,20 @@ class RankStalls:
     """What is known of the ranks that train together with this one."""
 
     times: StepTimes = field(default_factory=StepTimes)
-    """Of this rank."""
+    """Mean times of this rank's steps."""
     ranks: tuple[RankTiming, ...] = ()
-    """What the steps of each took, by rank; empty where that of one is not known."""
+    """Times of the steps of all ranks, by rank; empty where those of one are not known."""
 
     @property
     def late(self) -> RankTiming | None:
-        """The rank that stalls longest, if 3 % of the step longer than the mean of all."""
+        """Rank that stalls most, if 3 % of this rank's step longer than the mean; None: no rank."""
         worst, mean_ms = slowest(self.ranks), mean_stall_ms(self.ranks)
         late_ms = ((worst and worst.stall_ms) or 0.0) - (mean_ms or 0.0)
         return worst if (self.times.share(late_ms) or 0.0) >= STALL_LOW else None
 
     @property
     def held_up(self) -> bool:
-        """Whether that rank stalls 3 % of the step longer than this one."""
+        """Whether the late rank stalls longer than this one, by 3 % of the step or more."""
         late, stall_ms = self.late, self.times.stall_ms
         if late is None or late.stall_ms is None or stall_ms is None:
             return False
@@ -172,12 +171,12 @@ class RankRecords:
 
     @property
     def so_far(self) -> tuple[RankTiming, ...]:
-        """What is known of each rank, by rank; on other ranks than 0 empty."""
+        """What is known of each rank, by rank; empty on all ranks but 0."""
         return tuple(self._known[rank] for rank in sorted(self._known))
 
     @property
     def complete(self) -> tuple[RankTiming, ...]:
-        """The same; empty if one, or its stall, is missing: it may be the one looked for."""
+        """``so_far``, or empty if a rank or its stall is missing: it may be the late one."""
         known = self.so_far
         return known if len(_with_stall(known)) == len(self._ranks) else ()
 
@@ -206,7 +205,7 @@ class RankRecords:
         )
 
     def _read(self, patience_s: float) -> None:
-        """Read on rank 0 what ranks have reported, waiting so long for those that are behind."""
+        """Read on rank 0 what ranks have reported; wait at most so long for those behind."""
         until = clock.monotonic() + patience_s
         while self._rank == 0 and self._broken is None:
             self._tried(self._read_from)
@@ -217,17 +216,17 @@ class RankRecords:
             clock.sleep(_POLL_S)
 
     def ended(self) -> None:
-        """Read what ranks have reported last."""
+        """Read on rank 0 what ranks have reported last, and wait longer for it."""
         self._read(_PATIENCE_AT_END_S)
 
     def _read_from(self, store: Store) -> None:
         for rank in self._ranks:
             key = f"{self._run}/{rank}"
-            if store.check([key]):  # to get what is not there would wait for it
+            if store.check([key]):  # getting a key that is not there would wait for it
                 self._known[rank] = RankTiming(**json.loads(store.get(key)))
 
     def notes(self) -> tuple[str, ...]:
-        """Return what has to be said of ranks that are not known."""
+        """Return sentences on ranks of which nothing is known."""
         if self._broken is not None:
             return (f"What the other ranks measured is not known: {self._broken}.",)
         missing = [rank for rank in self._ranks if rank not in self._known]
@@ -247,7 +246,7 @@ class RankRecords:
 
 
 def shared_store() -> Store | None:
-    """Return a store of our own within the one at which this process met its ranks, or None."""
+    """Return a store of our own within the one at which the ranks met; None: there is none."""
     store = default_store()
     if store is None:
         return None

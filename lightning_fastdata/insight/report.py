@@ -27,7 +27,7 @@ from lightning_fastdata.tuning.tuner import Move
 from lightning_fastdata.types import STAGE_WORDS
 
 SCHEMA_VERSION = 11
-"""Raised when the form of the JSON report changes."""
+"""Version of the form of the JSON report; raised when the form changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
 
@@ -35,26 +35,26 @@ _TO_ASCII = str.maketrans("─·→…█▉▊▋▌▍▎▏", "-|>.#####   ")
 _INDENT = 7
 _NARROWEST, _WIDEST = 60, 120
 _BAR_SPACE = 42
-"""Columns of a phase's row that are not bar."""
+"""Number of columns in a phase's row that the bar does not take."""
 _LONG_PATH = re.compile(r"[^\s()'\"]*/[^\s()'\"/]+/([^\s()'\"/]+/[^\s()'\"/]+)")
-"""A path with more than its last two parts: the page and the JSON have it in full."""
+"""Pattern of a path of more than two parts. Lines show the last two, page and JSON all."""
 
 _T = TypeVar("_T")
 
 WIDTH: Final = 100
-"""Columns for which lines are laid out on boards."""
+"""Number of columns for which lines are laid out on loggers' boards."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MAX_BYTES: Final = 64 << 20
-"""Reports have some 100 kB."""
+"""Most bytes of a file that is read as a report; reports have some 100 kB."""
 _DEEPEST: Final = 8
-"""Reports are nested less deeply; a file that was made to break the reader may be more."""
+"""Depth to which a report is taken apart. Reports are nested less; a hostile file may be more."""
 _MEASURED: Final = re.compile(
     r"stages\.\w+\.(steps|samples_per_s\w*|stall_share|cold_wait_ms|\w+\.mean_ms"
     r"|(step|stall)\.p95_ms|causes\.wait\.\w+)|wall\.(total_s|samples_per_s|parts_s\.\w+)"
 )
-"""What is shown of two reports, by its place in the JSON."""
+"""Pattern of the places in the JSON whose values are compared between two reports."""
 _ABOUT: Final = re.compile(r"verdict\.(kind|code)|(machine|versions)\..+")
-"""What is shown where it differs."""
+"""Pattern of the places in the JSON that are shown where two reports differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -65,28 +65,28 @@ class RunReport:
     """
 
     stages: tuple[StageSummary, ...]
-    """The first one is shown in full and is what the verdict is about; the others get a line."""
+    """Stages of the run: the first, shown in full, has the verdict; each other gets a line."""
     verdict: Verdict | None = None
     """What limits the first stage."""
     recent: Mapping[str, Columns] = field(default_factory=dict, compare=False)
     """Stage name -> the single values of its newest steps; reports are equal without them."""
     ended: bool = True
-    """False where the run went on when this was measured."""
+    """Whether the run had ended; False: it went on when this was measured."""
     ranks: tuple[RankTiming, ...] = ()
-    """What the training steps of each rank took, by rank; empty with one rank."""
+    """Mean times of the training steps of each rank, by rank; empty with one rank."""
     moves: tuple[Move, ...] = ()
     """Changes that the tuner made to the loaders of the first stage, the newest last."""
     wall: WallTime | None = None
-    """Where the wall time of the run went; None where a loop of one's own was timed."""
+    """Where the wall time of the run went; None where the user's own loop was timed."""
     device_minutes_waited: float | None = None
-    """How long the devices had nothing to do because of data, added up over them; None outside of
-    fits."""
+    """Minutes in which the devices were idle because of data, added up over them; None outside of
+    training."""
     notes: tuple[str, ...] = ()
     """Decisions and limits to know about, one sentence each."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Package name -> version."""
     machine: Mapping[str, str | int | float] = field(default_factory=dict)
-    """Facts of the machine, units in the names."""
+    """Name of a fact of the machine, with its unit -> value."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
@@ -241,7 +241,7 @@ def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
     """Return the rates of a run, and where its time went."""
     first, wall = report.stages[0], report.wall
     on_device = first.device != "cpu"
-    # What the model would do with the CPUs that load, if it computes on them, is not known.
+    # Where the model computes on CPUs, nobody knows what it would do with those that load.
     gain = first.speedup_possible if on_device else None
     if wall is not None and wall.samples_per_s is not None and first.samples_per_s is not None:
         whole = STAGE_WORDS.get(first.stage, first.stage)
@@ -260,12 +260,12 @@ def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
 
 
 def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[str]:
-    """Return why, what to try with what it would gain, and what to leave alone."""
+    """Return the lines on causes, on what to try with its gain, and on what to leave alone."""
     shown = [found for found in verdict.findings if found.remedy][:_MOST_REMEDIES]
     causes = [found.cause for found in shown or verdict.findings[:1]]
     why = [cause for cause in causes if cause != verdict.sentence]
     if len(why) < _MOST_REMEDIES:
-        # A cause that stamps show is the largest part of the wait, which need not be said again.
+        # The largest part of the wait is told by a cause from stamps, and need not be said again.
         brief = _brief_causes(stages)[1 if causes[0] != verdict.sentence else 0 :]
         why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
     why.append("; ".join(verdict.evidence))
@@ -349,8 +349,8 @@ def read_report(path: Path) -> Mapping[str, Any]:
 def side_by_side(a: Path, b: Path) -> str:
     """Return what was measured in two runs as a table, and below it what else differs.
 
-    Each row has the place in the reports, the number of either run there, ``-`` where it was not
-    measured, and by how much that of ``b`` is larger.
+    Each row has a place in the JSON, the numbers of both runs there (``-``: not measured), and by
+    how many percent that of ``b`` is larger.
 
     Raises:
         OptionsError: As :func:`read_report`.
@@ -372,7 +372,7 @@ def side_by_side(a: Path, b: Path) -> str:
 
 
 def _leaves(value: object, place: str = "") -> Iterator[tuple[str, object]]:
-    """Yield all that a report holds, by its place: keys, joined by dots."""
+    """Yield each value of a report with its place there: the keys, joined by dots."""
     if not isinstance(value, dict) or place.count(".") > _DEEPEST:
         yield place.removeprefix("."), value
         return
@@ -381,7 +381,7 @@ def _leaves(value: object, place: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _written(value: object) -> str:
-    """Return four digits, or all before the point; ``-`` for what was not measured."""
+    """Return a number with four digits, or with all before its point; ``-``: not measured."""
     if value is None:
         return "-"
     if not isinstance(value, float):

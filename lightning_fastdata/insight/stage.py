@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_UNCUT: Final = 256
-"""Waits are cut when a result is asked for, at the latest when there are so many."""
+"""Most recorded waits that stay uncut until a result is asked for."""
 _KEPT_STAMPS: Final = 512
-"""The newest batches of each loader are kept for predictions."""
+"""Number of newest batches of each loader whose stamps are kept for predictions."""
 
 
 class StageMeter:
@@ -57,7 +57,7 @@ class StageMeter:
     def __init__(self, stage: Stage, device: torch.device) -> None:
         self.stage: Stage = stage
         self.prefix = "data" if stage == "train" else f"data_{stage}"
-        """Of the names for loggers."""
+        """Prefix of the names that loggers get."""
         self.stamps = StageStamps(self.prefix)
         self._device = device
         self.restart()
@@ -69,9 +69,9 @@ class StageMeter:
         self.stamps.restart()
         self.padding = PaddingMeter()
         self._counted = 0.0, 0
-        """Tokens, without padding, and samples of the steps of which these are known."""
+        """Numbers of tokens, without padding, and of samples in all steps with known tokens."""
         self._told = self._counted
-        """What they were when the last metrics were taken."""
+        """``_counted`` as it was when the last metrics were taken."""
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
@@ -93,7 +93,7 @@ class StageMeter:
         return batch_samples(batch), self.padding.tokens_of(batch)
 
     def step_ended(self, samples: int, tokens: float = 0.0) -> None:
-        """Close the step, in which the model got so many samples, and tokens if that is known."""
+        """End the step, in which the model got so many samples, and tokens; 0 tokens: not known."""
         if tokens:
             self._counted = self._counted[0] + tokens, self._counted[1] + samples
         self.timeline.compute_ended(samples)
@@ -148,7 +148,7 @@ class StageMeter:
     ) -> LateBatches:
         """Return what is known of late batches, of the loader that is waited for most.
 
-        ``loader`` is what it says about itself; ``machine``: as of `LateBatches`.
+        ``loader`` and ``machine`` are as in `LateBatches`.
         """
         slowest = None if summary.causes is None else self.stamps.slowest()
         if slowest is None:
@@ -174,7 +174,7 @@ class StageMeter:
     def _training_times(
         self, summary: StageSummary, stamps: Sequence[BatchStamps]
     ) -> TrainingTimes:
-        """Return what the training process did: with its newest stamps, and what it used."""
+        """Return how the training process spent its time; what it loaded is taken from stamps."""
         warm_ms = (mean_ms(summary.wait) or 0.0) * (summary.steps - summary.cold_steps)
         waited_ms = warm_ms + (summary.cold_wait_ms or 0.0) * summary.cold_steps
         own_ns = [
@@ -191,7 +191,7 @@ class StageMeter:
 
 
 def _long_waits(summary: StageSummary) -> int:
-    """Return how many of the long steps, which are no part of the means, are long waits."""
+    """Return how many of the long steps, which are left out of the means, are long waits."""
     return sum((t.stall_ms or 0.0) > (t.compute_ms or 0.0) for t in summary.long_steps)
 
 
@@ -202,7 +202,7 @@ _MEANS: Final = {
     "transfer_ms": "_step/transfer_ms",
     "augment_ms": "_step/augment_ms",
 }
-"""Column -> what follows the prefix in the name of its mean."""
+"""Column of `Columns` -> what follows the prefix in the name of the column's mean."""
 
 
 def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
@@ -236,12 +236,12 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
 
 
 class _Watched:
-    """The stamps of one loader, which is not kept alive."""
+    """The stamps of one loader, to which there is only a weak reference."""
 
     def __init__(self, number: int, loader: FastDataLoader) -> None:
         self.number = number
         self.loader = weakref.ref(loader)
-        # Bounded, as nobody may ask for them.
+        # Bounded, as nobody may ask for the records.
         self.records: deque[BatchStamps] = deque(maxlen=2 * _MOST_UNCUT)
         self.restart()
 
@@ -249,11 +249,11 @@ class _Watched:
         self.records.clear()
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
         self.rates: ReadRates | None = None
-        """What half of its workers and all of them read, if that was tried."""
+        """Samples a second that half of its workers read, and that all read; None: not tried."""
         self.made: Counter[int] = Counter()
-        """Samples, by the number of the process that made them."""
+        """Number of a process -> samples that it made."""
         self.totals = CauseTotals()
-        """Of this loader alone; empty while it was the only one."""
+        """Waits for this loader alone; empty while it was the only one."""
 
     @property
     def waited_ns(self) -> int:
@@ -266,10 +266,10 @@ class _Watched:
             self.made[task.process] += task.samples
 
     def stream_samples(self) -> tuple[int, ...]:
-        """Return the samples that each worker made of a stream.
+        """Return how many samples of a stream each worker made.
 
-        Empty where it reads no stream, has one worker at most, or delivers batches out of order:
-        then workers make as much as they are fast.
+        Empty where the loader reads no stream, has one worker at most, or delivers batches out of
+        order: then faster workers make more.
         """
         loader = self.loader()
         if loader is None or loader.num_workers < 2 or not loader.in_order:
@@ -290,12 +290,12 @@ class StageStamps:
         self._prefix = prefix
         self._watched: list[_Watched] = []
         self._newest: list[_Watched] = []
-        """Those of the loaders that were shown last."""
+        """Stamps of the loaders that were shown last."""
         self._numbers = itertools.count()
         self.restart()
 
     def watch(self, loaders: Iterable[object]) -> None:
-        """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
+        """Have FastDataLoaders among the loaders record stamps, unless other code takes them."""
         newest = [self._recording(loader) for loader in loaders]
         self.cut()
         self._watched = [each for each in self._watched if each.loader() is not None]
@@ -314,7 +314,7 @@ class StageStamps:
             self._unwatched["other code takes the stamps of its loader"] = None
             return None
         known = next((each for each in self._watched if each.loader() is loader), None)
-        if known is None:  # else it was let go of in between
+        if known is None:  # else recording was stopped in between
             known = _Watched(next(self._numbers), loader)
             self._watched.append(known)
         loader.record_stamps(known.records)
@@ -324,7 +324,7 @@ class StageStamps:
         """Forget what was recorded so far; loaders are to be shown anew."""
         self._totals = CauseTotals(self._prefix)
         self._unwatched: dict[str, None] = {}
-        """Why some of the loaders do not tell."""
+        """Reasons why some of the loaders do not tell, as keys."""
         self._stamped = False
         for watched in self._watched:
             watched.restart()
@@ -338,7 +338,7 @@ class StageStamps:
                 loader.record_stamps(None)
 
     def step_ended(self) -> None:
-        """Cut what has come together, if it is much."""
+        """Cut the recorded waits into parts, if there are many."""
         if any(len(each.records) > _MOST_UNCUT for each in self._watched):
             self.cut()
 
@@ -356,7 +356,7 @@ class StageStamps:
     def of_one(self, watched: _Watched, *, without: int = 0) -> tuple[WaitCauses | None, float]:
         """Return why the batches of one loader were late, and its share of the waits, 0 to 1.
 
-        Of the loaders that were shown last: one that is alone goes on where another one was.
+        Only loaders that were shown last count: if there is one, it goes on with all waits so far.
         """
         if len(self._newest) < 2:
             return self.summary(without=without), 1.0
@@ -414,7 +414,7 @@ def sample_path(dataset: Any, index: Any) -> str | None:
                 which = bisect_right(ends, index)
                 index -= ends[which - 1] if which else 0
                 dataset = dataset.datasets[which]
-        # Only our own list is a property: one of the user may open a file.
+        # Only our own ``samples`` is read as a property: one of the user may open a file.
         samples = dataset.samples if decodes_in_place(dataset) else held(dataset, "samples")
         return os.fsdecode(samples[index][0])
     except Exception:  # `samples` is the user's, and may be anything

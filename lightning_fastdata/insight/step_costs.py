@@ -1,6 +1,6 @@
 """What a step costs apart from waiting: the copy to the device, augmentation there, and padding.
 
-How many tokens batches have, and how much of them is padding, a few of them show.
+A few batches show how many tokens all have, and how much of them is padding.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from lightning_fastdata.types import Batch
 Numbers: TypeAlias = dict[Path, NDArray[Any]]
 Tensors: TypeAlias = dict[Path, torch.Tensor]
 _LOOKED_AT: Final = 24
-"""Batches; they show the padding of all to a few percent of it."""
+"""Number of batches that are looked at; they show the padding of all to a few percent of it."""
 _FEWEST: Final = 4
 _MOST_BYTES: Final = 2**24
-"""Of a tensor: a larger one would take more than some milliseconds to look through."""
+"""Bytes of the largest tensor that is looked at; a larger one would take too many milliseconds."""
 _ENDS: Final = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens", "cu_seq_lens_q")
-"""Names of the ends of packed sequences."""
+"""Names of tensors that hold the ends of packed sequences."""
 _LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
-"""Last words of the names of lengths."""
+"""Last words of names of tensors that hold lengths."""
 _OTHERS: Final = 0.1
-"""Part of the batches that may show something else, as a last one of a single sample does."""
+"""Ratio up to which batches may show something else, as a last one of a single sample does."""
 _PADDING_HIGH: Final = 0.10
 
 
@@ -57,51 +57,51 @@ class Padding:
     """How much of the batches that were looked at is padding."""
 
     share: float
-    """Of their tokens, 0 to 1."""
+    """Share of padding in the tokens of these batches, 0 to 1."""
     least_share: float
-    """The same, if each were padded to its longest sample only, or, where each is, if samples of
-    like length among them were put together in batches as large."""
+    """Share of padding, 0 to 1, if each batch were padded to its longest sample only; where each is
+    already, if samples of like length were put together in batches as large."""
     one_width: bool = False
-    """All of them are padded to one width, above the longest sample of some."""
+    """Whether all batches are padded to one width, above the longest sample of some."""
     shown_by: str
-    """In words, e.g. ``attention_mask of 24 batches``."""
+    """What shows the padding, in words, e.g. ``attention_mask of 24 batches``."""
     tokens: int
-    """Of a batch, with padding: the mean."""
+    """Mean number of tokens of a batch, padding included."""
 
 
 class _Seen(NamedTuple):
     """What one batch shows."""
 
     where: Path
-    """Of the tensor [samples, places, ...] whose places are tokens or padding."""
+    """Path of the tensor [samples, places, ...] whose places are tokens or padding."""
     shown_by: str
     lengths: NDArray[np.int64]
-    """[samples]; tokens of each."""
+    """Number of tokens of each sample, without padding: [samples]."""
     places: int
-    """Of each sample, with padding."""
+    """Number of places of each sample, padding included."""
     named: bool
-    """Its name says what it is; else batches of several widths have to agree."""
+    """Whether a name says what the tensor is; else batches of several widths have to agree."""
 
 
 class PaddingMeter:
-    """Looks at the first batches of a stage, in host memory, and knows the tokens of all later.
+    """Looks at the first batches of a stage in host memory, and estimates the tokens of all later.
 
-    It is silent where batches do not agree, as then they may show something else.
+    It tells nothing where batches do not agree, as then they may show something else.
     """
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
         self._others = 0
-        """Batches that showed nothing, or something else."""
+        """Number of batches that showed nothing, or something else than the first."""
         self._padding: Padding | None = None
 
     @property
     def looks(self) -> bool:
-        """Whether it is of use to look at one more batch."""
+        """Whether one more batch is worth a look."""
         return len(self._seen) + self._others < _LOOKED_AT
 
     def look(self, batch: Batch) -> None:
-        """Look at a batch as its loader gave it, if that is still of use."""
+        """Look at a batch as its loader gave it, if it is worth a look."""
         if not self.looks:
             return
         seen = next(_shown(tensors_in(batch)), None)
@@ -112,13 +112,13 @@ class PaddingMeter:
             self._padding = _summed(self._seen)
 
     def padding(self) -> Padding | None:
-        """Return how much is padding; None: that was not shown."""
+        """Return how much of the batches is padding; None: they do not show it."""
         return self._padding if self._others <= _OTHERS * len(self._seen) else None
 
     def tokens_of(self, batch: Batch) -> float:
         """Return the tokens of a batch on any device without padding; 0: not known.
 
-        What of it is padding is taken to be as in the batches that were looked at.
+        The share of padding is taken from the batches that were looked at.
         """
         padding = self.padding()
         tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
@@ -148,7 +148,7 @@ def _summed(seen: list[_Seen]) -> Padding | None:
 
 
 def tensors_in(batch: Batch) -> Tensors:
-    """Return the tensors of a batch by where they are, as its loader gave it."""
+    """Return the tensors of a batch, as its loader gave it, by their paths."""
     if isinstance(batch, StagedBatch):
         return tensors_in(batch.batch if batch.crossing is None else batch.crossing.source)
     found: dict[Path, Any] = {}
@@ -161,7 +161,7 @@ def tensors_in(batch: Batch) -> Tensors:
 
 
 def _shown(tensors: Tensors) -> Iterator[_Seen]:
-    """Yield what the whole numbers of a batch in host memory show, what is surest first."""
+    """Yield what the whole numbers of a batch in host memory show, the surest first."""
     numbers = {
         path: tensor.numpy()
         for path, tensor in tensors.items()
@@ -183,7 +183,7 @@ def _shown(tensors: Tensors) -> Iterator[_Seen]:
 
 
 def _by_lengths(numbers: Numbers, tensors: Tensors) -> Iterator[_Seen]:
-    """Yield a row of lengths; one without such a name is known by its largest, the width."""
+    """Yield what rows of lengths show; without a telling name, the largest must be the width."""
     for path, lengths in numbers.items():
         if lengths.ndim != 1 or len(lengths) < 2 or lengths.dtype == bool or lengths.min() < 1:
             continue
@@ -197,7 +197,7 @@ def _by_lengths(numbers: Numbers, tensors: Tensors) -> Iterator[_Seen]:
 
 
 def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:
-    """Yield ids of which one stands at the ends of rows, or their beginnings, and nowhere else."""
+    """Yield what ids show if one stands only at the ends, or only at the starts, of rows."""
     for path, ids in numbers.items():
         if ids.ndim != 2 or ids.dtype == bool or min(ids.shape) < 2:
             continue
@@ -207,14 +207,14 @@ def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:
             is_pad = inwards == pad
             inside = (is_pad[:, 1:] & ~is_pad[:, :-1]).any()
             runs = np.logical_and.accumulate(is_pad, axis=1).sum(1)
-            runs -= runs.min() > 0  # where every row ends with it, it ends the text, too
+            runs -= runs.min() > 0  # a pad id that ends each row also marks the end of the text
             if not inside and runs.min() == 0 and (runs > 1).any():
                 yield _Seen(path, f"pad id {pad}", ids.shape[1] - runs, ids.shape[1], named=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What is known of the parts of a step."""
+    """What is known of the parts of a step besides the wait."""
 
     summary: StageSummary = NO_STEPS
     loader: LoaderFacts = field(default_factory=LoaderFacts)
@@ -224,13 +224,13 @@ class StepCosts:
     augment_hook: str = ""
     """The user's hook that augments, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     settings_in: Literal["LoaderOptions", "FastDataLoader"] = "LoaderOptions"
-    """Where the loader's settings are written."""
+    """Class whose arguments hold the loader's settings, as advice writes them."""
     padding: Padding | None = None
     """How much of the batches is padding."""
 
     @property
     def times(self) -> StepTimes:
-        """How long the steps take, and wait."""
+        """Mean times of the steps, and of their waits."""
         return times_of(self.summary)
 
 
@@ -242,7 +242,7 @@ def _phase(
     remedy: str | tuple[Advice, ...],
     leave: str,
 ) -> Finding | None:
-    """Return the finding that a phase takes ``high`` of a step or more."""
+    """Return the finding that a phase takes this share of a step, ``high``, or more."""
     ms = mean_ms(phase)
     share = e.times.share(ms)
     if share is None or share < high:
@@ -275,7 +275,7 @@ def _augmentation(e: StepCosts) -> Finding | None:
         text="FastDataModule(augment_on='cpu') if the workers keep up with the whole pipeline",
         changes=("augment_on",),
     )
-    # Whether another place is faster was not known before the steps were.
+    # Which place is faster was not known before there were steps.
     idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.times.stalls
     remedy = (elsewhere, fewer) if idle else (fewer,)
     return _phase(e, e.summary.augment, AUGMENT_HIGH, what, remedy, "the loader")
@@ -284,7 +284,7 @@ def _augmentation(e: StepCosts) -> Finding | None:
 def _padding(e: StepCosts) -> Finding | None:
     """Return the finding that steps compute on padding, if there is a remedy that pays.
 
-    Where they wait for data, that is first.
+    None while steps wait for data, which is to be mended first.
     """
     padding, compute = e.padding, e.summary.compute
     if padding is None or padding.share < _PADDING_HIGH or compute is None or e.times.stalls:
@@ -298,7 +298,7 @@ def _padding(e: StepCosts) -> Finding | None:
     if padding.one_width:
         text = "pad to the longest sample of each batch in collate_fn, and not all to one width"
         advice = Advice(text=f"{text}: {then}", changes=("collate_fn",))
-    left = (1 - padding.share) / (1 - padding.least_share)  # of the tokens, with the remedy
+    left = (1 - padding.share) / (1 - padding.least_share)  # share of the tokens that is left
     saved_ms = (1 - left) * compute.mean_ms
     gain = e.times.without(saved_ms)
     if not may_be_given(advice, gain, e.loader.closed):

@@ -66,10 +66,10 @@ class StepTimer:
             ) from error
         self._stages: dict[Stage, LoopStage] = {}
         self._reading: dict[Stage, object] = {}
-        """Stage -> the newest iteration of one of its loaders."""
+        """Stage -> token of the newest iteration of one of its loaders."""
         self._running: LoopStage | None = None
         self._size: tuple[int, float] | None = None
-        """Samples and tokens of the step that is open; None: none is."""
+        """Numbers of samples and of tokens in the open step; None: no step is open."""
 
     def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
@@ -115,7 +115,7 @@ class StepTimer:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """A part of whichever step is open when it is entered; without effect if none is."""
+        """Return a context that times a part of the step that is open then, if one is."""
         stage = self._running if self._size is not None else None
         timeline = None if stage is None else stage.timeline
         if timeline is not None:
@@ -169,7 +169,7 @@ class StepTimer:
 
     def _iterate(self, loader: Iterable[B], name: Stage) -> Generator[B, None, None]:
         stage = self._stages.setdefault(name, LoopStage(name, self.device))
-        if name in self._reading:  # an iterator that was left standing
+        if name in self._reading:  # an iterator was left before its end
             self._left(stage)
         self.step_ended()
         self._reading[name] = reader = object()
@@ -213,7 +213,7 @@ class StepTimer:
 
 
 class TimedBatches(Generic[Batch_co]):
-    """What :meth:`StepTimer.batches` returns."""
+    """Batches of a loader that begin steps, as :meth:`StepTimer.batches` returns them."""
 
     def __init__(self, timer: StepTimer, loader: Iterable[Batch_co], stage: Stage) -> None:
         self.loader = loader
@@ -231,7 +231,7 @@ class TimedBatches(Generic[Batch_co]):
         return self._timer._iterate(loader, self.stage)
 
     def __len__(self) -> int:
-        """Batches of the loader; a TypeError if it has no length."""
+        """Return the number of batches of the loader; a TypeError if it has no length."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -241,7 +241,7 @@ class TimedBatches(Generic[Batch_co]):
 
 
 class LoopStage(StageMeter):
-    """A stage of a loop of one's own, whose loader is known while it is read."""
+    """A stage of the user's own loop, whose loader is known only while it is read."""
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
         super().__init__(stage, device)
@@ -249,7 +249,7 @@ class LoopStage(StageMeter):
         self._moved_by: dict[str, None] = {}
 
     def epoch_began(self, loader: object) -> None:
-        """Note that a loader is about to be iterated, maybe within others."""
+        """Note that a loader, which others may wrap, is about to be iterated."""
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
         if moves:
@@ -258,7 +258,7 @@ class LoopStage(StageMeter):
         self.stamps.watch([loader])
 
     def epoch_ended(self) -> None:
-        """Let go of the loader: what is read of it now is of no step."""
+        """Stop measuring the loader: batches that are read from it now belong to no step."""
         self.timeline.drop_open_step()
         self.stamps.stop()
         self.paused()
@@ -275,7 +275,7 @@ class LoopStage(StageMeter):
         return judge(Evidence(late=late, step=step, pauses=pauses))
 
     def not_known(self) -> tuple[str, ...]:
-        """Return what is not known, and why; several stages may say the same."""
+        """Return what is not known, and why, a sentence each; several stages may say the same."""
         transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
         notes = [transfer.format(moves) for moves in self._moved_by]
         missing = self.stamps.missing()
@@ -285,14 +285,14 @@ class LoopStage(StageMeter):
 
 
 def _unwrapped(loader: object) -> tuple[object, str]:
-    """Return the loader within others, and what moves its batches to a device; empty: nothing."""
+    """Return the loader inside its wrappers, and which of them moves batches; empty: none does."""
     moves = ""
     while True:
         if isinstance(loader, Prefetched):
             moves, loader = moves or "prefetch()", loader.loader
             continue
         # Fabric's wrapper copies its loader's attributes, but the loader itself has no public name.
-        # A version without this one is taken for a loader without stamps, and a test fails.
+        # If a version lacks this name, no stamps are taken, and a test fails.
         inner = held(loader, "_dataloader")
         if not isinstance(inner, DataLoader):
             return loader, moves

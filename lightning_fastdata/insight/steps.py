@@ -40,29 +40,29 @@ Columns: TypeAlias = Mapping[str, Values]
 
 
 class StepTiming(NamedTuple):
-    """What one step cost; None: not measured. A tuple is made in a quarter of the time."""
+    """What one step cost; None: not measured. A tuple is made four times as fast as a dataclass."""
 
     step: int
     """Number of the step in its stage, counted from 0 over all epochs."""
     samples: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     cold: int
     """1 for the first step of an epoch, which is counted apart: workers start, queues are empty. In
-    the first one of a run memory is allocated and ``torch.compile`` compiles, too. That it compiles
-    anew later on, as for a last batch of another size, has no public sign and counts as warm."""
+    the first one of a run memory is allocated and ``torch.compile`` compiles, too. A later
+    compilation, as for a last batch of another size, has no public sign and counts as warm."""
     wait_ms: float | None = None
     """Host time spent asking for the batch, some of it maybe while the device is busy."""
     stall_ms: float | None = None
     """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
     This, not ``wait_ms``, is what faster data would save."""
     transfer_ms: float | None = None
-    """Host-to-device copy, without the augmentation that runs within the transfer hooks."""
+    """Time of the copy from host to device, without augmentation within the transfer hooks."""
     augment_ms: float | None = None
-    """Batch transforms on the device."""
+    """Time of batch transforms on the device."""
     compute_ms: float | None = None
-    """From the last of these marks to the end of the step: forward, backward, optimizer."""
+    """Time of the work on the batch, up to the end of the step: forward, backward, optimizer."""
     gap_ms: float | None = None
-    """From the end of the previous step to the first wait of this one, and from the batch's arrival
+    """Time from the end of the previous step to this one's first wait, and from the batch's arrival
     to the work on it: callbacks, logging, checkpoints, validation. Not part of ``step_ms``."""
     step_ms: float | None = None
     """``stall + transfer + augment + compute``: the step as the device saw it."""
@@ -74,19 +74,19 @@ PHASES: Final = {
     "augment": "augment",
     "compute": "compute",
 }
-"""Phases of a step, in their order, each with the field of `StageSummary` that holds it (with
-``_ms``, that of `StepTiming`): of the wait, the exposed part, so that all add up to the step."""
+"""Phases of a step in their order, each with the field of `StageSummary` that holds it (with
+``_ms``, that of `StepTiming`). For the wait it is the stall, so that all add up to the step."""
 MOST_RECENT: Final = 512
-"""Steps whose single values are reported."""
+"""Number of newest steps whose single values are reported."""
 _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
 _MOST_LONG: Final = 3
-"""More of them come again and again, and are what the training is like."""
+"""Most steps that are left out of means as too long; more of them are what training is like."""
 _LONG_TIMES: Final = 2
-"""As long as the 95th percentile."""
+"""A step may be left out from this many times the 95th percentile on."""
 _LONG_HIGH: Final = 0.03
-"""Of the time of all steps: what takes less is no matter."""
+"""Least share of the time of all steps that long steps take together to be left out."""
 _ROUNDED_MS: Final = 1e-3
 
 
@@ -95,15 +95,15 @@ class PhaseSummary:
     """One phase over the warm steps of a stage."""
 
     mean_ms: float
-    """Mean over all steps that measured it."""
+    """Mean time over all steps that measured the phase."""
     p50_ms: float
-    """Median over the newest steps."""
+    """Median time over the newest steps."""
     p95_ms: float
-    """95th percentile over the newest steps: far above the median means bursts."""
+    """95th percentile over the newest steps; far above the median it means bursts."""
     max_ms: float
-    """Largest of all steps."""
+    """Longest time over all steps."""
     share: float
-    """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
+    """Share of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
 
 
@@ -112,15 +112,15 @@ class StageSummary:
     """Where the warm steps of one stage went; the first ones of epochs are counted apart."""
 
     stage: str
-    """``train``, ``val``, ``test`` or ``predict``."""
+    """Name of the stage: ``train``, ``val``, ``test`` or ``predict``."""
     device: str = "cpu"
     """Type of the device that computed: ``cpu``, ``cuda``, ..."""
     steps: int
-    """All steps, cold ones included: one for each batch, however many make an update."""
+    """Number of all steps, cold ones included: one for each batch, however many make an update."""
     samples: int
-    """Samples in all steps."""
+    """Number of samples in all steps."""
     duration_s: float
-    """Wall time from the first to the last step, gaps included."""
+    """Seconds from the first to the last step, gaps included."""
     wait: PhaseSummary | None = None
     stall: PhaseSummary | None = None
     transfer: PhaseSummary | None = None
@@ -129,20 +129,20 @@ class StageSummary:
     gap: PhaseSummary | None = None
     step: PhaseSummary | None = None
     cold_steps: int = 0
-    """Steps that were first in an epoch."""
+    """Number of steps that were first in an epoch."""
     cold_wait_ms: float | None = None
     """Mean host wait of the cold steps: what starting an epoch costs."""
     samples_per_s: float | None = None
-    """Samples of warm steps over their ``step_ms``."""
+    """Samples of warm steps per second of their ``step_ms``."""
     tokens_per_s: float | None = None
-    """Tokens of these samples, padding left out, over the same time; None: not known."""
+    """Tokens of warm steps, without padding, per second of their ``step_ms``; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
-    """The same with the stall taken away: the most that faster data can give."""
+    """Samples per second with the stall taken off ``step_ms``: the most that faster data gives."""
     long_steps: tuple[StepTiming, ...] = ()
-    """Single steps, three at most, so long that the mean of all would be above the 95th percentile:
-    means, shares and rates are without them."""
+    """Single steps, three at most, so long that with them the mean would exceed the 95th
+    percentile; means, shares and rates leave them out."""
     causes: WaitCauses | None = None
-    """Why batches were late, whichever loader they are of; None where one takes no stamps."""
+    """Why batches were late, of all loaders together; None where one takes no stamps."""
 
     def __repr__(self) -> str:
         return f"<StageSummary: {self.stage} {', '.join(self.words)}>"
@@ -154,7 +154,7 @@ class StageSummary:
 
     @property
     def words(self) -> list[str]:
-        """How long it took, how much of it was waiting, and how fast it was, if that is known."""
+        """How long the stage took, how much of it was waiting, and how fast it was, if known."""
         found = [f"{steps_text(self.steps)} in {duration_text(self.duration_s)}"]
         if self.stall_share is not None:
             found.append(f"wait {self.stall_share:.0%}")
@@ -166,7 +166,7 @@ class StageSummary:
 
     @property
     def phases(self) -> dict[str, PhaseSummary]:
-        """The measured phases of a step, as `PHASES` has them: they add up to it."""
+        """Measured phases by their names in `PHASES`; they add up to the step."""
         phases = {name: getattr(self, key) for name, key in PHASES.items()}
         return {name: phase for name, phase in phases.items() if phase is not None}
 
@@ -177,7 +177,7 @@ class StageSummary:
 
     @property
     def stalls(self) -> bool:
-        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        """Whether the device waits for data for 3 % of the step, and not for a mere hand-over."""
         stall = self.stall
         if stall is None or stall.share < STALL_LOW:
             return False
@@ -203,7 +203,7 @@ def mean_ms(phase: PhaseSummary | None) -> float | None:
 
 
 def times_of(summary: StageSummary) -> StepTimes:
-    """Return how long the steps of a stage take, and wait."""
+    """Return the mean times of the steps of a stage, and of their waits."""
     step_ms = mean_ms(summary.step)
     return StepTimes(
         step_ms=None if step_ms is None else step_ms + (mean_ms(summary.gap) or 0.0),
@@ -213,17 +213,17 @@ def times_of(summary: StageSummary) -> StepTimes:
 
 
 class _Totals:
-    """Sums over steps of one kind."""
+    """Sums over steps of one kind, warm or cold."""
 
-    # Plain numbers: a step has few of them, and numpy's price is one per call.
+    # Plain numbers: a step has few values, and each call of numpy costs more than they do.
     def __init__(self) -> None:
         self.steps = self.samples = 0
-        """All steps, and the samples in those that were timed."""
+        """Number of all steps, and number of samples in those that were timed."""
         self.sums, self.largest = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, -np.inf)
         self.counts = dict.fromkeys(TIMED, 0)
 
     def add(self, timing: StepTiming, times: int = 1) -> None:
-        """Add a step; ``times=-1`` takes it away again, but for what was largest."""
+        """Add a step; ``times=-1`` takes it away again, except from the largest values."""
         self.steps += times
         for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
             if value is not None:
@@ -234,7 +234,7 @@ class _Totals:
             self.samples += times * timing.samples
 
     def phase(self, name: str, newest: Values) -> PhaseSummary | None:
-        """Return a phase by its newest values, too; None: it was not measured."""
+        """Return the summary of a phase, percentiles by ``newest``; None: it was not measured."""
         count, total, step_ms = self.counts[name], self.sums[name], self.sums["step_ms"]
         if not count:
             return None
@@ -258,7 +258,7 @@ class StepHistory:
         self._rows: deque[StepTiming] = deque(maxlen=window)
         self._warm, self._cold = _Totals(), _Totals()
         self._longest: list[StepTiming] = []
-        """The warm steps that took longest, the longest first."""
+        """Warm steps that took longest, three at most, the longest first."""
         self.steps = self.samples = 0
 
     def append(self, timing: StepTiming) -> None:
@@ -277,7 +277,7 @@ class StepHistory:
     def _long_steps(self, columns: Columns) -> list[StepTiming]:
         """Return the fewest steps without which the mean is not above the 95th percentile.
 
-        None where three would not do, or where they cost next to nothing.
+        Empty where three would not do, or where they cost next to nothing.
         """
         values = measured(columns["step_ms"])
         whole_ms, count = self._warm.sums["step_ms"], self._warm.counts["step_ms"]
@@ -293,9 +293,9 @@ class StepHistory:
         return taken if few else []
 
     def stalled_s(self, *, cold: bool = True) -> float:
-        """Return how long the device had nothing to do because of data.
+        """Return for how many seconds the device was idle because of data.
 
-        Steps whose figures were given up count as the mean of the others. ``cold``: with the first
+        Steps whose stall is not known count as the mean of the others. ``cold``: include the first
         steps of epochs.
         """
         return sum(
@@ -392,8 +392,8 @@ class HostClock:
 class EventClock:
     """Events on the current stream of a device with streams, or of the current device.
 
-    An event is recorded anew when its mark is not needed any more, so that there are as many as
-    for the steps that the host is ahead of the device, seven for each.
+    Events are recorded anew when their marks are not needed any more, so there are about seven for
+    each step that the host is ahead of the device.
     """
 
     __slots__ = ("_device", "_free", "_make_event")
@@ -429,11 +429,11 @@ class EventClock:
 
 
 DeviceClock: TypeAlias = HostClock | EventClock
-"""One clock serves one timeline."""
+"""Clock of the device's timeline, which serves that one alone."""
 
 _POLL_AT: Final = 16
-"""Ended steps to collect before they are recorded. In one go they cost a third of what each costs
-in the middle of a training step, where nothing of this is in the processor's caches."""
+"""Number of ended steps that are recorded in one go. Each costs a third of what it costs in the
+middle of a training step, where nothing of this is in the processor's caches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -441,22 +441,22 @@ class _Step:
     """One step between its first mark and the moment the device has passed its last one."""
 
     began: dict[str, Any] = field(default_factory=dict)
-    """Phase -> the mark of its begin, while it is under way."""
+    """Phase -> mark of its begin, while the phase is under way."""
     pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
-    """Phase -> its intervals."""
+    """Phase -> its intervals, each with marks of start and end."""
     wait_began: int | None = None
-    """Host mark of the wait that is under way."""
+    """Host mark of the start of the wait that is under way; None: none is."""
     wait_ms: float | None = None
     marks: list[Any] = field(default_factory=list)
-    """Those of a device with a clock of its own."""
+    """Marks of this step on a device with its own clock; empty where the host is the device."""
     compute_began: Any = None
-    """Newest completed end mark: what follows it is compute."""
+    """Mark from which on time is compute: the end of the newest phase, or the start of the work."""
     before_work: tuple[Any, Any] | None = None
-    """What lay between the batch's arrival and the work on it: a part of the gap."""
+    """Marks of the batch's arrival and of the work on it, between which time is gap."""
     work_ended: Any = None
-    """Mark of the end of the step, where it came before the end was counted."""
+    """Mark of the end of the step's last work; None: the step ends when it is counted."""
     augment_is_outer: bool = False
-    """The transfer began within an augmentation."""
+    """Whether the transfer began within an augmentation."""
     touched: bool = False
     """Whether any mark was made."""
     index: int = 0
@@ -474,7 +474,7 @@ class StepTimeline:
     `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
     ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
     step is recorded when the device has passed its last mark, in order, with no synchronisation.
-    Without a clock of the ``device`` the host is it.
+    Without ``device``, the host's clock times the device, too.
     """
 
     def __init__(self, *, host: HostClock | None = None, device: DeviceClock | None = None) -> None:
@@ -497,7 +497,7 @@ class StepTimeline:
         self._step.cold = 1
 
     def paused(self) -> None:
-        """What lies between the last step and the next one is no gap."""
+        """Do not count the time between the last step and the next one as a gap."""
         self._previous_end = None
 
     def wait_began(self) -> None:
@@ -542,7 +542,7 @@ class StepTimeline:
             step.began["transfer"] = end
 
     def work_began(self) -> None:
-        """The step itself starts; what was done since the batch arrived is gap."""
+        """The work on the batch starts; the time since the batch arrived counts as gap."""
         step = self._step
         began = self._mark()
         if step.compute_began is not None:
@@ -554,7 +554,7 @@ class StepTimeline:
         self._step.work_ended = self._mark()
 
     def compute_ended(self, samples: int) -> None:
-        """The step with so many samples is over; it ended at the last `work_ended`, or else now."""
+        """End the step, with so many samples: at the last `work_ended`, or else now."""
         step = self._step
         end = self._mark() if step.work_ended is None else step.work_ended
         step.samples, step.previous_end = samples, self._previous_end
@@ -570,7 +570,7 @@ class StepTimeline:
         if not step.touched:
             return
         self._device.reuse(step.marks)
-        # What lay between is not a gap: part of it was a step.
+        # The time in between is not a gap: part of it was a step.
         self._previous_end = None
         self._step = _Step(index=step.index, cold=step.cold)
 

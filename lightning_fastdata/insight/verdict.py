@@ -44,11 +44,11 @@ from lightning_fastdata.types import STAGE_WORDS
 
 _SEVERITIES: Final = ("high", "moderate", "fine")
 _OF_STEPS: Final = ("FD312", "FD313", "FD337")
-"""Besides data and the model, what makes a step longer."""
+"""Codes of findings about what makes a step longer besides data and the model."""
 _CLEARLY: Final = 1.5
-"""One gain is clearly larger than another if it is so many times as large."""
+"""Ratio of two gains from which on one is clearly larger than the other."""
 _FEWEST_STEPS: Final = 5
-"""Nothing is said of fewer."""
+"""Number of steps below which nothing is said of a stage."""
 _SHOWN_PARTS: Final = 3
 _LEARN: Final = Advice(text="FastDataModule.from_loaders(train_loader): it tells why, and tunes")
 
@@ -62,7 +62,7 @@ class Evidence:
     ranks: RankStalls = field(default_factory=RankStalls)
     pauses: Pauses = field(default_factory=Pauses)
     memory: MemorySeen = field(default_factory=MemorySeen)
-    """Of the training process and its workers."""
+    """Memory of the training process and its workers."""
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -73,10 +73,10 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], Found | None]:
     """Return the findings that no other one replaces, in their order, and the pause that leads.
 
-    By severity, then those first that gain clearly more, else as their rules stand in the
-    catalogue. Before all others come the pause that costs the run most, if that is 10 % and more
-    than late batches do, and then a rank that holds up this one: no other remedy would help.
-    ``cost`` is what was found without stamps. No pause leads if none costs the run so much.
+    The order is by severity, then by clearly larger gains, then that of the rules in the catalogue.
+    Before all others come the pause that costs the run most, if that is 10 % and more than late
+    batches do, and then a rank that holds up this one: no other remedy would help. ``cost`` is what
+    was found without stamps. The pause is None if none costs the run so much.
     """
     found = _all_found(evidence)
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
@@ -88,7 +88,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], 
         (each for each in found if each.rule is not (cost and cost.rule)),
         key=lambda each: (each is not pause, *_weight(each)),
     )
-    # The cost alone does not come before the rank that everything waits for.
+    # The cost alone does not come before a rank that all others wait for.
     leading = why if evidence.ranks.held_up else why[:1]
     rank = next((each for each in leading if each.rule.about == "rank"), None)
     found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
@@ -96,7 +96,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], 
 
 
 def _passed(found: Found, e: Evidence) -> Found:
-    """Return what the gate lets through of a finding, written for what holds the settings."""
+    """Return a finding after the gate, its remedy written for where the settings are."""
     finding = passed(found.finding, e.late.loader.closed)
     remedy = finding.remedy
     if e.step.settings_in == "FastDataLoader":
@@ -106,7 +106,7 @@ def _passed(found: Found, e: Evidence) -> Found:
 
 
 def _all_found(e: Evidence) -> list[Found]:
-    """Return what each rule finds, in their order; findings about a loader name it."""
+    """Return what each rule finds, in the order of the catalogue; findings on a loader name it."""
     label = e.late.loader.loader
     every = (
         *(_naming_loader(each, label) for each in seen_by(late_batches.RULES, e.late)),
@@ -119,7 +119,7 @@ def _all_found(e: Evidence) -> list[Found]:
 
 
 def _naming_loader(found: Found, label: str | None) -> Found:
-    """Return a finding that names its loader, and so does its remedy where that is an option."""
+    """Return a finding that names its loader; so does its remedy if that is a loader's option."""
     if label is None:
         return found
     rule, finding = found
@@ -144,9 +144,9 @@ def _worst_pause(found: Iterable[Found], wall: WallTime) -> Found | None:
 
 
 def _weight(found: Found) -> tuple[int, int]:
-    """Return what findings are sorted by: how severe they are, then what they gain."""
+    """Return the sort key of a finding: how severe it is, then what it gains."""
     gain = found.finding.gain
-    # That others wait for a rank says nothing of why it is late: its own causes do.
+    # The wait of other ranks does not say why a rank is late: its own causes do.
     factor = 1.0 if gain is None or found.rule.about == "rank" else gain.factor
     steps = math.floor(math.log(factor, _CLEARLY)) if 1.0 < factor < math.inf else 0
     return _SEVERITIES.index(found.finding.severity), -steps
@@ -157,15 +157,16 @@ class Verdict:
     """What limits a stage."""
 
     kind: Kind
-    """``data-bound``: the device waits for data above 10 % of the step; ``balanced``: from 3 to
-    10 %, or something other than data and the model costs much; ``unknown``: too few steps. The
-    others: what pauses the run for more of its time than late batches do, and for 10 % or more."""
+    """What limits the stage. ``data-bound``: the device waits for data above 10 % of the step;
+    ``balanced``: 3 to 10 %, or something else costs much; ``compute-bound``: neither; ``unknown``:
+    too few steps. Other kinds name a pause that takes 10 % of the run or more, and more than late
+    batches do, or other programs."""
     sentence: str
-    """How much it waits."""
+    """One sentence on what limits the stage: how much it waits for data, or what pauses it."""
     evidence: tuple[str, ...]
-    """Measured facts that belong to it, and what is not known."""
+    """Measured facts that support the verdict, and what is not known."""
     findings: tuple[Finding, ...]
-    """Causes and remedies; never empty, the one to act upon first."""
+    """Causes and remedies, the one to act upon first; never empty."""
 
     @property
     def code(self) -> str:
@@ -247,7 +248,7 @@ def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
 
 
 def largest_cost(e: LateBatches) -> Found:
-    """Return the largest cost of a stage: what the first rule that holds finds."""
+    """Return the largest cost of a stage: the finding of the first rule in ``COSTS`` that holds."""
     return next(seen_by(COSTS, e))  # the last rule always holds
 
 
@@ -279,7 +280,7 @@ def _no_workers(e: LateBatches) -> Finding | None:
     if not wanted:
         remedy = "num_workers above 0, so that loading runs beside the training process"
         return _late(e, Advice(text=remedy, changes=("num_workers",)))
-    # A step that waits takes as long as its batch: workers make no more of these than they are.
+    # A step that waits takes as long as its batch, and workers make at most one batch each then.
     return _late(e, _more_workers(e, wanted), least_ms=stall.mean_ms / wanted)
 
 
@@ -295,7 +296,7 @@ def _few_workers(e: LateBatches) -> Finding | None:
 def _late(e: LateBatches, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
-    With the remedy, a step takes ``least_ms`` at least. Who takes stamps is not told to take some.
+    ``least_ms``: least time of a step with the remedy. Who takes stamps is not told to do so.
     """
     step, stall = e.summary.step, e.summary.stall
     if step is None or stall is None or stall.share <= STALL_HIGH:
@@ -334,7 +335,7 @@ COSTS: Final = (
     Rule("FD002", "the device waits a little", _moderate_stall),
     Rule("FD001", "data is free", _fine),
 )
-"""In the order in which they are tried: each rests on those before it not holding."""
+"""Rules in the order in which they are tried; each assumes that those before it do not hold."""
 
 
 def _more_workers(e: LateBatches, wanted: int) -> Advice:
@@ -347,16 +348,16 @@ def _more_workers(e: LateBatches, wanted: int) -> Advice:
 
 
 def _wanted_workers(e: LateBatches) -> int | None:
-    """Return as many workers as the loaders' plan takes by itself."""
+    """Return how many workers the loaders' plan takes by itself; None: not known."""
     if e.loader.usable_cpus is None:
         return None
     cpus = e.machine.left_of(e.loader.usable_cpus)
-    # One is for the training process.
+    # One CPU is for the training process.
     return cpus if cpus <= 2 or e.summary.device == "cpu" else cpus - 1
 
 
 def _leave_alone(summary: StageSummary, about: str) -> str:
-    """Return the phases that cost next to nothing and that the finding is not about."""
+    """Return in words which phases, other than ``about``, cost next to nothing."""
     phases = (
         ("loading", summary.stall),
         ("transfer", summary.transfer),

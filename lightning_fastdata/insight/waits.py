@@ -1,10 +1,10 @@
 """Why batches were late: every wait for one, cut along the way that the batch took, and added up.
 
-A batch is late because its last task ended late. The wait for it is what that task's process did
-meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. A complete
-batch whose process has gone on to the next one and is on a CPU with it waits for that: in Python it
-holds the interpreter that the hand-over needs. A batch of an actor comes over a network, or out of
-an object store, and goes on while others wait for it. The parts of a wait add up to the wait.
+A batch is late because its last task ended late. The wait for it is cut by what that task's process
+did meanwhile: this task, tasks before it, or nothing; then comes the hand-over. A complete batch
+may wait while its process computes the next one, which holds the interpreter that the hand-over
+needs. A batch of an actor comes over a network, or out of an object store, while the actor goes on
+with the next one. The parts of a wait add up to the wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _NS_PER_MS: Final = 1e6
 _SLOW_FACTOR: Final = 4.0
-"""A sample this many times as long as a typical one holds up the batches behind it."""
+"""A sample is slow, and holds up batches behind it, from this many times the typical time on."""
 _KEPT_TASKS: Final = 64
 _TYPICAL_WEIGHT: Final = 0.05
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
@@ -37,26 +37,26 @@ _MOST_HELD: Final = 32
 _KEPT_SLOW: Final = 256
 _MOST_LONGEST: Final = 3
 WORTH_SAYING: Final = 0.05
-"""Smaller shares are not put into words."""
+"""Share of a wait or of reading, 0 to 1, up to which a cost is not put into words."""
 _MOST_LINES: Final = 20
 _KEPT_LINES: Final = 256
 _FEWEST_NS: Final = 20_000_000
-"""Of less reading that was looked at, nothing is said."""
+"""Least time of reading that was looked at, in ns, from which on anything is said of it."""
 _MOST_OF_IT: Final = 0.5
 _MUCH_OF_IT: Final = 0.3
 _STANDS_OUT: Final = 0.2
-"""Of reading, for a line to be named as the place of a cause."""
+"""Share of reading from which on a line is named as the place of a cause."""
 _LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
-"""How calls of libraries are named that wait for what other processes hold."""
+"""Parts of the names of library calls that wait for what other processes hold."""
 _METHODS: Final = ("__call__", "forward", "get_params", "make_params", "transform")
-"""Of torchvision's operations."""
+"""Names of the methods that torchvision's operations run in."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitParts:
     """Where the time of one or more waits went; ``PART_WORDS`` says what each part is.
 
-    Of ``read_ms`` it is not known which of the three parts before it.
+    ``read_ms`` is reading that cannot be divided among the three parts before it.
     """
 
     read_cpu_ms: float = 0.0
@@ -75,7 +75,7 @@ class WaitParts:
 
     @property
     def total_ms(self) -> float:
-        """The time waited."""
+        """Whole time waited, in ms."""
         return float(sum(astuple(self)))
 
     def shares(self) -> dict[str, float]:
@@ -112,13 +112,13 @@ class SlowSample:
     """A sample that held up its batch."""
 
     index: int | str | None
-    """Its index in the dataset, as JSON can hold it."""
+    """Index of the sample in the dataset, as JSON can hold it."""
     ms: float
-    """How long it took."""
+    """Time that the sample took, in ms."""
     typical_ms: float
-    """How long samples take as a rule."""
+    """Time that samples take as a rule, in ms."""
     path: str | None = None
-    """Its file; None where it is not known."""
+    """File of the sample; None where it is not known."""
 
 
 class WaitCutter:
@@ -136,12 +136,12 @@ class WaitCutter:
         return None if self._typical_ns is None else self._typical_ns / _NS_PER_MS
 
     def note(self, batch: BatchStamps) -> None:
-        """Keep the tasks of a batch that was delivered, some of which others may wait for."""
+        """Keep the tasks of a delivered batch, as later batches may wait for some of them."""
         for task in batch.tasks:
             self._tasks[task.process].append(task)
 
     def complete(self, batch: BatchStamps) -> bool:
-        """Return whether it is known what the process that ended a batch did until it was taken."""
+        """Return whether it is known what the process of a batch's last task did afterwards."""
         if not batch.tasks:
             return True
         last = max(batch.tasks, key=attrgetter("ended_ns"))
@@ -150,7 +150,7 @@ class WaitCutter:
     def cut(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
         """Return where the wait for a noted batch went, by what is known now.
 
-        In nanoseconds, in the order of ``PARTS``, and the task of a slow sample that held it up.
+        First come ns, in the order of ``PARTS``, then the task of a slow sample that held it up.
         """
         ns = [0.0] * len(PARTS)
         start, end = batch.requested_ns, batch.delivered_ns
@@ -200,7 +200,7 @@ class WaitCutter:
     def _work(self, task: TaskStamps, overlap_ns: float, ns: list[float]) -> None:
         """Add the time of a task that overlaps a wait to the parts it belongs to."""
         length = max(1, task.ended_ns - task.began_ns)
-        # While other threads had the CPUs, no sample was slow: any of them would have been.
+        # Without a CPU any sample takes long, so that time makes none slow.
         typical, slowest = self._typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
         excess = 0.0
         if typical is not None and slowest >= _SLOW_FACTOR * typical:
@@ -227,7 +227,7 @@ class WaitCutter:
         ns[_HANDOVER] += rest - read - collate
 
     def _learn(self, tasks: Iterable[TaskStamps]) -> None:
-        """Move the estimate towards the tasks' samples, each without its slowest one."""
+        """Move the typical time towards that of the tasks' samples, without each one's slowest."""
         for task in tasks:
             if task.samples > 1 and task.slowest_ns:
                 each = (task.read_ns - task.slowest_ns) / (task.samples - 1)
@@ -251,18 +251,18 @@ def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationShare:
-    """What an operation of a pipeline takes, or another function that reading calls."""
+    """Share of reading that an operation of a pipeline, or another function of a library, takes."""
 
     name: str
-    """The library and the operation or function: ``albumentations Blur``, ``PIL Image.convert``."""
+    """Name of library and operation or function: ``albumentations Blur``, ``PIL Image.convert``."""
     share: float
-    """Of the time to read, 0 to 1."""
+    """Share of the time to read that it takes, 0 to 1."""
     augments: bool = False
-    """It is an operation."""
+    """Whether it is an operation of a pipeline, and no other function."""
 
 
 def _operation_of(call: str) -> str:
-    """Return the operation that a function of a library belongs to; empty: to none."""
+    """Return the operation that a library's function belongs to; empty: it belongs to none."""
     library, _, function = call.partition(" ")
     owner, _, method = function.rpartition(".")
     of_torchvision = library == "torchvision" and method in _METHODS
@@ -275,19 +275,19 @@ class WaitCauses:
     """Why the batches of a stage were late."""
 
     batches: int
-    """Batches whose waits were cut; without the first ones of epochs, if there were others."""
+    """Number of batches whose waits were cut; without the first of epochs, if there were others."""
     wait: WaitParts
-    """Where the wait for one batch went, the mean over all of them. It is the loader's own wait,
-    without what the training loop spends around it."""
+    """Mean parts of the wait for one batch. It is the loader's own wait, without what the training
+    loop spends around it."""
     overtaken_share: float
-    """Part of the batches for which later ones were complete before they were asked for, 0 to 1:
+    """Share of the batches, 0 to 1, that were asked for when later ones were complete already:
     single slow batches, rather than too little of everything."""
     slow_samples: tuple[SlowSample, ...] = ()
-    """The slowest samples that held up a batch, slowest first."""
+    """Samples that held up a batch and took longest, the slowest first."""
     operations: tuple[OperationShare, ...] = ()
-    """What reading calls in libraries, the most expensive first, at most 20."""
+    """Functions of libraries that reading calls, the most expensive first, at most 20."""
     lines: tuple[LineShare, ...] = ()
-    """The lines of the user's code that reading is in, the longest first, at most 20."""
+    """Lines of the user's code in which reading spends most time, the longest first, at most 20."""
 
 
 NO_CAUSES: Final = WaitCauses(batches=0, wait=WaitParts(), overtaken_share=0.0)
@@ -296,7 +296,7 @@ NO_CAUSES: Final = WaitCauses(batches=0, wait=WaitParts(), overtaken_share=0.0)
 class CauseTotals:
     """Adds up the waits of one stage, whichever objects deliver its batches in each epoch.
 
-    ``prefix`` is that of the names for loggers.
+    ``prefix``: prefix of the names that loggers get.
     """
 
     def __init__(self, prefix: str = "data") -> None:
@@ -304,10 +304,10 @@ class CauseTotals:
         self._cutters: dict[int, WaitCutter] = {}
         self._held: dict[int, deque[BatchStamps]] = {}
         self._warm, self._cold, self._told = np.zeros((3, len(PARTS) + 2))
-        """Nanoseconds of each part, batches, and how many of them were overtaken: of those within
-        an epoch, of the first ones of epochs, and of the former when the last window was taken."""
+        """Sums over batches within an epoch, over first batches of epochs, and of the former when
+        the last window was taken: ns of each part, number of batches, number of overtaken ones."""
         self._longest: list[NDArray[np.float64]] = []
-        """The longest waits of batches within an epoch, one each, the longest first."""
+        """Longest waits of single batches within an epoch, as in ``_warm``, the longest first."""
         self._slow: dict[tuple[int, object], SlowSample] = {}
         self._lines = LineTotals()
 
@@ -319,7 +319,7 @@ class CauseTotals:
                 return  # made before stamps were taken
             cutter = self._cutters[loader] = WaitCutter()
         cutter.note(batch)
-        # What held up a batch may show in the next ones.
+        # What held up a batch may only show in the next ones.
         held = self._held.setdefault(loader, deque())
         held.append(batch)
         while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
@@ -366,7 +366,7 @@ class CauseTotals:
         window, self._told = self._warm - self._told, self._warm.copy()
         if not window[-2]:
             return {}
-        # Without what was not measured: how reading went, or that it went, or any pinning.
+        # Parts that were not measured are left out: kinds of reading, reading as a whole, pinning.
         means = _means_ms(window)
         unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
         optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
@@ -378,9 +378,9 @@ class CauseTotals:
         *,
         without: int = 0,
     ) -> WaitCauses | None:
-        """Return why batches were late, or None; ``path_of`` knows files of a loader's samples.
+        """Return why batches were late; None: no waits were seen.
 
-        ``without``: so many of the longest waits are no part of it.
+        ``path_of`` finds a sample's file. ``without``: how many of the longest waits to leave out.
         """
         self._cut_held()
         total = self._cold
@@ -412,8 +412,8 @@ def _means_ms(total: NDArray[np.float64]) -> dict[str, float]:
 def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     """Return the causes in words: parts of the wait above 5 %, largest first.
 
-    Then the slowest samples, and the lines of code, and what they call, above 5 % of the time to
-    read. ``brief``: only the largest part, the slowest sample, the first line, and the calls.
+    The slowest samples follow, then library calls and lines of code above 5 % of the time to read.
+    ``brief``: only the largest part, the slowest sample, the first line, and the calls.
     """
     lines = []
     total_ms = causes.wait.total_ms
@@ -455,26 +455,26 @@ def _plain(index: object) -> int | str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineShare:
-    """What one line of the user's code takes, with all that it calls in libraries."""
+    """Share of reading that one line of the user's code takes, with all that it calls."""
 
     file: str
-    """Relative to where packages are, or its last two parts."""
+    """Path of the file, relative to where packages are, or its last two parts."""
     line: int
     function: str
-    """Qualified name."""
+    """Qualified name of the function that the line is in."""
     calls: str
-    """What the line calls for most of its time: ``PIL Image.convert``; empty: not known, or several
-    things."""
+    """Library call that takes more than half of the line's time, e.g. ``PIL Image.convert``; empty:
+    there is none, or it is not known."""
     share: float
-    """Of the time to read, 0 to 1."""
+    """Share of the time to read that the line takes, 0 to 1."""
 
 
 class LineTotals:
-    """Adds up the lines of the tasks of one stage."""
+    """Adds up the times of lines of code over the tasks of one stage."""
 
     def __init__(self) -> None:
         self._lines = Counter[tuple[str, int, str, str]]()
-        """File, line, function and what it calls -> ns."""
+        """File, line, function and library call of the line -> time in ns."""
         self._total_ns = 0
 
     def add(self, times: Iterable[LineTime]) -> None:
@@ -505,10 +505,10 @@ class LineTotals:
         )
 
     def operations(self) -> tuple[OperationShare, ...]:
-        """Return what the lines call in libraries, likewise."""
+        """Return what the lines call in libraries, longest first; none if too little was seen."""
         called = Counter[tuple[str, bool]]()
         for (file, _, function, calls), ns in self._lines.items():
-            # Of a loader's own pipeline it is the line itself that is in a library.
+            # Where a loader runs a pipeline itself, the line is in the library's own file.
             own = _operation_of(f"{file.partition(os.sep)[0]} {function}")
             operation = own or _operation_of(calls)
             called[operation or calls, bool(operation)] += ns
@@ -520,13 +520,13 @@ class LineTotals:
 
 
 def _most_of(times_ns: Counter[str]) -> str:
-    """Return the name that more than half of the time has; empty: none has."""
+    """Return the name that more than half of the time belongs to; empty: there is none."""
     name, ns = times_ns.most_common(1)[0]
     return name if ns > _MOST_OF_IT * times_ns.total() else ""
 
 
 def line_text(line: LineShare) -> str:
-    """Return what a line takes, in words."""
+    """Return in words what share of reading a line takes, and where it is."""
     text = f"{line.share:.0%} of reading is in {line.function} ({line.file}:{line.line})"
     if line.calls:
         text += f", in {line.calls}"
@@ -536,7 +536,7 @@ def line_text(line: LineShare) -> str:
 def where_text(lines: Sequence[LineShare], *, beside: float = 0.0) -> str:
     """Return the line that takes most of reading, to be added to a cause; empty if none does.
 
-    ``beside``: Of reading, what is not of this cause, 0 to 1: the line has to take more than that.
+    ``beside``: share of reading with other causes, which the line has to exceed by a fifth.
     """
     line = max(lines, key=lambda each: each.share, default=None)
     stands_out = line is not None and line.share >= _STANDS_OUT + beside
@@ -544,10 +544,10 @@ def where_text(lines: Sequence[LineShare], *, beside: float = 0.0) -> str:
 
 
 def lock_between_processes(lines: Iterable[LineShare]) -> bool:
-    """Return whether a line waits for a lock which one process at a time has, and that is much.
+    """Return whether a line that takes much of reading waits for a lock between processes.
 
-    Two workers that read under a lock wait for it half of the time, more of them for longer. A lock
-    within a process may be that of a pool of threads whose work is waited for.
+    Two workers that read under a lock wait for it half of the time, more workers for longer. Locks
+    within a process do not count: the work of a pool of threads may be waited for.
     """
     much = (line.calls for line in lines if line.share > _MUCH_OF_IT)
     return any(name in calls for calls in much for name in _LOCKS_OF_PROCESSES)

@@ -1,6 +1,6 @@
 """Where every second of a run went: at each moment to one part, the innermost that is under way.
 
-What runs beside the steps pauses them; what of it takes long is a finding.
+What runs beside the steps pauses them, and a long pause is a finding.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PART_NAMES: Final = {
     "measuring": "measuring this",
     "other": "other",
 }
-"""Part of a run -> how it is called, in the order in which the parts are listed."""
+"""Part of a run -> its name for people, in the order in which the parts are listed."""
 _SHOWN_S: Final = 0.05
-"""Parts below this would be listed as 0.0, and so are left out."""
+"""Seconds below which a part is left out of the text, as it would be listed as 0.0."""
 _PAUSE_HIGH: Final = 0.05
-"""Part of a run: what takes less is no finding."""
+"""Share of a run below which a pause is no finding."""
 _FASTER_START: Final = Advice(text="a dataset and a sampler that start faster, or longer epochs")
 _MADE_ONCE: Final = Advice(
     text="reload_dataloaders_every_n_epochs=0, and a dataset that is built once, in setup()"
@@ -63,12 +63,12 @@ _WORDS: Final = {"gc": "Python's garbage collector"}
 
 
 class Activity(NamedTuple):
-    """What is under way."""
+    """What a run is doing at a moment."""
 
     part: str
-    """A key of ``PART_NAMES``."""
+    """Part of the run: a key of ``PART_NAMES``."""
     name: str = ""
-    """What in particular, e.g. ``"ModelCheckpoint.on_validation_end"``; empty: nothing known."""
+    """Name of what is done, e.g. ``"ModelCheckpoint.on_validation_end"``; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,25 +76,25 @@ class WallTime:
     """The wall time of a run in parts that add up to it."""
 
     total_s: float
-    """From the begin of the measuring to its end."""
+    """Seconds from the start of the measuring to its end."""
     parts_s: Mapping[str, float]
-    """Part -> seconds; a key of ``PART_NAMES`` each. ``compute`` is the host's time in steps
-    without that in ``wait``; transfer and augmentation are among it."""
+    """Part, a key of ``PART_NAMES`` -> seconds. ``compute`` is the host's time in steps without
+    that in ``wait``; it includes transfer and augmentation."""
     named_s: Mapping[Activity, float] = field(default_factory=dict)
-    """Activity with a name -> seconds; part of its part."""
+    """Activity with a name -> seconds, which are among those of its part."""
     steps: int = 0
-    """Steps of what the run is for in this time: of the training in a fit."""
+    """Number of steps that the run is for, within this time: in a fit, training steps."""
     samples: int = 0
-    """Samples in these steps."""
+    """Number of samples in ``steps``."""
 
     @property
     def training_s(self) -> float:
-        """The time without the setup, which a longer run has only once, too."""
+        """Seconds without the setup, which a longer run has only once, too."""
         return max(0.0, self.total_s - self.parts_s.get("setup", 0.0))
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples of these steps per second of all that time, None if there were none."""
+        """Samples of ``steps`` per second of ``training_s``; None: there were none."""
         return self.samples / self.training_s if self.samples and self.training_s else None
 
     def share(self, seconds: float) -> float:
@@ -102,7 +102,7 @@ class WallTime:
         return seconds / self.training_s if self.training_s else 0.0
 
     def names_of(self, part: str) -> list[tuple[str, float]]:
-        """Return what a part was spent on and for how many seconds, the longest first."""
+        """Return the names of what a part was spent on, with seconds, the longest first."""
         named = [(each.name, s) for each, s in self.named_s.items() if each.part == part]
         return sorted(named, key=lambda pair: -pair[1])
 
@@ -128,8 +128,8 @@ NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
 class WallClock:
     """Counts each moment of a run towards what is under way in it.
 
-    Blocks lie within each other; the innermost counts. Where no block is under way, the state of
-    the run counts, which :meth:`turn_to` changes at any time.
+    Blocks may be nested, and the innermost counts. Where no block is under way, the state of the
+    run counts, which :meth:`turn_to` changes at any time.
     """
 
     __slots__ = ("_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "_state")
@@ -143,7 +143,7 @@ class WallClock:
 
     @property
     def state(self) -> Activity:
-        """What counts where no block is under way."""
+        """Activity that counts where no block is under way."""
         return self._state
 
     def turn_to(self, activity: Activity) -> None:
@@ -153,7 +153,7 @@ class WallClock:
             self._change(activity)
 
     def enter(self, activity: Activity) -> None:
-        """Begin a block; one within a block of the same part goes on with that."""
+        """Begin a block; one within a block of the same part counts towards that block."""
         now, blocks = self._now, self._blocks
         blocks.append(now)
         if activity is not now and (activity.part != now.part or len(blocks) == 1):
@@ -167,13 +167,13 @@ class WallClock:
             self._change(outer if blocks else self._state)
 
     def forget(self) -> None:
-        """Call everything so far setup: it belonged to what was tried before the run began."""
+        """Count everything so far as setup: it was tried before the run began."""
         self._change(self._now)
         self._spent_ns.clear()
         self._spent_ns[Activity("setup")] = self._since_ns - self._began_ns
 
     def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:
-        """Return what was counted until now, in which there were so many training steps."""
+        """Return what was counted until now; ``steps`` and ``samples`` are those in this time."""
         self._change(self._now)
         parts: dict[str, float] = dict.fromkeys(PART_NAMES, 0.0)
         spent_s = {activity: ns / 1e9 for activity, ns in self._spent_ns.items()}
@@ -197,7 +197,7 @@ class WallClock:
 def loop_time(train: StageSummary, val: StageSummary | None = None) -> WallTime:
     """Return where the time of a loop went that is not measured as a whole, by its stages.
 
-    An epoch takes as long to start as its first batch is waited for longer than the others are.
+    An epoch takes as long to start as its first wait is longer than the mean of the others.
     """
     wait_ms, stall_ms = mean_ms(train.wait) or 0.0, mean_ms(train.stall) or 0.0
     start_ms = max(0.0, (train.cold_wait_ms or 0.0) - wait_ms)
@@ -234,21 +234,21 @@ def wall_text(wall: WallTime, stage: str = "train") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """What is known of that which keeps a run from its steps."""
+    """What is known of all that keeps a run from its steps."""
 
     wall: WallTime = NO_TIME
-    """Where the wall time of the whole run went; of a loop, as its stages tell."""
+    """Where the wall time of the whole run went; for the user's own loop, as its stages tell."""
     epochs: int = 0
-    """Those that have begun."""
+    """Number of epochs that have begun."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     """What the loader of the run's main stage says about itself."""
     machine: MachineSeen = NO_MACHINE
     loaders_anew: bool = False
-    """The trainer makes its loaders anew in the course of the training."""
+    """Whether the trainer makes its loaders anew in the course of the training."""
     val_workers: int | None = None
-    """Of the validation loader; None: not known."""
+    """Number of workers of the validation loader; None: not known."""
     val_loader: str | None = None
-    """Of several validation loaders, the one that is waited for most."""
+    """Name of the validation loader that is waited for most; None: there is only one."""
 
 
 def _epoch_starts(e: Pauses) -> Finding | None:
@@ -275,7 +275,7 @@ def _validation(e: Pauses) -> Finding | None:
     if e.val_workers is not None and cpus is not None:
         free = e.machine.left_of(cpus)
         text = f"num_workers {e.val_workers} -> {free} for {which}"
-        enough = e.val_workers >= free  # one that has a worker for each of them needs no more
+        enough = e.val_workers >= free  # a worker for each free CPU is enough
     advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
     wall = e.wall
     waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
@@ -288,7 +288,7 @@ def _validation(e: Pauses) -> Finding | None:
 
 
 def _beside_steps(e: Pauses) -> Finding | None:
-    """Return the finding that what Python does beside steps takes long: the longest part of it."""
+    """Return the finding that what Python does beside steps takes long, with its longest part."""
     wall = e.wall
     part = max(_BESIDE, key=lambda each: wall.parts_s.get(each, 0.0))
     seconds, names = wall.parts_s.get(part, 0.0), wall.names_of(part)

@@ -50,8 +50,8 @@ MAIN: Final = frozenset(
         "data_wait/read_runqueue_ms",
     )
 )
-"""What loggers get: 20 at most, several of them only where there is something to measure. They are
-in the tables of `docs/measuring.md`."""
+"""Names of the scalars that loggers get, beside those of mixtures: 20 at most, several only where
+there is something to measure. They are in the tables of `docs/measuring.md`."""
 
 _STACK: Final = (
     ("compute", "compute_ms", "#4c9f70"),
@@ -60,9 +60,9 @@ _STACK: Final = (
     ("wait", "stall_ms", "#d1495b"),
 )
 _FONT_PT: Final = 10
-"""At 150 dpi, in a picture that TensorBoard shows with 0.6 of its width: 12 pixels high."""
+"""Font size in points; at 150 dpi, shown by TensorBoard at 0.6 of the width, 12 pixels high."""
 _MOST_COLUMNS: Final = 75
-"""So many a person tells apart at that size."""
+"""Most columns of the picture: as many as a person tells apart at that size."""
 _LEGEND: Final = {
     "loc": "lower left",
     "bbox_to_anchor": (0, 1.0),
@@ -77,7 +77,7 @@ _LEGEND: Final = {
 
 
 def chosen(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what is to be logged of some metrics, by name."""
+    """Return those of some metrics that are logged, by name."""
     return {name: value for name, value in metrics.items() if name in MAIN}
 
 
@@ -110,9 +110,9 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     """Return the step as stacked areas over step number: compute, augment, transfer, wait.
 
     The legend has the mean of each phase. The dotted line is the floor that free data would give:
-    the median of ``step - stall``. Of many steps, a column is the mean of several. Drawn without
-    pyplot, so neither its state nor a display is touched. 4 x 2.8 inches at 150 dpi, with letters
-    that can be read where TensorBoard shows it at 350 pixels.
+    the median of ``step - stall``. With many steps, a column is the mean of several. It is drawn
+    without pyplot, so neither its state nor a display is touched, on 4 x 2.8 inches at 150 dpi,
+    with letters that can be read where TensorBoard shows it at 350 pixels.
 
     Args:
         steps: Timings, or their columns (`StepHistory.newest`). Steps without device figures are

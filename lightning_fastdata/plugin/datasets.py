@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.module import DataModule
 
 DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
-"""What a subclass writes for each stage."""
+"""Stage -> name of the method that a subclass writes to return its dataset."""
 _LOOKED_AT: Final = 64
 _MEASURED_WITHIN_S: Final = 30.0
 _WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
@@ -88,7 +88,7 @@ def named(datasets: object, name: str) -> list[tuple[str, Any]]:
     """Return each dataset with the name that messages call it by.
 
     Raises:
-        DatasetError: These are the splits of a Hugging Face dataset, for all stages.
+        DatasetError: The datasets are all splits of one Hugging Face dataset.
     """
     if is_missing(datasets):
         return []
@@ -106,9 +106,9 @@ def named(datasets: object, name: str) -> list[tuple[str, Any]]:
 
 
 def in_form_of(datasets: object, values: Sequence[Any]) -> Any:
-    """Return one value for each dataset, in the order of :func:`named`, as the datasets came.
+    """Return one value for each dataset, in the order of :func:`named`, in the datasets' form.
 
-    They are one dataset, or several by name or position; not none at all.
+    ``datasets`` is one dataset, or several by name or position, but not none at all.
     """
     if isinstance(datasets, Mapping):
         return dict(zip(datasets, values, strict=True))
@@ -124,8 +124,8 @@ def _is_several(datasets: object) -> bool:
     """Whether these are datasets rather than one dataset that happens to be a sequence."""
     if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
         return False
-    # One is enough: what else is among them is refused by its position.
-    # Datasets of Hugging Face have __getitems__ in common with torch's.
+    # One is enough: an item among them that is no dataset is refused by its position. Datasets of
+    # Hugging Face have __getitems__ in common with torch's.
     return any(
         isinstance(each, Dataset | GivenLoader) or hasattr(each, "__getitems__")
         for each in datasets
@@ -150,7 +150,7 @@ def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
 def told_of_pipelines(dataset: object, name: str, stage: Stage) -> list[str]:
     """Return, for each pipeline that a dataset holds itself, how to have a device compute it.
 
-    They are of Albumentations, or of torchvision's v2. ``name`` is how the user knows the dataset.
+    They are Albumentations' or torchvision v2's. ``name`` is how the user knows the dataset.
     """
     kinds = (
         *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
@@ -181,11 +181,11 @@ class GivenLoader:
 
     dataset: Dataset[Any]
     arguments: Mapping[str, object]
-    """Of ``make_loader``, except for the batch size."""
+    """Arguments of ``make_loader`` that the loader settles, except for the batch size."""
     batch_size: int | None
-    """Samples in a batch; None where that is the batch sampler's, or samples come as they are."""
+    """Samples in a batch; None where a batch sampler decides it, or samples come as they are."""
     base: int | None = None
-    """The data module's ``batch_size`` for which this one holds; with another it is scaled."""
+    """Data module's ``batch_size`` for which this loader's holds; with another one it is scaled."""
 
 
 def taken_apart(
@@ -210,7 +210,7 @@ def taken_apart(
 def given_loaders(loaders: Any, name: str, *, chosen: bool) -> Any:
     """Take a DataLoader, or a list or dict of them, apart: a :class:`GivenLoader` for each.
 
-    ``chosen``: The number of their workers is left open.
+    ``chosen``: the number of workers is to be chosen.
 
     Raises:
         OptionsError: One is no DataLoader, or makes its batches in its own way.
@@ -260,7 +260,7 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
 
 
 def _order(loader: DataLoader[Any]) -> dict[str, object]:
-    """Return which samples come in which order; a plain shuffle is that of the data module."""
+    """Return the arguments for the order of samples; a plain shuffle is left to the data module."""
     if isinstance(loader.dataset, IterableDataset):
         return {}
     if loader.batch_size is None and loader.batch_sampler is not None:
@@ -275,7 +275,7 @@ def _order(loader: DataLoader[Any]) -> dict[str, object]:
 
 
 def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
-    """Return what is kept of a loader's workers; ``chosen``: their number is left open."""
+    """Return the arguments on workers that are kept; ``chosen``: their number is left open."""
     taken: dict[str, object] = {}
     if loader.multiprocessing_context is not None:
         taken["multiprocessing_context"] = loader.multiprocessing_context.get_start_method()
@@ -284,9 +284,9 @@ def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
     if not loader.in_order:
         taken["in_order"] = False
     left_open = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
-    # What reads in the training process sees what steps change; which batches a stream gives
-    # depends on how many workers share it out; a sampler of the user's may look at what steps
-    # write, and is asked ahead for each worker.
+    # Reading in the training process sees what steps change. Which batches a stream gives depends
+    # on how many workers share it out. A sampler of the user's may look at what steps write, and is
+    # asked ahead for each worker.
     source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = isinstance(loader.dataset, IterableDataset)
     stays = not loader.num_workers or stream or not is_drawn_at_start(source)
@@ -299,7 +299,7 @@ def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
 
 
 def _keeps(loader: DataLoader[Any]) -> object:
-    """Return whether workers stay, as it was said: those of this package maybe while unchanged."""
+    """Return whether workers stay between epochs; a FastDataLoader may say: while unchanged."""
     return getattr(loader, "keeps", loader.persistent_workers)
 
 
@@ -316,7 +316,8 @@ def ordered(
 ) -> dict[str, Any]:
     """Return the arguments of a loader with the sampler that shuffles it, if it is shuffled.
 
-    Training is, by the seed, unless ``shuffle`` says otherwise, or an argument of this name.
+    Training is shuffled, by the seed, unless ``shuffle`` or an argument of this name says
+    otherwise.
 
     Raises:
         OptionsError: A stream is to be shuffled.
@@ -333,7 +334,7 @@ def ordered(
             )
         return own
     if has_own_order(spec.dataset):
-        return {**own, "shuffle": shuffle}  # which the loader refuses
+        return {**own, "shuffle": shuffle}  # the loader refuses it
     sized = cast("Any", spec.dataset)
     if is_in_blocks(shuffle):
         own["sampler"] = BlockShuffleSampler(sized, seed=seed)
@@ -350,8 +351,8 @@ def shared_out(
 ) -> dict[str, Any]:
     """Return the arguments of a loader: the ``settings``, over which those ``given`` win.
 
-    Several ranks share out the order, whoever gives it. What a batch sampler excludes is left out,
-    unless it was given, too: then torch refuses it.
+    Several ranks share out the order, whoever gives it. Arguments that a batch sampler excludes are
+    left out, unless they were given, too: then torch refuses them.
     """
     arguments = {**settings, **given}
     share = None if spec.is_stream else _share_of_rank(spec, arguments, trainer)
@@ -367,7 +368,7 @@ def shared_out(
 def _share_of_rank(
     spec: LoaderSpec, arguments: Mapping[str, Any], trainer: Trainer | None
 ) -> RankBatchSampler | SharedSampler | None:
-    """Return this rank's share of an order; None where nothing is shared out, or splits itself."""
+    """Return this rank's share of an order; None: it is not shared out, or shares itself out."""
     if trainer is None or trainer.world_size == 1 or not seams.spreads_samples(trainer):
         return None
     if spec.stage != "train" and seams.attributes_of(trainer).overfit_batches:
@@ -396,7 +397,7 @@ def _share_of_rank(
 
 
 def bad_samples_of(asked: BadSamplePolicy | BadSamples, trainer: Trainer | None) -> BadSamples:
-    """Return what is done about bad samples; where they do not end the training it lists them.
+    """Return the rule for bad samples; unless they end the training, they are listed in a file.
 
     Raises:
         OptionsError: Several ranks are to skip samples.
@@ -435,7 +436,7 @@ def _tell_of_uneven_parts(parts: object, trainer: Trainer) -> None:
 
 
 def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
-    """Compare what the ranks, which all call this, have of a sampler of the user's."""
+    """Compare a sampler of the user's among the ranks, all of which have to call this."""
     share, sampler = loader.sampler, deciding(as_given(order_of(loader)))
     if not (isinstance(share, DistributedSampler) and torch.distributed.is_initialized()):
         return
@@ -467,7 +468,7 @@ def settle_sharing(
 ) -> None:
     """Say what becomes of samples that do not divide, and average evaluation as on one device.
 
-    Of a stream that several ranks train on it is said what happens if their parts are not as long.
+    Where several ranks train on a stream, warn of parts that are not equally long.
     """
     if trainer is not None and stage == "train" and trainer.world_size > 1:
         if isinstance(loader.dataset, IterableDataset):
@@ -477,7 +478,7 @@ def settle_sharing(
     share = loader.sampler
     if trainer is None or not isinstance(share, SharedSampler):
         return
-    # Of an order of this package each sample comes once, which is not worth a line.
+    # An order of this package gives each sample once, which is not worth a line.
     left = None if epoch_order(loader.batch_sampler) is not None else share.left_over()
     if left is not None and trainer.is_global_zero:
         seams.print_line(trainer, f"fastdata: {name}: {left}")
@@ -496,7 +497,7 @@ def kept(
     ``"auto"`` is ``"disk"`` where an earlier run has begun the cache, or where some samples, read
     in a process that is thrown away, show that it pays in the epochs of the training: see
     :meth:`CacheGain.why_not`. Ranks decide for themselves; their samples are the same in any case.
-    What keeps a cache from being used is said, and ends no training.
+    If a cache cannot be used, that is said, and ends no training.
     """
     if folder != "auto":
         return with_cache(dataset, folder), None
@@ -505,7 +506,7 @@ def kept(
         epochs = trainer.max_epochs - trainer.current_epoch
     try:
         cached, reason = _decision(dataset, epochs)
-    except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there
+    except (DatasetError, OptionsError, OSError) as error:  # of the folder, or of what it holds
         cached, reason = None, str(error)
         warnings.warn(f"No samples are kept (cache='auto'): {error}", FastDataWarning, stacklevel=2)
     said = f"samples are {'not ' if cached is None else ''}kept (cache='auto'): {reason}"
@@ -526,7 +527,7 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None
         pays, reason = _gain(dataset, cache, epochs)
         if not pays:
             return None, reason
-    with made_by_one(cache.folder):  # which fails where nothing can be written
+    with made_by_one(cache.folder):  # fails where nothing can be written
         return cached, reason
 
 

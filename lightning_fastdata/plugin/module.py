@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.tuning.tuner import Tuner
 
 KEY: Final = "lightning_fastdata"
-"""Under which the state stands in that of the data module."""
+"""Key of this package's state within the state of the data module."""
 LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 """Arguments of torch's DataLoader that are options of the same name."""
 _CAME_WITHOUT: Final = (
@@ -102,7 +102,7 @@ _SET: Final = (
     "collate_fn",
     "guard",
 )
-"""Attributes that the constructor sets by what it is given under these names."""
+"""Names of attributes that the constructor sets, each by the argument of the same name."""
 _FURTHER_SAMPLES: Final = 7  # read beside the first one to see whether all images have one size
 
 
@@ -186,9 +186,9 @@ class DataModule:
 
     batch_size: int
     chooses_batch_size: bool
-    """No batch size was asked for; that of now is one to begin with."""
+    """Whether no batch size was asked for: ``batch_size`` is then one to begin with."""
     part_begin = 0
-    """Sample of a training batch that is transferred in parts, with which the next part begins."""
+    """Sample with which the next part begins, of a training batch that is transferred in parts."""
 
     def __init__(
         self,
@@ -250,16 +250,16 @@ class DataModule:
         self.notes: list[str] = []
         self._plans: dict[str, LoaderPlan] = {}
         self._tuners: dict[tuple[str, int | None], Tuner] = {}
-        """By name of the dataset and size of its batches: a loader that is made anew is as its
-        tuner has left the last."""
+        """Name of a dataset and size of its batches -> the tuner, from which a loader that is made
+        anew takes what the last one came to."""
         self._caches: dict[str, tuple[Dataset[Any], Dataset[Any], str | None]] = {}
-        """By name: a dataset, the same with a cache, and what was decided about it."""
+        """Name of a dataset -> the dataset, the same with a cache, and what was decided on it."""
         self._saved: dict[str, Position] = {}
-        """Where the training loaders were when a run was saved that goes on now."""
+        """Path of a training loader -> where it was when the run that goes on now was saved."""
         self._saved_place: Place | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # What was learned is of loaders and a trainer of this process.
+        # Tuners and caches belong to loaders and to a trainer of this process.
         return {**vars(self), "_tuners": {}, "_caches": {}}
 
     _guard_callback: type | None = None
@@ -267,7 +267,7 @@ class DataModule:
 
     @property
     def augment(self) -> Any:
-        """What was given as ``augment``. To set it holds for loaders that are made afterwards.
+        """What was given as ``augment``. Setting it holds for loaders that are made afterwards.
 
         Raises:
             OptionsError: A trainer has made the loaders already. A pipeline may be changed in
@@ -315,12 +315,12 @@ class DataModule:
         # A subclass's own hook may leave out super(), and then Lightning's warning is right.
         seams.choose_own_hooks(self, trainer, set(seams.HOOKS) - self.written_hooks())
         if seams.running_stage(trainer) == "train" and not self._validates(trainer):
-            # Of any method of this name but its own Lightning says that data were passed in.
+            # If this is not its own method, Lightning says that validation data were passed in.
             lightnings = super().val_dataloader  # type: ignore[misc]
             seams.replace_for_one_run(trainer, self, "val_dataloader", lightnings)
 
     def _validates(self, trainer: Trainer) -> bool:
-        """Return whether the LightningModule, or this data module, has anything of validation."""
+        """Return whether the LightningModule, or this data module, has anything for validation."""
         cls, names = type(self), ("val_dataset", "val_dataloader")
         own = any(n in vars(self) or getattr(cls, n) is not getattr(DataModule, n) for n in names)
         return own or seams.overridden_hook(trainer.lightning_module, "validation_step") is not None
@@ -390,16 +390,16 @@ class DataModule:
     ) -> Self:
         """Return a data module of the datasets of DataLoaders, in the same batches.
 
-        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or none. Of a loader are
-        kept: dataset, sampler or batch sampler, batch size, ``drop_last``, ``collate_fn``,
+        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or none. Kept of a loader
+        are: dataset, sampler or batch sampler, batch size, ``drop_last``, ``collate_fn``,
         ``worker_init_fn``, ``generator``, ``timeout``, ``multiprocessing_context`` and
         ``in_order``. A plain ``shuffle=True`` becomes this package's shuffle by seed and epoch.
         ``batch_size`` of the data module is that of the first training loader; setting it, as
         ``Tuner.scale_batch_size`` and the guard do, scales those of all loaders in proportion.
 
         Workers, how far they are ahead, whether they stay, and pinning are chosen for this machine,
-        unless they are given here. Except for a loader without workers, which is read in the
-        training process, and for the workers of a stream, whose number decides its batches:
+        unless they are given here. Exceptions are a loader without workers, which is read in the
+        training process, and the workers of a stream, whose number decides its batches;
         ``num_workers="auto"`` has these chosen, too.
 
         Args:
@@ -583,7 +583,7 @@ class DataModule:
             seams.print_line(self._trainer, f"fastdata: {name}: {move}")
 
     def _warn_of_lost_arguments(self) -> None:
-        """Warn, once, of what a subclass was given, has saved, and has passed no further.
+        """Warn, once, of arguments that a subclass was given and has saved, but not passed on.
 
         Lightning's usual data module calls ``super().__init__()`` and ``save_hyperparameters()``.
         """
@@ -610,10 +610,10 @@ class DataModule:
             )
 
     def _cached(self, spec: LoaderSpec) -> LoaderSpec:
-        """Return a loader whose dataset keeps its samples, if that is asked for and of any use."""
+        """Return the spec with a dataset that keeps samples, if that is asked for and useful."""
         dataset = cached = spec.dataset
         again = spec.stage in ("train", "val") and not spec.is_stream
-        # Of an own order each index has another sample in each epoch.
+        # A dataset with an order of its own has another sample at each index in every epoch.
         if self.cache and again and not has_own_order(dataset) and not gatherable(dataset):
             known, cached, _ = self._caches.get(spec.name, (None, dataset, None))
             if known is not dataset:
@@ -621,7 +621,7 @@ class DataModule:
                 self._caches[spec.name] = dataset, cached, decided
                 if decided is not None:
                     self._tell(spec.name, decided)
-        if self._trainer is not None:  # of whose ranks Lightning's own launcher sets no variable
+        if self._trainer is not None:  # Lightning's own launcher sets no variable for its ranks
             for cache in find_instances(cached, (CachedDataset,)):
                 cache.ranks = self._trainer.num_devices
         return replace(spec, dataset=cached)
@@ -629,10 +629,10 @@ class DataModule:
     def _spec(
         self, dataset: Dataset[Any], stage: Stage, name: str, overrides: Mapping[str, Any]
     ) -> tuple[LoaderSpec, dict[str, Any]]:
-        """Return what the plan of a loader rests on, and its arguments that are no options.
+        """Return what the plan of a loader rests on, and the arguments that are no options.
 
-        The arguments of one loader win over the options of the data module; ``None`` and a context
-        for ``multiprocessing_context`` are none.
+        The arguments of one loader win over the options of the data module, except for ``None``. A
+        context for ``multiprocessing_context`` counts as its start method.
         """
         options = given_options({n: v for n, v in overrides.items() if n in _OPTIONS})
         others = {n: v for n, v in overrides.items() if n not in _OPTIONS}
@@ -663,9 +663,9 @@ class DataModule:
         return self.shuffle if stage == "train" else None
 
     def _looked_at(self, spec: LoaderSpec) -> tuple[DatasetFacts, StageTransform | None]:
-        """Find out what a loader rests on, and check the first sample of its dataset.
+        """Return the facts on which a loader rests, and the transform that starts in its workers.
 
-        Returns that, and the transform that starts in its workers, as it suits the dataset.
+        The first sample of the dataset is checked. The transform is made to suit the dataset.
         """
         stage = spec.stage
         transforms, part = self._transforms[stage], self._transforms.worker_part(stage)
@@ -695,7 +695,7 @@ class DataModule:
         return plan_for(spec, facts, accelerator=device_type(self._trainer), local_ranks=ranks)
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan) -> Tuner | None:
-        """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
+        """Return the tuner of a loader: that of the dataset's last loader, if there is one."""
         key = spec.name, spec.batch_size
         tell = partial(self._tell, spec.name)
         ranks = 1 if self._trainer is None else self._trainer.num_devices
@@ -706,7 +706,7 @@ class DataModule:
         return tuner
 
     def run_seed(self) -> int:
-        """Return the seed of order and draws; a run that goes on keeps its own if none is set."""
+        """Return the seed of order and draws; a resumed run keeps its own if none is set."""
         saved = next((state.seed for state in self._saved.values()), None)
         seed = saved if self.seed is None else self.seed
         return global_seed() if seed is None else seed
@@ -748,8 +748,8 @@ class DataModule:
 
         Args:
             step: Number of the batch over all epochs, from 0, as ``fit_loop.total_batch_idx``.
-            rank: Whose batch.
-            ranks: That trained together.
+            rank: Rank that got the batch.
+            ranks: Number of ranks that trained together.
 
         Raises:
             OptionsError: There is no such batch, or the order of the training does not follow from
@@ -764,8 +764,8 @@ class DataModule:
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come; Lightning puts it into its checkpoints.
 
-        Tuners save and restore a run around their trials: as long as no batch has followed what was
-        loaded, that is returned.
+        Lightning's tuners save and restore a run around their trials: until a batch follows a state
+        that was loaded, that state is returned.
         """
         loaders = dict(_training_loaders(self._trainer))
         place = seams.training_place(self._trainer)
@@ -843,7 +843,7 @@ class DataModule:
         trainer = self._trainer
         if stage != "train" or trainer is None:
             return nullcontext()
-        # What one batch draws rests on no other, so that a run may go on from any of them.
+        # The draws of a batch rest on no other batch, so that a run may go on from any of them.
         place = seams.training_place(trainer)
         device = trainer.strategy.root_device
         number: tuple[int, ...] = trainer.global_rank, place.taken
@@ -868,7 +868,7 @@ class DataModule:
 _PARAMETERS: Final = dict(list(inspect.signature(DataModule.__init__).parameters.items())[1:])
 
 
-# Of a wrong keyword Python names the class that has the code, which users do not know.
+# For a wrong keyword Python names the class that has the code, which users do not know.
 DataModule.__init__.__qualname__ = "FastDataModule.__init__"
 
 
@@ -892,9 +892,9 @@ class TrainingRun:
     def place(self) -> Place:
         """Return where the run is.
 
-        A run that goes on from a checkpoint is where that was saved, also while Lightning has not
-        restored its own counts yet: of a stream it takes the first batch then, if the
-        LightningModule asks for ``estimated_stepping_batches``.
+        A run that goes on from a checkpoint is where the checkpoint was saved, also before
+        Lightning has restored its own counts: if the LightningModule asks for
+        ``estimated_stepping_batches``, the first batch of a stream is taken that early.
         """
         trainer, saved = self._module.trainer, self._module._saved_place
         if saved is not None and trainer is not None and seams.is_to_be_restored(trainer):
@@ -906,7 +906,7 @@ class TrainingRun:
         return self.place().epoch
 
     def resumed(self, loader: object) -> Position | None:
-        """Return where a loader was when the run was saved that goes on now; None: not known."""
+        """Return where a loader was when the run that now goes on was saved; None: not known."""
         trainer, saved = self._module.trainer, self._module._saved
         loaders = dict(_training_loaders(trainer))
         path = next((path for path, one in loaders.items() if one is loader), None)
@@ -944,10 +944,10 @@ def checked_batch_size(batch_size: object) -> int:
 
 
 def checked_shuffle(shuffle: object) -> Shuffle | Mapping[str, Shuffle] | None:
-    """Return how to shuffle: training, or the stages of a dict; None: training is shuffled.
+    """Return how to shuffle: one way for training, or a dict by stage; None: training is shuffled.
 
     Raises:
-        OptionsError: It is something else, or names a stage that does not exist.
+        OptionsError: The value is something else, or names a stage that does not exist.
     """
     by_stage = shuffle if isinstance(shuffle, Mapping) else {"train": shuffle}
     known = all(isinstance(value, bool | None) or value == "blocks" for value in by_stage.values())

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.transforms import StageTransforms
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
-"""What a user sets."""
+"""Where a user wants the pixels of pipelines to be computed."""
 
 _LOG = logging.getLogger("lightning_fastdata.plugin.placing.trial")  # which the documentation names
 _ON_CPU: Final = (
@@ -72,35 +72,35 @@ class SampleCosts:
     """Milliseconds if the device does what it can: reading, drawing, the pixels that stay, and its
     share of the collation."""
     read_ms: float
-    """Of both, the milliseconds of reading."""
+    """Milliseconds of reading, which are part of both times above."""
     waits_ms: float = 0.0
-    """Of those, the milliseconds without computing: for a disk or a network."""
+    """Milliseconds of ``read_ms`` without computing: waits for a disk or a network."""
     samples: int = 1
-    """How many were measured."""
+    """Number of samples that were measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceCosts:
-    """What is known before the first step."""
+    """What is known of both places before the first step."""
 
     accelerator: bool
     """Whether the training runs on something else than a CPU."""
     defers: bool = True
     """Whether anything of the pipeline can run on a device."""
     batch_size: int
-    """Samples in a batch of this rank."""
+    """Number of samples in a batch of this rank."""
     workers: int
-    """Side processes that make batches; 0: the training process makes them."""
+    """Number of side processes that make batches; 0: the training process makes them."""
     cpus: float
-    """CPUs that this rank may use."""
+    """Number of CPUs that this rank may use."""
     sample: SampleCosts | None = None
-    """None: no sample could be measured."""
+    """What a worker spends on one sample; None: no sample could be measured."""
     device_ms: float | None = None
-    """Milliseconds of the device for its part of one batch; None: not measured."""
+    """Milliseconds that the device takes for its part of one batch; None: not measured."""
     refusal: str | None = None
-    """Why the device cannot do its part; None if it can."""
+    """Why the device cannot do its part; None: it can."""
     library: str = "Albumentations"
-    """Who makes the pixels in the workers."""
+    """Name of the library that computes the pixels in the workers."""
 
     def loader_ms(self, place: PixelPlace) -> float:
         """Return the milliseconds in which the workers make one batch; 0 if unknown."""
@@ -119,7 +119,7 @@ class PlaceChoice(NamedTuple):
 
     place: PixelPlace
     reason: str
-    """With its numbers."""
+    """Why this place was chosen, with the numbers."""
 
 
 def choose_place(costs: PlaceCosts) -> PlaceChoice:
@@ -162,20 +162,21 @@ def read_place_costs(
     device_ms: Callable[[Callable[[], object], torch.device], float] | None = None,
     budget_s: float = _BUDGET_S,
 ) -> PlaceCosts:
-    """Return costs with what a pipeline takes the workers, and the device; the random state stays.
+    """Return costs with the times of workers and device for a pipeline; random states stay.
 
-    That reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times, by
-    ``device_ms``. Nothing is measured where nothing can be chosen, as without an accelerator. The
-    default clocks count CPU time of all threads: workers have one, where OpenCV may use many here.
+    This reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times,
+    timed by ``device_ms``. Nothing is measured where nothing can be chosen, as without an
+    accelerator. The default clocks count CPU time of all threads: workers have one, where OpenCV
+    may use many here.
 
     ``transform`` starts in the workers, and draws by ``seed``; ``device`` is where the trainer
-    computes. ``start_method``: of the workers; None: Python's default.
+    computes. ``start_method`` is that of the workers; None: Python's default.
     """
     if not (costs.accelerator and costs.defers and spec.options.probe) or spec.is_stream:
         return costs
     clocks = clocks or Clocks(cpu_s=clock.process_time)
     method = start_method or multiprocessing.get_start_method()
-    # What the measuring has no use for may be such that it cannot be pickled.
+    # What the measuring does not need is left out, as it may not be picklable.
     spec = replace(spec, sampler=None, batch_sampler=None, worker_init_fn=None)
     work = spec, transform, seed, clocks, budget_s
     found = try_apart(_measure, *work, start_method=method).values
@@ -202,7 +203,7 @@ def _measure(
     budget_s: float,
     tell: Tell,
 ) -> None:
-    """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
+    """Measure in a process that alone uses the dataset; send a batch as the workers leave it."""
     whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
     indices = spread_indices(dataset_length(spec.dataset) or 0, _MOST_SAMPLES)
     if whole is None or deferred is None or not indices:
@@ -281,14 +282,14 @@ class Placing:
         self._accelerator = accelerator
         self._read_costs = costs
         self._held: dict[Stage, tuple[int, PlaceChoice]] = {}
-        """What was decided for each stage of a run, and for which batch size."""
+        """Stage -> the batch size of a decision in this run, and the decision."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Decisions belong to one run in one process.
         return {**vars(self), "_held": {}}
 
     def attached(self) -> None:
-        """Forget the decisions of the run before: a trainer begins another one."""
+        """Forget the decisions of the last run, as a trainer begins another one."""
         self._held = {}
 
     def choice(self, stage: Stage) -> PlaceChoice | None:
@@ -317,10 +318,10 @@ class Placing:
         seed: int,
         trainer: Trainer | None,
     ) -> dict[str, Any]:
-        """Decide for a loader that is to be made, and return what it takes for it.
+        """Decide for a loader that is to be made, and return the arguments that follow for it.
 
-        ``transform`` is what starts in its workers, as it suits the dataset, and draws by ``seed``.
-        Without a trainer all of it is left to the workers.
+        ``transform`` is the part that starts in its workers, as it suits the dataset, and draws by
+        ``seed``. Without a trainer all of it is left to the workers.
         """
         stage = spec.stage
         if transform is None or trainer is None or self.asked != "auto":
@@ -341,7 +342,7 @@ class Placing:
         seed: int,
         trainer: Trainer,
     ) -> PlaceChoice:
-        """Return what was decided for a stage, or decide now, as for batches of another size."""
+        """Return what was decided for a stage; decide if nothing was, or for another batch size."""
         stage, batch_size = spec.stage, spec.batch_size or 1
         held = self._held.get(stage)
         if held is not None and held[0] == batch_size:

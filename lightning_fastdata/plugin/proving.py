@@ -26,11 +26,11 @@ _LEFT_OUT: Final = (
     "Checkpoint", "EarlyStopping", "Timer", "LearningRateFinder", "BatchSizeFinder", "ProgressBar",
     "StochasticWeightAveraging", "LearningRateMonitor", "SaveConfigCallback", "ModelSummary",
 )  # fmt: skip
-"""Callbacks, by class, that write files, print, end the training, or change it with its epochs."""
+"""Names of callback classes that write files, print, end the training, or change it by epochs."""
 
 
 class ProvingHooks:
-    """Runs a trial in the place of a training, and ends the script behind it."""
+    """Runs a trial in the place of a training, and ends the script after it."""
 
     def __init__(self, settings: ProveSettings) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class ProvingHooks:
             trainer.limit_val_batches = 1.0
         trainer.check_val_every_n_epoch, trainer.val_check_interval = 1, 1.0
         trainer.num_sanity_val_steps = 0
-        # Until it is known how many steps the parts of an epoch have.
+        # Ask for loaders anew until it is known how many steps the parts of an epoch have.
         seams.attributes_of(trainer).reload_dataloaders_every_n_epochs = 1
         seams.watch_sources(trainer, ("train", "val"), self._give)
 
     def _unsave_config(self, trainer: Trainer) -> None:
-        """Remove the file that LightningCLI has written of this run: the next one finds it."""
+        """Remove the file that LightningCLI has written of this run: the next one would find it."""
         for callback in seams.attributes_of(trainer).callbacks:
             name = getattr(callback, "config_filename", None)
             if not (getattr(callback, "already_saved", False) and isinstance(name, str)):
@@ -118,7 +118,7 @@ class ProvingHooks:
         )
 
     def _fast_loaders(self, trainer: Trainer) -> Callable[[str, Any], Any] | None:
-        """Return what makes loaders as ``from_loaders`` does; None: `fit` was given none."""
+        """Return what makes loaders as ``from_loaders`` would; None: `fit` was given no loaders."""
         owner = seams.loaders_owner(trainer.fit_loop)
         if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
             return None
@@ -144,7 +144,7 @@ class ProvingHooks:
             session.validations = _validations(*self._every, batches_in(train[0])) if train else 0.0
             session.advance()
             self._advanced = True
-        # Lightning keeps counts in the form that it gets.
+        # A new form each time, as Lightning keeps counts in it.
         return seams.mapped(self._loaders[stage], lambda one: one)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +163,7 @@ class ProvingHooks:
         trainer.fit_loop.min_epochs = 10**9
         trainer.fit_loop.epoch_loop.max_steps = -1
         if pl_module.automatic_optimization:
-            # A schedule for so many steps raises an error behind them.
+            # A schedule for a fixed number of steps raises an error after these.
             trainer.strategy.lr_scheduler_configs = []
 
     def on_train_batch_end(
@@ -181,13 +181,13 @@ class ProvingHooks:
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Keep what is known where the script fails."""
+        """Keep what the trial knows so far where the script fails."""
         if self.session is not None:
             self.session.ended_by(exception)
 
 
 def _limit(loader: object, limit: float | int | None) -> int | None:
-    """Return the batches that a limit of the trainer leaves; None: all of them."""
+    """Return the number of batches that a limit of the trainer leaves; None: all of them."""
     length = batches_in(loader)
     if isinstance(limit, float):
         return None if length is None or limit >= 1.0 else max(1, int(length * limit))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, Stage
 
 Listener: TypeAlias = tuple[tuple[Callable[[], None], ...], tuple[Callable[[], None], ...]]
-"""What is called at the start of an action and at its end, in this order."""
+"""Functions that are called at the start of an action, and functions called at its end."""
 
 _NOTHING: Final[AbstractContextManager[object]] = nullcontext()
 _OWN: Final = frozenset(("profiler", "profile", "_listened"))
@@ -41,20 +41,20 @@ FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
 _GARBAGE: Final = Activity("gc")
 _FULL_PAUSES: Final = 1
-"""Collections of younger generations are too short to be counted, and too many."""
+"""Youngest generation of garbage collections that count; younger ones are too short and many."""
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
-"""A trainer's method -> what the names of its hooks and steps have in them."""
+"""A trainer's method -> the word for it in the names of its hooks and steps."""
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
-"""Hooks of ours that cost less in each step than it costs to time them."""
+"""Hooks of the measuring callback that cost less in each step than it costs to time them."""
 _HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
-"""Hooks of a module that a run waits for, beside its steps."""
+"""Ends of the names of a module's hooks that a run waits for, beside its steps."""
 
 
 class ProfilerTee:
     """A profiler that forwards to another one and calls listeners on the way.
 
     Args:
-        profiler: The user's, or Lightning's own.
+        profiler: The profiler of the user, or Lightning's own.
         find: Returns the listener of an action, by the name with which it is announced, such as
             ``"[_TrainingEpochLoop].train_dataloader_next"``, or None; asked once for each name.
         tell: Takes what a listener raises, which the training must not see.
@@ -112,7 +112,7 @@ class ProfilerTee:
 def _listened(
     find: Callable[[str], Listener | None], tell: Callable[[Exception], None], action_name: str
 ) -> AbstractContextManager[object]:
-    """Return a block at both of whose ends the listener of an action is called."""
+    """Return a block that calls the listener of an action at its start and at its end."""
     listener = find(action_name)
     return _NOTHING if listener is None else _Listened(*listener, tell)
 
@@ -150,7 +150,7 @@ def attach_tee(
     find: Callable[[str], Listener | None],
     tell: Callable[[Exception], None],
 ) -> Callable[[], None]:
-    """Put a tee in front of the trainer's profiler and return what takes it away again."""
+    """Put a tee before the trainer's profiler, and return a function that takes it away again."""
     measured = seams.attributes_of(trainer)
     tee = measured.profiler = ProfilerTee(measured.profiler, find, tell)
 
@@ -165,7 +165,7 @@ def attach_tee(
 
 
 class WallWatch:
-    """Counts the time of a trainer's run by what it announces; that of ``ours`` is apart."""
+    """Counts the time of a trainer's run by what it announces; that of callback ``ours`` apart."""
 
     def __init__(self, trainer: Trainer, ours: object, method: str = "fit") -> None:
         self.clock = WallClock()
@@ -220,7 +220,7 @@ class WallWatch:
         self.clock.turn_to(_OTHER)
 
     def listener(self, action: str) -> Listener | None:
-        """Return what to call at begin and end of an action, by the name it is announced with."""
+        """Return what to call at start and end of an action, by the name that announces it."""
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return (), (partial(self._next_epoch, LATER_EPOCHS),)
@@ -325,7 +325,7 @@ class Recording:
     Args:
         trainer: The trainer that is measured.
         ours: The callback that measures it, whose own time is counted apart.
-        method: Of the trainer: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        method: Method of the trainer: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
     Attributes:
         main: Measures what the method is for: the training of a fit, else the only stage.
@@ -334,7 +334,8 @@ class Recording:
             augmentation is measured, so that none is reported as 0.
         in_transfer: Whether the trainer is moving a batch of one of its loaders.
         optimizer_stepped: Whether the open batch has ended in an optimizer step.
-        batches_stepped: Batches that did; with manual optimization, all batches.
+        batches_stepped: Number of batches that ended in an optimizer step; of all, if that is
+            manual.
     """
 
     def __init__(self, trainer: Trainer, ours: object = None, method: str = "fit") -> None:
@@ -381,7 +382,7 @@ class Recording:
         """Forget everything measured so far: what tuners ran before the training began."""
         for meter in self.meters:
             meter.restart()
-        # Loaders that were made anew behind our back, and those that no source could be asked for.
+        # Loaders may have been made anew unseen, or have no source that could be asked for them.
         self.watch(self.main.stage, self.loaders())
         if self.fits:
             self.wall.restart()
@@ -399,7 +400,7 @@ class Recording:
             meter.stamps.stop()
 
     def notes(self) -> tuple[str, ...]:
-        """Return why it is not known why batches were late, of stages in which they were."""
+        """Return why it is not known why batches were late, for stages in which they were."""
         summaries = [(meter, meter.summary()) for meter in self.meters]
         meters = [meter for meter, summary in summaries if summary is not None and summary.stalls]
         missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
@@ -431,7 +432,7 @@ class Recording:
         self._fetching = self.main
         self.main.wait_began()
 
-    # Callbacks at the begin and end of a batch are no part of the step.
+    # Callbacks at the start and end of a batch are no part of the step.
     def _work_began(self) -> None:
         self.main.timeline.work_began()
 
@@ -450,7 +451,7 @@ class Recording:
 
     def _transfer_began(self) -> None:
         self.in_transfer = True
-        # What is moved was fetched last: asking the trainer for its stage costs microseconds.
+        # The batch that is moved is the last one fetched: asking the trainer costs microseconds.
         self._moving = self._fetching
         if self._moving is not None:
             self._moving.timeline.transfer_began()

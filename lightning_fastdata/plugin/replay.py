@@ -36,17 +36,17 @@ class ReplayedBatch:
     """A batch of a training, made again."""
 
     epoch: int
-    """Counted from 0."""
+    """Epoch of the batch, counted from 0."""
     number: int
-    """Of the batch within its epoch, from 0."""
+    """Number of the batch within its epoch, counted from 0."""
     rank: int
-    """Who got it."""
+    """Rank that got the batch."""
     indices: tuple[int, ...]
-    """Of its samples in the dataset, in the order of the batch."""
+    """Indices of the batch's samples in the dataset, in the order of the batch."""
     files: tuple[str, ...] | None
     """The file of each sample; None where the dataset shows none."""
     batch: Batch
-    """As the model gets it, on the CPU."""
+    """The batch as the model gets it, on the CPU."""
 
 
 def replayed(
@@ -63,12 +63,13 @@ def replayed(
 
     Args:
         module: The data module, whose datasets are there, as after ``setup("fit")``.
-        epoch: Counted from 0, as ``trainer.current_epoch``. None: the number is one of all epochs.
-        number: Of the batch in its epoch, from 0, as the ``batch_idx`` of ``training_step``.
-        rank: Whose batch.
-        ranks: That trained together.
-        seed: Of the training. Default: that of the data module.
-        saved: What a checkpoint of the training says of its loader, whose batch size it had.
+        epoch: Epoch of the batch, from 0, as ``trainer.current_epoch``. None: ``number`` counts
+            over all epochs.
+        number: Number of the batch in its epoch, from 0, as the ``batch_idx`` of ``training_step``.
+        rank: Rank that got the batch.
+        ranks: Number of ranks that trained together.
+        seed: Seed of the training. Default: that of the data module.
+        saved: State of the loader in a checkpoint of the training, with its batch size and length.
 
     Raises:
         OptionsError: There is no such batch, the order of the training is none that follows from
@@ -81,7 +82,7 @@ def replayed(
         loader = _training_loader(twin)
         order = _order_of(loader, epoch or 0, rank, ranks)
         if size not in (None, order.batch_size):
-            # It was another batch_size, or a hook of the module's own reckons with the devices.
+            # The training had another batch_size, or a hook of the module scales it by the devices.
             twin.batch_size = max(1, twin.batch_size * size // order.batch_size)
             loader = _training_loader(twin)
             order = _order_of(loader, epoch or 0, rank, ranks)
@@ -118,7 +119,7 @@ def replayed(
 
 
 def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataModule:
-    """Return a copy of a data module that shares its datasets and transforms, and decides alone."""
+    """Return a copy of a data module, with the same datasets and transforms, that decides alone."""
     if module.chooses_batch_size and trained is None:
         raise OptionsError(
             'Batches cannot be made again with batch_size="auto". Give the data module the number '
@@ -129,7 +130,7 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
     twin._plans, twin.notes = {}, []
-    # A dataset may open files lazily, which processes must not share that are forked later.
+    # A dataset may open files lazily, and processes that are forked later must not share them.
     if "fork" in multiprocessing.get_all_start_methods():
         how = {"executor": "workers", "num_workers": 1, "multiprocessing_context": "fork"}
     else:
@@ -156,7 +157,7 @@ def _training_loader(twin: DataModule) -> FastDataLoader:
 
 
 def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> EpochOrder:
-    """Return which samples the batches of an epoch held, on a rank of so many."""
+    """Return which samples the batches of an epoch held on one rank of several."""
     tell_samplers(epoch, loader.batch_sampler)
     order = epoch_order(loader.batch_sampler, epoch)
     if not isinstance(order, EpochOrder):

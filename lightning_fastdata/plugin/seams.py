@@ -57,16 +57,16 @@ _Value = TypeVar("_Value")
 
 HOOKS: Final = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PACKAGES: Final = ("lightning.pytorch.", "pytorch_lightning.")
-"""How the modules of Lightning's two packages begin."""
+"""Prefixes of the names of modules in Lightning's two packages."""
 _BASES: Final = frozenset({"Callback", "DataHooks", "LightningModule", "ModelHooks"})
-"""Classes of Lightning in which hooks are declared, so that it finds one wherever it asks."""
+"""Names of Lightning's classes that declare hooks, so that it finds one wherever it asks."""
 STAGES_OF: Final[Mapping[str, tuple[Stage, ...]]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
     "test": ("test",),
     "predict": ("predict",),
 }
-"""A trainer's method -> its stages, the one that it is for first."""
+"""A trainer's method -> its stages, the main one first."""
 
 
 class TrainerAttributes(Protocol):
@@ -86,7 +86,7 @@ def attributes_of(trainer: Trainer) -> TrainerAttributes:
 
 
 def _private(owner: object, *path: str) -> Any:
-    """Return an attribute, or that of an attribute and so on; None where a version lacks one."""
+    """Return the attribute at the end of a path of names; None where a version lacks one."""
     for name in path:
         owner = getattr(owner, name, None)
     return owner
@@ -120,14 +120,14 @@ def spreads_samples(trainer: Trainer) -> bool:
 def forget_training_loader(trainer: Trainer) -> None:
     """Have a trainer ask for its training loader again, as Lightning's batch-size finder does.
 
-    Without the name a loader that was made already keeps its batch size.
+    Where a version lacks the private name, a loader that was made already keeps its batch size.
     """
     if _private(trainer.fit_loop, "_combined_loader") is not None:
         trainer.fit_loop._combined_loader = None
 
 
 def hook_selector(trainer: Trainer) -> Any:
-    """Return what chooses, by ``get_instance(name)``, whose transfer hook runs; None: not known.
+    """Return the object whose ``get_instance(name)`` chooses whose hook runs; None: not known.
 
     Each run has one of its own, made before the data module gets its trainer.
     """
@@ -138,7 +138,7 @@ def hook_selector(trainer: Trainer) -> Any:
 def count_documents(trainer: Trainer, batch: object) -> None:
     """Have the means that Lightning logs weigh a batch of packed documents by their number.
 
-    It would warn that their tensors are of different lengths, and weigh each batch the same.
+    Lightning would warn that their tensors are of different lengths, and weigh each batch the same.
     """
     documents = packed_documents(batch)
     # The trainer takes some microseconds to find them, which most batches need not pay.
@@ -148,9 +148,9 @@ def count_documents(trainer: Trainer, batch: object) -> None:
 
 
 def itself(value: _Value) -> _Value:
-    """Return what was given: so a copy of a trainer gets what was there before a replacement.
+    """Return what was given; unlike a lambda, this can be pickled.
 
-    And so a data module gets a dataset that was given to it; unlike a lambda, it can be pickled.
+    By it a copy of a trainer gets what was there before a replacement, and a data module a dataset.
     """
     return value
 
@@ -161,7 +161,7 @@ def replace_for_one_run(trainer: Trainer, owner: object, name: str, value: objec
     Every run ends in ``strategy.teardown()``, after an exception, too. The hooks of a data module
     or LightningModule, which users override without ``super()``, would not do.
 
-    The value is to be picklable, and is copied with the trainer.
+    The value has to be picklable, and is copied with the trainer.
     """
     ending = vars(trainer.strategy).get("teardown")
     if not isinstance(ending, _PutsBack):
@@ -193,7 +193,7 @@ class _PutsBack:
 
 
 def package_of(one: object) -> str:
-    """Return which of Lightning's packages the class of an object is of; empty: neither."""
+    """Return the package of Lightning that an object's class belongs to; empty: neither."""
     modules = (base.__module__ for base in type(one).__mro__)
     return next((p[:-1] for name in modules for p in PACKAGES if name.startswith(p)), "")
 
@@ -238,9 +238,9 @@ def _choose(
 
 
 def augmenting_stages(trainer: Trainer, pl_module: LightningModule) -> Callable[[Stage], bool]:
-    """Return what says whether something runs in ``on_after_batch_transfer`` in a stage.
+    """Return a function that says whether ``on_after_batch_transfer`` does anything in a stage.
 
-    A data module knows it once it has made the stage's loaders.
+    A FastDataModule knows that once it has made the stage's loaders.
     """
     ours = own_datamodule(trainer)
     owners = [pl_module] if ours is not None else [pl_module, attributes_of(trainer).datamodule]
@@ -251,7 +251,7 @@ def augmenting_stages(trainer: Trainer, pl_module: LightningModule) -> Callable[
 def written_hook(trainer: Trainer, name: str) -> str:
     """Return which transfer hook of the user runs, e.g. ``"Net.on_after_batch_transfer"``, or "".
 
-    Lightning calls that of its data module, if it has one of its own.
+    Lightning calls the data module's hook, if it has one of its own.
     """
     data, module = attributes_of(trainer).datamodule, trainer.lightning_module
     ours = own_datamodule(trainer)
@@ -285,7 +285,7 @@ def watch_sources(
     stages: Collection[Stage],
     watch: Callable[[Stage, object], object],
 ) -> Callable[[], None]:
-    """Show a trainer's loaders before they are iterated, and return what stops that.
+    """Show a trainer's loaders before they are iterated, and return a function that stops it.
 
     ``watch`` returns None, or what is to be iterated in their place.
 
@@ -337,19 +337,19 @@ class _ShownLoaders:
 
 
 class EmptyLoaders:
-    """Makes a CombinedLoader of Lightning's one of no loaders.
+    """Makes Lightning's CombinedLoader one that has no loaders.
 
     Lightning takes an empty list or dict for a loader itself, whose length is 0, and warns of that.
     """
 
     @property
     def flattened(self) -> list[Any]:
-        """None at all."""
+        """The loaders: none at all."""
         return []
 
     @flattened.setter
     def flattened(self, flattened: list[Any]) -> None:
-        """Take back what Lightning has prepared, which is none, too."""
+        """Ignore what Lightning has prepared, which is none, too."""
 
 
 def flattened(loaders: object) -> Iterator[Any]:
@@ -459,7 +459,7 @@ def training_place(trainer: Trainer | None) -> Place:
 def _was_cut(trainer: Trainer) -> bool:
     """Return whether a training was ended within its last epoch, which Lightning counts as over.
 
-    So ``max_steps``, ``max_time`` and ``should_stop`` do.
+    ``max_steps``, ``max_time`` and ``should_stop`` end it so.
     """
     loop: Any = trainer.fit_loop
     batches, steps = loop.epoch_loop.batch_progress, trainer.max_steps
@@ -475,19 +475,19 @@ def is_to_be_restored(trainer: Trainer) -> bool:
 
 
 def began_from_file(trainer: Trainer) -> bool:
-    """Return whether a fit that resumes from a file has not ended its first epoch; else False."""
+    """Return whether a fit that was resumed from a file is still in its first epoch."""
     return bool(_private(trainer.fit_loop, "_loaded_from_state_dict"))
 
 
 def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
-    """Have a training that is about to go on load counts that Lightning 2.6 goes on from rightly.
+    """Mend the counts of a checkpoint that is about to be loaded, for Lightning 2.6.
 
-    It tells what comes next from which of its counts differ, and is wrong in four cases. Totals
-    hold a batch for ever whose step was interrupted, so that the next checkpoint after a step goes
-    on one batch short. After a checkpoint of an epoch's last step, the next epoch is not counted as
-    begun. Between two epochs, an epoch is left out or counted twice where the batches of the
-    one before are still counted. And an epoch within which the training was ended is counted as
-    over, where by our own ``epoch_saved`` it is not.
+    Lightning tells what comes next from which of its counts differ, and is wrong in four cases. A
+    batch whose step was interrupted stays in the totals for ever, so that the next checkpoint after
+    a step goes on one batch short. After a checkpoint of an epoch's last step, the next epoch is
+    not counted as begun. Between two epochs, an epoch is left out or counted twice where the
+    batches of the one before are still counted. And an epoch within which the training was ended is
+    counted as over, where by our own ``epoch_saved`` it is not.
     """
     loaded = _private(trainer, "_checkpoint_connector", "_loaded_checkpoint") or {}
     loops: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
@@ -521,7 +521,7 @@ def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
 
 
 def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
-    """Have a training that took so many batches of an epoch count them as another number.
+    """Have a training that took ``taken`` batches of an epoch count them as ``counted``.
 
     Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
     epoch by the number of batches.
@@ -534,7 +534,7 @@ def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
         setattr(current, name, getattr(current, name) + counted - taken)
     fetcher = _private(trainer.fit_loop, "_data_fetcher")
     if fetcher is not None and _private(fetcher, "fetched") == taken:
-        fetcher.fetched = counted  # of those of before the resume
+        fetcher.fetched = counted  # batches of before the resume
 
 
 def first_epoch() -> int:
@@ -545,8 +545,8 @@ def first_epoch() -> int:
 def steps_logged_by(trainer: Trainer, counted: int) -> int:
     """Return the step at which Lightning itself logs; where that is not known, what was counted.
 
-    It counts batches that ended in an optimizer step, which differs from ``global_step`` with
-    several optimizers.
+    Lightning counts batches that ended in an optimizer step, which differs from ``global_step``
+    with several optimizers.
     """
     stepped = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     return counted if stepped is None else int(stepped)
@@ -564,7 +564,7 @@ def own_datamodule(trainer: Trainer) -> DataModule | None:
 
 
 def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:
-    """Raise OptionsError if a Trainer is of that package of Lightning which the module is not of.
+    """Raise OptionsError if a Trainer and a data module are of different packages of Lightning.
 
     Lightning itself would say "Expected a parent".
     """
@@ -583,7 +583,7 @@ def loss_scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
 
 
 def of_ranks(trainer: Trainer, value: int) -> int:
-    """Return the largest of what all ranks give here."""
+    """Return the largest value that any rank gives; all ranks have to call this."""
     shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
     if trainer.world_size > 1:
         torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
@@ -657,7 +657,7 @@ def _silence(trainer: Trainer) -> None:
 def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """Hide what happens in the block from callbacks, loggers and profiler; ``self.log`` is silent.
 
-    All that is replaced for it is as it was behind the block.
+    After the block, all that was replaced for it is as before.
     """
     profilers = importlib.import_module(f"{package_of(trainer)}.profilers")
     hidden, attributes = attributes_of(trainer), vars(pl_module)

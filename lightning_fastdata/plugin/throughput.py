@@ -65,15 +65,15 @@ if TYPE_CHECKING:
 _MOST_FIGURES: Final = 20
 _NOT_MEASURED: Final = "A step was not measured"
 _FIRST_WORD_STEPS: Final = 50
-"""After so many steps something is said for the first time."""
+"""Number of steps after which something is said for the first time."""
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
-"""Of a run's time, what may be spent on judging it before it has ended."""
+"""Share of a run's time that may be spent on judging it before it has ended."""
 _JUDGED_EVERY_S: Final = 120.0
-"""So old a report may become within an epoch; older where judging is dear."""
+"""Seconds after which a report is renewed within an epoch; later where judging is dear."""
 _TEXT_STAYS_S: Final = 300.0
 _LOG_REST: Final = 100
-"""Scalars that took a second to log are logged again after so many."""
+"""Scalars are logged again after this many times as long as logging them took."""
 
 _Given = ParamSpec("_Given")
 _OfRun: TypeAlias = Callable[Concatenate[Any, Any, _Given], None]
@@ -81,9 +81,9 @@ _Hook: TypeAlias = Callable[Concatenate[Any, _Given], None]
 
 
 def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
-    """Make a hook of a callback from one that takes its run, too, and is not called without one.
+    """Make a hook of a callback from a function that takes the callback's run, too.
 
-    Of its errors the callback warns.
+    Without a run the function is not called. The callback warns of its errors.
     """
 
     def guard(hook: _OfRun[_Given]) -> _Hook[_Given]:
@@ -131,7 +131,8 @@ class ThroughputHooks:
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
-        reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
+        reports: The last report of each method: ``"fit"``, ``"validate"``, ``"test"``,
+            ``"predict"``.
 
     Raises:
         OptionsError: ``every_n_steps`` is not positive.
@@ -166,7 +167,7 @@ class ThroughputHooks:
         self.reports: dict[str, RunReport] = {}
         self._run: MeasuredRun | None = None
         self._warned: set[tuple[str, type]] = set()
-        """What failed in this run and was warned of, and by which class of error."""
+        """What failed in this run and was warned of, each with the class of the error."""
 
     def __getstate__(self) -> dict[str, object]:
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
@@ -186,7 +187,7 @@ class ThroughputHooks:
 
     @contextmanager
     def survived(self, what: str) -> Iterator[None]:
-        """Make a warning of an error in the block."""
+        """Turn an error in the block into a warning."""
         try:
             yield
         except Exception as error:
@@ -196,7 +197,7 @@ class ThroughputHooks:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
         self._end_run()
         self._warned = set()
-        # An enum of Lightning's that is equal to its word, but is printed otherwise.
+        # Lightning's enum is equal to its word, but is printed otherwise.
         recording = Recording(trainer, self, str(stage.value if isinstance(stage, Enum) else stage))
         if stage == "fit" and self.augment is not None:
             seams.check_hooks_run(pl_module)
@@ -318,7 +319,7 @@ class ThroughputHooks:
 
     @harmless(_NOT_MEASURED)
     def on_sanity_check_end(self, run: MeasuredRun, *_: object) -> None:
-        """Go back to the setup."""
+        """Count time as setup again."""
         run.recording.wall.validation_ended()
 
     @harmless(_NOT_MEASURED)
@@ -448,34 +449,34 @@ class AddedHooks(ThroughputHooks):
 
 
 class MeasuredRun:
-    """What one run of a trainer needs and nothing outlives: what it logs, shows and reports.
+    """One run of a trainer, as it is measured: what it logs, shows and reports.
 
-    ``ours`` is the callback that measures.
+    None of it outlives the run. ``ours`` is the callback that measures.
     """
 
     def __init__(self, trainer: Trainer, recording: Recording, ours: ThroughputHooks) -> None:
         self.trainer = trainer
         self.recording = recording
         self.undo: list[Callable[[], None]] = []
-        """What takes away again what was put into the trainer."""
+        """Functions that take away again what was put into the trainer."""
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.ranks: RankRecords | None = None
         self._memory = MemorySeen()
-        """Of this process and its workers, as it was judged last."""
+        """Memory of this process and its workers, as it was judged last."""
         self._ours = ours
         self._shown: str | None = None
         self._shown_at_s = 0.0
         self._began_s = self._judged_s = clock.monotonic()
         self._spent_s = self._dearest_s = 0.0
-        """What all verdicts within the run took, and the one that took longest."""
+        """Seconds that all verdicts within the run took, and seconds of the longest one."""
         self._read: Fingerprint | None = None
-        """What the loader read, as it was when the last epoch began."""
+        """Fingerprint of what the loader read when the last epoch began; None: not known."""
         self._epochs = 0
         self._changes = False
-        """Whether what is read was another in some epoch."""
+        """Whether what the loader reads changed between epochs, or could not be compared."""
         self._mixed: dict[str, dict[str, int]] = {}
-        """Samples of each part of a mixture, as they were logged last, by its loader."""
+        """Label of a loader -> samples of each part of its mixture, as they were logged last."""
         self._logged = False
         self._log_due_s = 0.0
 
@@ -486,9 +487,9 @@ class MeasuredRun:
 
     @property
     def file(self) -> Path | None:
-        """The file of the JSON that was asked for; None: none was.
+        """Path of the JSON report; None: none was asked for.
 
-        What is no fit has files of its own: ``report-test.json``.
+        Reports of other methods than ``fit`` have files of their own: ``report-test.json``.
         """
         path, method = self._ours.report_path, self.recording.method
         if path is False:
@@ -520,7 +521,7 @@ class MeasuredRun:
     # -- what is logged ----------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Give those scalars to the loggers that were asked for."""
+        """Give loggers those of the scalars that are to be logged."""
         self.step = step
         if self.logs:
             metrics = {**metrics, **fault_scalars(self._fault_logs())}
@@ -532,8 +533,8 @@ class MeasuredRun:
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.
 
-        A logger is called for them beside Lightning's own call. Unless ``every_n_steps`` was given,
-        that takes at most a hundredth of the time: what took long is done more rarely. The first
+        Loggers are called for them beside Lightning's own call. Unless ``every_n_steps`` was given,
+        that takes at most a hundredth of the time: slow loggers are called more rarely. The first
         call, in which loggers make their files and connections, is not counted.
         """
         self.step = step
@@ -557,7 +558,7 @@ class MeasuredRun:
     def _mixture_scalars(self) -> dict[str, float]:
         """Return the percentage of each part of mixtures since the last call, and its epochs.
 
-        Both are known without a sample.
+        Both follow from the position of the loader, without reading a sample.
         """
         scalars: dict[str, float] = {}
         loaders = self.recording.loaders()
@@ -602,9 +603,9 @@ class MeasuredRun:
         return self.trainer.is_global_zero and heard and self.affordable
 
     def judged(self) -> Verdict | None:
-        """Judge the run so far, write its report, and show it if its verdict is another one.
+        """Judge the run so far, write its report, and show it now and then or with a new verdict.
 
-        The run may end without a chance to write another report. None if no step ended yet.
+        Return None if no step ended yet. The run may end without a chance to write another report.
         """
         summary = self.recording.main.summary()
         if summary is None:
@@ -636,7 +637,7 @@ class MeasuredRun:
         *,
         ended: bool = False,
     ) -> Verdict:
-        """Return what limits the training; ``ended``: it goes no further."""
+        """Return what limits the training; ``ended``: the run is over."""
         recording, trainer = self.recording, self.trainer
         host, ranks, facts = recording.host, self.ranks, self.facts()
         _, loader = _slowest_loader(recording.loaders(), recording.main)
@@ -680,14 +681,14 @@ class MeasuredRun:
         )
 
     def facts(self) -> LoaderFacts:
-        """Return what the loader says about itself: the one waited for most, else the first."""
+        """Return what the loader that is waited for most, or else the first, says about itself."""
         stage, ours = self.recording.main.stage, seams.own_datamodule(self.trainer)
         label, loader = _slowest_loader(self.recording.loaders(), self.recording.main)
         settled = ours is not None and ours.placing.choice(stage) is not None
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
         if self._changes and not known.persistent_workers:
-            # Workers that are kept would read what was there in the first epoch: no advice.
+            # Kept workers would read what was there in the first epoch: keeping is not advised.
             known = replace(known, persistent_workers=None)
         return replace(
             known,
@@ -715,7 +716,7 @@ class MeasuredRun:
     # -- what is reported --------------------------------------------------------------------------
 
     def show(self, report: RunReport) -> None:
-        """Show the summary, as it is printed, to the loggers of texts."""
+        """Show the summary, as it is printed, on loggers that take texts."""
         if self.logs:
             name = f"{self.recording.main.prefix}/verdict"
             boards.log_summary(self.trainer.loggers, name, report, self.step)
@@ -763,7 +764,7 @@ class MeasuredRun:
         return self.recording.evaluated.summary() if self.recording.fits else None
 
     def _minutes_waited(self, wall: WallTime) -> float | None:
-        """Return how long all devices waited for data so far; None outside of fits."""
+        """Return the minutes that all devices together waited for data; None outside of fits."""
         recording = self.recording
         train = recording.main.timeline.history
         if not recording.fits or not train.steps:
@@ -777,7 +778,7 @@ class MeasuredRun:
 
 
 def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
-    """Return how much longer than here the slowest rank stalls: the others wait for it."""
+    """Return how many seconds the slowest rank stalls longer than this one, which waits for it."""
     worst = slowest(ranks)
     here = next((each for each in ranks if each.rank == rank), None)
     if worst is None or here is None:
@@ -786,9 +787,9 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
 
 
 def _slowest_loader(loaders: object, meter: StageMeter) -> tuple[str | None, object]:
-    """Return the label of the loader that is waited for most, and it; no label where one is all.
+    """Return the loader that is waited for most, after its label; no label if it is the only one.
 
-    If it is not known which of several that is, the label names them all, and the first is meant.
+    If it is not known which of several is, the label names all, and the first is returned.
     """
     slowest = None if meter.stamps.missing() is not None else meter.stamps.slowest()
     several = seams.labelled(loaders)
@@ -800,6 +801,6 @@ def _slowest_loader(loaders: object, meter: StageMeter) -> tuple[str | None, obj
 
 
 def write_report(report: RunReport, file: Path) -> Path:
-    """Write a report as JSON, and beside it as a page, whose path is returned."""
+    """Write a report as JSON, and beside it as a page; return the path of the page."""
     report.write_json(file)
     return report.write_html(file.with_suffix(".html"))

@@ -1,7 +1,7 @@
 """The transforms of each stage, and the transfer of batches to where they run.
 
 Batches move with their step, or one ahead on a stream beside it. What the workers drew for a batch
-crosses with it, and is carried out behind it.
+moves with it, and is carried out on the device.
 
 A callable may give a whole batch to a transform of torchvision, which draws once for it. Such a
 transform flips all of a batch or nothing, where in a dataset it flips one sample in two. The first
@@ -46,28 +46,28 @@ PrefetchName: TypeAlias = Literal["auto", "off"]
 _LOG = logging.getLogger(__name__)
 _LOG = logging.getLogger(__name__)
 _COPIES: Final = 8
-"""With draws of their own, all of them come out flipped, or not, once in 128 times."""
+"""Number of copies of a sample: with draws of their own all flip, or none, once in 128 times."""
 _TRIES: Final = 32
 _SEED: Final = 1
 _ROUNDING: Final = 0.01
 """Share of the largest value by which two results may differ, as mixtures of equal images do."""
 _WATCHED: Final = 8
-"""Calls: one that happens to draw nothing, as one in two may, shows nothing."""
+"""Number of watched calls: one that happens to draw nothing, as one in two may, shows nothing."""
 _calls: WeakKeyDictionary[StageTransform, int] = WeakKeyDictionary()
-"""That were watched; all there are to watch, where something was found."""
+"""Transform -> number of its calls that were watched; ``_WATCHED`` where something was found."""
 _HOOK: Final = seams.HOOKS[2]
 _STEPS: Final = "fastdata_steps"
-"""Attribute of the function that takes its place: what runs before the hook."""
+"""Attribute of the function in the hook's place: what runs before the user's hook."""
 
 _ALSO_NORMALISED: Final[Mapping[str, str]] = {
     "Albumentations": "A.Compose([A.Normalize(), A.ToTensorV2()])",
     "torchvision": "v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])",
 }
-"""A pipeline that only makes floats of images and normalises them, by whose it is."""
+"""Library -> a pipeline of it, as code, that only makes floats of images and normalises them."""
 
 
 class StageTransforms:
-    """What was registered for each stage; a pipeline is always the first.
+    """The transforms of each stage in their order; a pipeline is always the first.
 
     ``augment`` is a transform for training, or a dict with stages as keys, or None.
 
@@ -79,12 +79,12 @@ class StageTransforms:
         self._image, self._mask = image, mask
         self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
         self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
-        """Of each stage, what was registered, and what it was last made to suit a dataset."""
+        """Stage -> the transform as registered, and what was made of it for the last dataset."""
         self._told = False
         self.assign(augment)
 
     def assign(self, augment: object) -> None:
-        """Have these transforms, and none else, as :class:`StageTransforms` takes them."""
+        """Replace all transforms by these, in the form that :class:`StageTransforms` takes."""
         self.given = augment
         for registered in self._of.values():
             registered.clear()
@@ -103,9 +103,9 @@ class StageTransforms:
         return registered[0] if registered and registered[0].starts_in_worker else None
 
     def worker_part_for(self, stage: Stage, samples: Iterable[object]) -> StageTransform | None:
-        """Return what starts in the workers, as it suits a dataset; it is explained so from now on.
+        """Return what starts in the workers, as it suits a dataset, and explain it so from now on.
 
-        ``samples`` are of the dataset, read as far as is needed; none: as it suits any.
+        ``samples`` of the dataset are read as far as needed; without any, it suits all datasets.
         """
         part = self.worker_part(stage)
         if part is None:
@@ -115,11 +115,11 @@ class StageTransforms:
         return suited
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
-        """Return whether anything of a stage runs on the device; ``pipeline``: of a pipeline."""
+        """Return whether anything of a stage runs on the device; ``pipeline``: pipelines may."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
     def register(self, transform: object, stage: Stage) -> Callable[[], None]:
-        """Add a transform to a stage, and return what removes it again.
+        """Add a transform to a stage, and return a function that removes it again.
 
         Raises:
             TransformError: The stage does not exist, the transform is of no known kind, or it
@@ -151,7 +151,8 @@ class StageTransforms:
     def warn_if_unlike_training(self, stage: Stage, name: str, sample: object) -> None:
         """Warn, once, if training normalises the images and a stage does not.
 
-        ``sample`` is one of its dataset, ``name``. What callables do to it is not known.
+        ``sample`` is from the stage's dataset, which is called ``name``. There is no warning where
+        a stage has callables, as it is not known what they do to the sample.
         """
         callables = any(not one.starts_in_worker for one in self._of[stage])
         if self._told or stage == "train" or callables:
@@ -210,7 +211,7 @@ def augment_foreign_batches(
     """
     datamodule = seams.attributes_of(trainer).datamodule
     owner = pl_module if seams.overridden_hook(datamodule, _HOOK) is None else datamodule
-    epoch, samples = -1, 0  # of this epoch that were augmented
+    epoch, samples = -1, 0  # ``samples`` of this epoch were augmented
 
     def augment(batch: Batch) -> Batch:
         nonlocal epoch, samples
@@ -269,7 +270,7 @@ def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[No
         yield
     finally:
         hook.remove()
-        if compiled:  # each hook has it compiled anew, which torch gives up after some times
+        if compiled:  # each hook makes torch compile anew, which it gives up after some times
             _calls[transform] = _WATCHED
     sharing = (type(module).__name__ for module, copies in called if _draws_once(module, copies))
     once = next(sharing, None)
@@ -291,7 +292,7 @@ def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[No
 
 
 def _is_torchvisions(transform: object) -> bool:
-    """Return whether no code of the user's is in a transform."""
+    """Return whether a transform is torchvision's, without any code of the user's."""
     own = type(transform).__module__.startswith("torchvision.transforms")
     inside = getattr(transform, "transforms", ())
     return own and type(transform).__name__ != "Lambda" and all(map(_is_torchvisions, inside))
@@ -304,7 +305,7 @@ def _draws_once(module: torch.nn.Module, copies: tuple[Any, ...]) -> bool:
         torch.manual_seed(_SEED)
         with torch.no_grad():
             return _seen_to_share(module, copies)
-    except Exception as error:  # copies may be nothing to it, as without boxes
+    except Exception as error:  # the transform may not take copies, as without boxes
         _LOG.info("%s was not tried: %s: %s", type(module).__name__, type(error).__name__, error)
         return False
     finally:
@@ -328,7 +329,7 @@ def _seen_to_share(module: torch.nn.Module, copies: tuple[Any, ...]) -> bool:
 
 
 def _differ(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
-    """Return whether two results of one sample differ; a batch has one size, drawn or not."""
+    """Return whether two results of one sample differ; results of different sizes do not count."""
     if [one.shape for one in these] != [one.shape for one in those]:
         return False
     return not all(map(_same, these, those))
@@ -414,7 +415,7 @@ def finish(
     transforms: StageTransforms,
     drawing: Callable[[Stage], AbstractContextManager[None]],
 ) -> tuple[Batch, bool]:
-    """Run what a batch on the device waits for; return it plain, with whether anything ran.
+    """Run what is left to do for a batch on the device; return it plain, and whether it was staged.
 
     ``drawing`` returns a block in which the callables of a stage draw.
     """
@@ -423,7 +424,7 @@ def finish(
     if not isinstance(batch, StagedBatch):
         return batch, False
     plain = carry_out_draws(batch, transforms).batch
-    # Else it ran in the workers, and in carry_out_draws.
+    # All others ran in the workers, and in carry_out_draws.
     callables = [each for each in transforms[batch.stage] if not each.starts_in_worker]
     if callables:
         with drawing(batch.stage):
@@ -434,7 +435,7 @@ def finish(
 
 
 def _is_combined(batch: Batch) -> bool:
-    """Return whether these are batches of several loaders, of which some wait."""
+    """Return whether these are batches of several loaders, some of which are staged."""
     values = batch.values() if type(batch) is dict else batch
     several = type(batch) in (dict, list, tuple)
     return several and any(isinstance(value, StagedBatch) for value in values)
@@ -459,7 +460,7 @@ class Prefetching:
         self.why_not: str | None = (
             "not asked for" if asked == "off" else "decided when the training starts"
         )
-        """Why batches are not sent ahead; None: they are."""
+        """Reason why batches are not sent ahead; None: they are."""
         self._lanes: dict[torch.device, SideLane | None] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -500,7 +501,7 @@ class Prefetching:
     def look_ahead(
         self, trainer: Trainer | None, stage: Stage, transforms: StageTransforms
     ) -> Callable[[Iterator[Batch]], Iterator[Batch]] | None:
-        """Return what sends the batches of a loader one ahead; None if they are not."""
+        """Return what sends the batches of a loader one ahead; None: they are not sent ahead."""
         if trainer is None or self.why_not is not None:
             return None
         return partial(self._one_ahead, trainer, stage, transforms)
@@ -524,14 +525,14 @@ class Prefetching:
         return OneAhead(batches, lambda b: lane.send(b, work), receive, lambda: lane.has_room)
 
     def explain(self) -> str:
-        """Return whether batches are sent ahead, and why not."""
+        """Return in a line whether batches are sent ahead, and why not."""
         if self.why_not is None:
             return "prefetch  one batch ahead, on a stream beside the computing"
         return f"prefetch  off  {self.why_not}"
 
 
 class _Converted:
-    """A crossing whose batch Lightning would have converted to the precision's dtype before."""
+    """A crossing that converts its batch to the precision's dtype, as Lightning would before it."""
 
     def __init__(self, crossing: Crossing, precision: Precision) -> None:
         self._crossing = crossing

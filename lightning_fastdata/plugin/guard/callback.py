@@ -66,16 +66,16 @@ leaves the error as it is.
 """
 
 _FIRST: Final = 4
-_NEARLY: Final = 0.95  # of the most rows a second
+_NEARLY: Final = 0.95  # share of the most rows a second
 _FEWEST_RATES: Final = 3
 _NO_FASTER: Final = 1.05  # times as many rows a second are not worth twice the batch
-_NO_MEMORY: Final = 2**62  # in the place of a peak
-_COPY_SHARE: Final = 2  # of free host memory, a half
-_STEPS_OF_EPOCH: Final = 10  # a rank takes at least, where the batch size is chosen
-_READ: Final = 32  # samples, of which batches of any size are made
+_NO_MEMORY: Final = 2**62  # stands for a peak where memory ran out
+_COPY_SHARE: Final = 2  # half of the free host memory may be taken by a copy
+_STEPS_OF_EPOCH: Final = 10  # least steps of a rank in an epoch, where the batch size is chosen
+_READ: Final = 32  # samples that are read; batches of any size are made of them
 _TRIED: Final = 3
-"""Training steps of each size: the second one has the optimizer's state and the gradients of the
-first in memory, and loads no kernels any more."""
+"""Number of training steps at each size: the second one has the optimizer's state and the gradients
+of the first in memory, and loads no kernels any more."""
 
 _CHANGES: Final = ("accumulate", "chosen")
 _NO_GPU: Final = (
@@ -96,7 +96,7 @@ class GuardHooks:
     Args:
         reader: Reads the device's memory. Default: that of the trainer's device; where that does
             not tell, nothing is tried.
-        clock_s: Seconds from any start.
+        clock_s: Returns seconds from any start.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class GuardHooks:
         self.reader, self.clock = reader, clock_s
         self.decision: GuardDecision | None = None
         self.parts: parts.RunsInParts | None = None
-        """What takes batches in parts that do not fit; None: they cannot be, or not yet."""
+        """Takes batches in parts where they do not fit; None: that cannot be done, or not yet."""
         self._resumed: dict[str, int] | None = None
         self._undo: Callable[[], None] | None = None
 
@@ -170,7 +170,7 @@ class GuardHooks:
             raise BatchSizeError(decision.reason)
         if decision.action in _CHANGES:
             _set_sizes(trainer, datamodule, decision.batch_size, decision.accumulate_grad_batches)
-            # It may be made already: `configure_optimizers` asked for `estimated_stepping_batches`.
+            # It may exist already, if `configure_optimizers` used `estimated_stepping_batches`.
             seams.forget_training_loader(trainer)
         datamodule.notes[:] = [decision.reason]
         _LOG.info(decision.reason)
@@ -196,7 +196,7 @@ class GuardHooks:
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Do the same after an exception, when Lightning calls no teardown."""
+        """Give the sizes back after an exception, too, when Lightning calls no teardown."""
         if is_out_of_memory(exception):
             exception.add_note(_TOO_LARGE.format(stage=trainer.state.stage))
         self._restore_sizes()
@@ -208,7 +208,7 @@ class GuardHooks:
 
 
 def _as_before(sizes: dict[str, int], batch_size: int) -> GuardDecision:
-    """Return the sizes of the run that is resumed, of which its place in the data counts batches.
+    """Return the decision for the sizes of the resumed run, whose place is counted in batches.
 
     ``batch_size``: that of the data module.
     """
@@ -245,11 +245,11 @@ class Probe(NamedTuple):
     """What training steps at one batch size took."""
 
     rows: int
-    """Rows of the batch."""
+    """Number of rows of the batch."""
     peak_bytes: int | None
-    """Most memory held during the steps; None if the device ran out of memory."""
+    """Most bytes of memory held during the steps; None: the device ran out of memory."""
     budget_bytes: int
-    """What they may take: free memory less the reserve."""
+    """Bytes that the steps may take: free memory less the reserve."""
     step_s: float = 0.0
     """Seconds of a training step, without the transfer of its batch."""
 
@@ -264,16 +264,16 @@ class GuardDecision:
     """What the guard decided about the batch size of a training, and why."""
 
     batch_size: int
-    """Rows per batch to load."""
+    """Number of rows per batch to load."""
     accumulate_grad_batches: int
-    """Batches to accumulate gradients over before each optimizer step."""
+    """Number of batches to accumulate gradients over before each optimizer step."""
     action: Literal["keep", "accumulate", "chosen", "raise", "skipped"]
-    """``keep``: it fits. ``accumulate``: it does not, load smaller batches. ``chosen``: no size was
-    asked for. ``raise``: not even one row fits. ``skipped``: nothing was tried."""
+    """``keep``: the asked size fits. ``accumulate``: it does not, so smaller batches are loaded.
+    ``chosen``: no size was asked for. ``raise``: no row fits. ``skipped``: nothing was tried."""
     reason: str
     """The decision and its cause as sentences for a person."""
     probes: tuple[Probe, ...] = ()
-    """What it rests on."""
+    """Probes that the decision rests on."""
 
 
 def halved(rows: int, measure: Callable[[int], Probe]) -> tuple[Probe, ...]:
@@ -421,7 +421,7 @@ class TriedSteps:
         self.reader, self.clock_s = reader, clock_s
         self._free_bytes = self._few_rows = 0
         self._few: Batch | None = None
-        """A small batch, of whose samples others are made."""
+        """Small batch, of whose samples batches of other sizes are made; None: not read yet."""
         self._ahead: list[Batch] = []
 
     def decide(self) -> GuardDecision:
@@ -454,7 +454,7 @@ class TriedSteps:
                 self._free_bytes = self.reader.free_bytes()
                 self._few_rows = min(_READ, most)
                 probes = (doubled if auto else halved)(most, partial(self._probe, before))
-        except DatasetError as error:  # the training may read by other keys, and tells else
+        except DatasetError as error:  # the training may use other keys, and reports it otherwise
             why = f"no batch could be made of the first samples: {error}"
             return skipped(asked, accumulate_now, why)
         except NoRoomError as needed:
@@ -539,7 +539,7 @@ class TriedSteps:
         return self.reader.peak_bytes(), min(others_s, default=first_s)
 
     def _batch(self, rows: int) -> Batch:
-        """Return a batch of any size, of the samples of a small one, again and again.
+        """Return a batch of any size, which repeats the samples of a small one.
 
         Reading thousands of samples takes longer than training on them. A batch whose samples
         cannot be told apart is read at each size.
@@ -578,7 +578,8 @@ class TriedSteps:
         @torch.enable_grad()
         def closure() -> object:
             # Not through the wrapper of DistributedDataParallel, whose collectives would wait for a
-            # rank that has run out of memory. Backward, it leaves gradients alone for that, too.
+            # rank that has run out of memory. As it is not called, it leaves gradients alone in
+            # backward, too.
             with trainer.precision_plugin.train_step_context():
                 output = pl_module.training_step(*_arguments(pl_module.training_step, batch))
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -684,4 +685,4 @@ def _spread_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
 class _OfEachRank(list[int]):
     """Rows that each rank reads for itself: they are not shared out, as those of an epoch are."""
 
-    rank, num_replicas = 0, 2  # as a sampler has them that splits itself
+    rank, num_replicas = 0, 2  # as a sampler has them that shares itself out

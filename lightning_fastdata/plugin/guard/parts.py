@@ -4,8 +4,9 @@ Lightning does all of a batch in one call: training step, backward, optimizer st
 out-of-memory error that call is unwound, so that nothing of it holds memory; the state of before is
 put back, and the call is made again with a training step that takes the batch in parts.
 
-It brings a batch to the device in one call, too: its hooks before, the transfer, its hooks behind,
-which augment. Where that runs out, the call is made again with less, from the batch in host memory.
+It brings a batch to the device in one call, too: hooks before the transfer, the transfer, hooks
+after it, which augment. Where memory runs out there, the call is made again in a way that takes
+less memory, from the batch in host memory.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
 
 
 def joined(parts: Sequence[Batch]) -> Batch:
-    """Return one batch of parts: what are columns in each is joined, the rest that of the first."""
+    """Return one batch made of parts: columns are joined, the rest is taken from the first part."""
     forms = [partial(_is_column, rows_of(part)) for part in parts]
     others = [leaves(part, form) for part, form in zip(parts[1:], forms[1:], strict=True)]
 
@@ -111,18 +112,18 @@ def _is_column(rows: int | None, value: Batch) -> bool:
 
 
 class RunsInParts:
-    """What optimizes on one batch, and takes those in parts that do not fit at once.
+    """Optimizes on one batch at a time, and takes batches in parts that do not fit at once.
 
-    The loss is to be a mean over the samples, as the parts' gradients are weighted by their sizes.
+    The loss has to be a mean over the samples, as the parts' gradients are weighted by their sizes.
     Layers that look at the whole batch, as batch normalisation does, see a part of it. Callbacks
-    see a backward pass for each part. Of a batch no larger than one that was trained on before,
+    see a backward pass for each part. For a batch no larger than one that was trained on before,
     what the failed try drew and counted (running statistics, metrics) is not put back.
 
     Args:
         trainer: Trains on one device, with one optimizer that Lightning steps.
         pl_module: The module that it trains.
-        run: Lightning's own; takes the optimizer, the batch's number and the arguments of the
-            training step.
+        run: Lightning's own function; takes the optimizer, the batch's number and the arguments of
+            the training step.
         datamodule: Its ``guard`` is the policy; ``"raise"``: a batch that does not fit is an error.
             What it has sent ahead is dropped before a batch is taken in parts.
     """
@@ -133,13 +134,13 @@ class RunsInParts:
         self.trainer, self.pl_module, self.run = trainer, pl_module, run
         self.datamodule = datamodule
         self.most: int | None = None
-        """Numbers that fit, of batches that did not; None: all did."""
+        """Tensor elements in the largest part that fits, since a batch did not; None: all did."""
         self.is_stepping = False
         """Whether the optimizer has begun to change the parameters."""
         self.has_logged = False
         """Whether the training step came to its end."""
         self._fitted = 0
-        """Numbers in the largest batch that was trained on."""
+        """Tensor elements in the largest batch that was trained on."""
 
     def __call__(self, optimizer: object, batch_idx: int, kwargs: Mapping[str, Any]) -> object:
         """Optimize on one batch, in as few parts as fit.
@@ -195,14 +196,14 @@ class RunsInParts:
     def _in_parts(self, rows: int, size: int, *, first: bool, silent: bool) -> Iterator[None]:
         """Have the module do its training step, backward passes included, in parts of a batch.
 
-        ``first``: gradients of before are over. ``silent``: an earlier try has logged everything.
+        ``first``: earlier gradients are dropped. ``silent``: an earlier try has logged everything.
         """
         trainer, module, attributes = self.trainer, self.pl_module, vars(self.pl_module)
         step, zero, log = module.training_step, module.optimizer_zero_grad, module.log
         logged: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(part_rows: int, name: str, value: object, *args: object, **how: object) -> None:
-            # Until all parts have logged: the step may be tried again.
+            # Kept until all parts have logged, as the step may be tried again.
             if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
                 how = {**how, "batch_size": part_rows}
             value = value.detach() if isinstance(value, torch.Tensor) else value
@@ -243,7 +244,7 @@ class RunsInParts:
             attributes.update(before)
 
     def _remembered(self, *, first: bool) -> Undo:
-        """Return what puts back all that a try changes; ``first``: gradients of before are over."""
+        """Return what undoes all that a try changes; ``first``: earlier gradients are not kept."""
         module = self.pl_module
         random = snapshot_random_states()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -265,7 +266,7 @@ class RunsInParts:
     def _why_not(self, *, smallest: bool, lost: bool) -> str | None:
         """Return why the batch is not tried again with less memory; None: it is.
 
-        ``lost``: The gradients of the batches before it were not kept.
+        ``lost``: the gradients of the batches before it were not kept.
         """
         if self.datamodule.guard == "raise":
             return 'guard="raise" was set'
@@ -293,7 +294,7 @@ _REFUSED: Final = (
     "Set a smaller batch_size, with accumulate_grad_batches to keep the optimizer steps."
 )
 _BATCH_SIZE_AT: Final = 9
-"""Place of ``batch_size`` behind name and value in ``LightningModule.log``."""
+"""Position of ``batch_size`` in ``LightningModule.log`` behind name and value, from 0."""
 
 
 def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
@@ -323,17 +324,17 @@ def why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
 
 
 def strategies_of(trainer: Trainer) -> list[str]:
-    """Return the names of a trainer's strategy and of what it is derived from."""
+    """Return the names of the classes of a trainer's strategy, the most derived first."""
     return [kind.__name__ for kind in type(trainer.strategy).__mro__]
 
 
 def first_that_holds(reasons: Mapping[str, bool]) -> str | None:
-    """Return the first of some reasons that is one; None: none is."""
+    """Return the first of some reasons that holds; None: none does."""
     return next((why for why, holds in reasons.items() if holds), None)
 
 
 def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
-    """Return the output of the step for the whole batch, whose loss has nothing behind it."""
+    """Return the step's output for the whole batch, with a loss that has no graph behind it."""
     if not outputs:
         return None
     total = torch.stack([loss for _, _, loss in outputs]).sum().requires_grad_()
@@ -352,12 +353,12 @@ def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
 
 
 class ArrivesInParts:
-    """What brings training batches to the device, and those that do not fit with less memory.
+    """Brings training batches to the device, with less memory where they do not fit.
 
-    First what was sent ahead is dropped. Then what workers drew is carried out in host memory, with
-    the same draws. Then the batch is moved and transformed in parts, half as large each time, and
-    joined: a transform that looks at the whole batch sees a part, and draws for each anew. ``move``
-    is Lightning's own ``batch_to_device``.
+    First, batches that were sent ahead are dropped. Then what workers drew is carried out in host
+    memory, with the same draws. Then the batch is moved and transformed in parts, half as large
+    each time, and joined: a transform that looks at the whole batch sees a part, and draws anew for
+    each part. ``move`` is Lightning's own ``batch_to_device``.
     """
 
     def __init__(
@@ -365,12 +366,12 @@ class ArrivesInParts:
     ) -> None:
         self.trainer, self.move, self.datamodule = trainer, move, datamodule
         self.largest: int | None = None
-        """Samples that fit, of batches that did not; None: all did."""
+        """Most samples of a part, as larger ones did not fit; None: all batches did."""
         self.on_host = False
         """Whether draws are carried out in host memory."""
 
     def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
-        """Return the batch on the device, transformed; the error of torch if nothing helps."""
+        """Return the batch on the device, transformed; raise torch's error if nothing helps."""
         if not self.trainer.training:
             return self.move(batch, *where, **named)
         while True:

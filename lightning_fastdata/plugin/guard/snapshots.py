@@ -27,17 +27,17 @@ class NoRoomError(Exception):
 class Snapshot:
     """Puts objects back into the state that they have now, as often as it is called.
 
-    Followed are the attributes of the roots and in them, through tuples, lists, dicts, sets and
-    deques: tensors (values; a gradient is dropped), generators, modules and optimizers. Other
-    objects are put back by reference. Identities stay: tensors and containers are written in place.
-    Values are copied to host memory.
+    From the attributes of the roots on, through tuples, lists, dicts, sets and deques, it covers
+    tensors (their values; gradients are dropped), generators, modules and optimizers. Other objects
+    are put back by reference. Identities stay: tensors and containers are written in place. Values
+    are copied to host memory.
 
     Args:
         *roots: The objects.
-        room_bytes: What the copies may take; None: whatever they do.
+        room_bytes: Most bytes that the copies may take; None: any number.
 
     Raises:
-        NoRoomError: They would take more.
+        NoRoomError: The copies would take more.
     """
 
     def __init__(self, *roots: object, room_bytes: int | None = None) -> None:
@@ -113,7 +113,7 @@ def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
     def identities(value: Collection[object]) -> list[int]:
         return [id(part) for part in (*value, *(value.values() if isinstance(value, dict) else ()))]
 
-    if identities(live) != identities(saved):  # else leave it alone, as it may be being read
+    if identities(live) != identities(saved):  # else it is left alone, as it may be read meanwhile
         live.clear()
         (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
 
