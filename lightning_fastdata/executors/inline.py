@@ -59,7 +59,7 @@ class StreamFetcher:
         self.plan = plan
         self.dataset: Any = plan.dataset
         self.position = 0
-        """Present work: 0 reading a sample, -1 collating, -2 loading a state."""
+        """State of the fetcher: 0 reads a sample, -1 collates, -2 loads a state."""
         self.stamps: TaskWatch | None = None
         """Watch that notes the times of samples and collation; None: no stamps are taken."""
         self.faults: list[Fault] = []
