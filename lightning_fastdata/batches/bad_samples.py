@@ -177,7 +177,7 @@ class SampleGuard:
         return self.candidates[at]
 
     def in_place_of(self, index: object, epoch: int, without: Collection[object]) -> int | Gone:
-        """Return what takes the place of an index that must not be read, nor those ``without``."""
+        """Return what takes the place of an index that must not be read; none of ``without``."""
         if self.policy == "replace":
             for attempt in range(1, 1 + 10 * STAND_INS):
                 other = self.stand_in(index, epoch, attempt)

@@ -312,7 +312,7 @@ def _close_files(slots: dict[int, Slot]) -> None:
 
 ALIGNMENT_BYTES: Final = 64
 SMALL_BYTES: Final = 16 * 1024
-"""Leaves up to this size are handed over as copies, so that labels a user keeps hold no images."""
+"""Most bytes of a leaf that is handed over as a copy, so that labels a user keeps hold no image."""
 _MIN_ARRAY_BYTES: Final = 256
 
 

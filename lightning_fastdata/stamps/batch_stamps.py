@@ -297,8 +297,8 @@ class ClockOffset:
         if known is not None:
             loose = _DRIFT * max(0, got_ns - self.as_of_ns)
             closer = max(least, known[0] - loose), min(most, known[1] + loose)
-            # Where old and new bounds exclude each other a clock was set anew, and only the new
-            # ones count.
+            # Where these and the known exclude each other a clock was set anew, and only these
+            # count.
             least, most = closer if closer[0] <= closer[1] else (least, most)
         if known is None or most - least <= known[1] - known[0]:
             self.offset_ns = (least + most) / 2

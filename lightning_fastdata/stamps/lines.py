@@ -37,7 +37,7 @@ _TICKS: Final = 128
 """Number of ticks in a task from which on they get longer, each as such a part of its time so far:
 a task that hangs costs nothing."""
 _SWITCH_S: Final = 0.0002
-"""How long the looking thread lets others hold the interpreter's lock; 5 ms by default."""
+"""Seconds for which the looking thread lets others hold the interpreter's lock; Python: 0.005."""
 _MOST_LINES: Final = 20
 
 
