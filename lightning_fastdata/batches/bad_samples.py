@@ -113,7 +113,7 @@ class Fault(NamedTuple):
     retries: int
     """Number of times that the sample was read again."""
     outcome: Outcome
-    """What became of the sample; ``"read"``: it was read when that was tried again."""
+    """What became of the sample; ``"read"``: a later attempt could read it."""
 
 
 @dataclass(slots=True, eq=False)

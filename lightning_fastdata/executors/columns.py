@@ -310,7 +310,8 @@ class Column:
     select: NDArray[np.int64] | None = None
     """Row of the array for each index of the dataset; None: row and index are the same."""
     lasts: bool = False
-    """Whether no program changes the array, or it is that of a file, in which all see changes."""
+    """Whether no program changes the array, or it is that of a file, whose changes all
+    processes see."""
     row_bytes: int = field(init=False)
     plain: bool = field(init=False)
 

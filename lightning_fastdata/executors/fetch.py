@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 _Asked = TypeVar("_Asked")
 _Fetched = TypeVar("_Fetched")
 AT_START_BYTES: Final = 2**25
-"""Most bytes of an epoch that is to be read at once when it begins."""
+"""Most bytes of an epoch that is read at once when it begins."""
 COPIED_BYTES: Final = 2**30
 """Most bytes of columns that are copied when an epoch begins."""
 _PART_OF_FREE: Final = 8
 _OTHERS = 8
 """Most samples that are tried in place of a skipped one, to learn what samples look like."""
 _COLLATION = -1
-"""Part of the key of a collate function's draws, where a sample has its index."""
+"""First part of the key of a collate function's draws, in place of a sample's index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class FetchPlan:
     dataset: Dataset[Any]
     """A map-style dataset, or a stream."""
     collate_fn: Callable[[Any], Batch]
-    """Function from samples to a batch; with ``batched=False`` from a sample to what is given."""
+    """Function from samples to a batch; not ``batched``: from one sample to what is delivered."""
     default_collation: bool = False
     """Whether ``collate_fn`` is torch's default, so that samples may be written in place."""
     batched: bool = True
@@ -77,7 +77,8 @@ class FetchPlan:
     worker_init_fn: Callable[[int], None] | None = None
     """Function called in each side process with its number; None: there is none."""
     timeout_s: float | None = None
-    """Seconds without progress until a side process is stuck; 0: never; None: as tasks show."""
+    """Seconds without progress after which a side process is stuck; 0: never; None: 60, or 20 times
+    the 99th percentile of the times of tasks if that is more."""
     in_order: bool = True
     """Whether batches come in the order of the plan; False: as they are ready."""
     compared: tuple[object, ...] = ()
@@ -95,7 +96,7 @@ class FetchPlan:
     look_ahead: int = 8
     """Number of batches under way at once."""
     ahead_bytes: int = 2**28
-    """Most bytes of batches under way, where there are more than one for each side process."""
+    """Most bytes of batches under way if these are more than one for each side process."""
     memory_limit_bytes: int = 2**31
     """Most bytes that the slots may take together."""
     guard: SampleGuard = field(default_factory=SampleGuard)

@@ -55,7 +55,7 @@ class Resources:
     """Thread that copies batches into page-locked memory, which ``"inline"`` does not use; None: no
     copies are made."""
     trial: CrewTrial | None = None
-    """Trial with half of the side processes that read by index; None: it is made anew."""
+    """Trial with half of the side processes that read by index; None: a new one is made."""
     ways: Ways | None = None
     """What is known of reading in the training process as well; None: side processes alone read."""
 

@@ -70,8 +70,8 @@ _TIMED_S: Final = 0.1
 """Seconds of steps with batches read here, before side processes are tried."""
 _WORTH_IT: Final = 0.97
 _SURE: Final = 4 * _TIMED
-"""Number of times taken in the second trial where side processes were quicker: a short trial may
-fall into a moment when the machine is busy otherwise, and the choice is for good."""
+"""Number of timings in the second trial where side processes were quicker: a short trial may fall
+into a moment when the machine is busy otherwise, and the choice is for good."""
 _TRIALS: Final = 2
 """Number of trials with the same result that choose. New side processes touch their memory for the
 first time: where they were no quicker, the second trial is in another epoch."""
@@ -86,7 +86,7 @@ class Ways:
     here_s: deque[float] = field(default_factory=lambda: deque(maxlen=4 * _TIMED))
     """Seconds from batch to batch, the step included, where the training process reads."""
     spent_s: float = 0.0
-    """Seconds in all from which the times in ``here_s`` were taken."""
+    """Sum of the seconds from which the times in ``here_s`` were taken."""
     won: int = 0
     """Number of trials in which side processes were quicker."""
     lost: int = 0

@@ -73,7 +73,7 @@ _PLACES: Final = (
     "daemonic processes are not allowed to have children",
     "Cannot re-initialize CUDA in forked subprocess",
 )
-"""Messages of Python and torch where a worker may not do what a dataset does."""
+"""Messages of Python and torch for what workers may not do, but the training process may."""
 _COMPARED_S: Final = 0.02  # most of a CPU, before samples are read and after that
 _KEPT: Final = 0.3  # most of a sample's time to read it again, where the dataset keeps it
 _WORTH_KEEPING_MS: Final = 0.1  # least CPU time saved for a sample: less may be by chance
@@ -159,7 +159,7 @@ class StreamSplit:
     """Whether several workers together give each sample of a stream once."""
 
     splits: bool
-    """Whether they do; False also where it is not known."""
+    """Whether the workers share the stream out; False also where it is not known."""
     why: str
     """What tells so, as a text that follows "because"."""
     most_workers: int | None = None

@@ -103,7 +103,7 @@ class LoaderSpec:
     """Collation of the user; None: the default one, if samples are put together."""
     sampler: Iterable[Any] | None = None
     batch_sampler: Iterable[Any] | None = None
-    """Batch sampler of the user, which as ``sampler`` gives keys of samples; None: from 0 on."""
+    """Batch sampler, which like ``sampler`` gives the keys of samples; None: numbers from 0."""
     worker_init_fn: Callable[[int], None] | None = None
     """Function called in each worker with its number; it may give a stream's copy its part."""
     keeps: bool = True
@@ -163,11 +163,11 @@ class ExecutorChoice(NamedTuple):
     executor: ExecutorName
     why: str
     few: bool = False
-    """Whether one worker does, where their number is open, as reading costs next to nothing."""
+    """Whether one worker is enough, where it is open how many, as reading is next to free."""
     standby: bool = False
     """Whether the training process may read, too, while the workers stand by."""
     kept: bool = False
-    """Whether the dataset keeps what is read, as the training process reads."""
+    """Whether the training process reads because the dataset keeps what it has read."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)

@@ -28,7 +28,7 @@ class OwnStamps(NamedTuple):
     sampled_ns: tuple[tuple[int, int], ...] = ()
     """Begin and end of each call of the sampler or batch sampler."""
     unpacked_ns: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each unpickling of a batch, which are its CPU time apart."""
+    """Begin and end of each unpickling of a batch; they lie as far apart as its CPU time."""
     runqueue_ns: int | None = None
     """Time ready to run while other threads had the CPUs; None: not reported."""
 
@@ -95,7 +95,7 @@ class Way(NamedTuple):
     landed_ns: int
     """When the copy of the batch in the training's memory was complete."""
     uncertain_ns: int = 0
-    """Greatest error, either way, of when the batch was made; 0: both ends have one clock."""
+    """Error, either way, of the times at which the batch was made; 0: ends share a clock."""
     free_cpus: float | None = None
     """CPUs of the cluster that nobody held just before; None: they were not counted."""
 
@@ -173,7 +173,7 @@ class BatchStamps(NamedTuple):
 
 
 _WORTH_ASKING_NS: Final = 200_000
-"""Length of a task above which the kernel is asked, which costs some us, from the next one on."""
+"""Nanoseconds of a task above which the kernel is asked, at some us each, about the next one."""
 
 
 class TaskWatch:

@@ -34,8 +34,8 @@ _ROUND_NS: Final = 100_000_000
 """Nanoseconds of reading that are looked at in one go: one long task, or many short ones."""
 _TICK_NS: Final = 2_000_000
 _TICKS: Final = 128
-"""Number of ticks in a task from which on they get longer, each as such a part of its time so far:
-a task that hangs costs nothing."""
+"""Number of ticks of a task after which each is the task's time so far divided by this number, so
+that looking at a task that hangs costs nothing."""
 _SWITCH_S: Final = 0.0002
 """Seconds for which the looking thread lets others hold the interpreter's lock; Python: 0.005."""
 _MOST_LINES: Final = 20

@@ -35,7 +35,7 @@ _PARTS_PER_WORKER: Final = 2
 _TAKING_FROM_TORCH: Final = 0.5
 """CPUs used to take a batch from torch: half of the time waits for the process that sends it."""
 GOOD_ENOUGH: Final = 1.03
-"""Ratio to the best step up to which the smallest change is taken."""
+"""Ratio of step times up to which a smaller change is as good as the best one."""
 WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of workers that are tried."""
 
@@ -74,7 +74,7 @@ class LoaderSetup:
     scheduling: Scheduling = "sample"
     """Who makes a batch. ``"batch"``: one worker makes all of it, in turn, as in torch.
     ``"queue"``: whichever is free does. ``"sample"``: whichever are free make some samples each.
-    ``"actors"``: as ``"queue"``, with CPUs of a cluster, which the training has not."""
+    ``"actors"``: as ``"queue"``, with CPUs of a cluster in place of those of the training."""
     cpus: float = 1.0
     """CPUs this process and its workers may use."""
     step_cpus: float = 1.0

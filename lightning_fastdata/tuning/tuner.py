@@ -73,7 +73,7 @@ _LOOKED_AFTER_S: Final = 1.0
 _SHORT_BYTES: Final = 512 * 2**20
 """Bytes of available memory below which memory is short."""
 _THROTTLED: Final = 0.2
-"""Share of the scheduler's periods with workers stopped by the CPU quota, above which it counts."""
+"""Share of the scheduler's periods with workers stopped, above which the CPU quota is short."""
 _MOST_STAMPS: Final = 100
 _LONG_PAUSE: Final = 5.0
 """Ratio to the usual step above which a step is a pause, in which batches were made ahead."""
@@ -84,11 +84,11 @@ _REMEMBERED: Final = 16
 _LEAST_GAIN: Final = 0.05
 """Least share of a step that a change has to save: steps differ by less anyway."""
 _MOST_TIMES: Final = 4
-"""Most times the workers after one move, as the model was not seen to be right so far away."""
+"""Greatest factor on the workers in a move, as the model was not seen to be right so far away."""
 _LEAST_PART: Final = 1 / 3
-"""Least share of the workers after one move, as the model was not seen to be right beyond."""
+"""Least share of the workers that a move leaves, as the model was not seen to be right beyond."""
 _FEWER: Final = 0.75
-"""Greatest share of the workers that may be needed if the others are to be given up."""
+"""Share of the workers that have to be enough for the others to be given up."""
 _WRONG: Final = 1.1
 """Ratio of measured to modelled steps from which the model is wrong about what these wait for."""
 _HARDLY: Final = 0.2
@@ -97,7 +97,7 @@ _SURE: Final = 1.25
 """Factor on the time of samples with which fewer workers have to suffice, too."""
 _AS_GOOD: Final = 1.01
 _LONGER_WAIT: Final = 0.02
-"""Most of a step, as a share, by which the wait may grow with fewer workers."""
+"""Share of a step by which the wait may grow with fewer workers."""
 _NOISE: Final = 0.04
 """Share of a step by which two windows differ where nothing has changed."""
 _STEADY: Final = 0.4
@@ -109,7 +109,7 @@ _STEPS: Final = 48
 _PAUSE: Final = 3.0
 """Ratio to a typical step above which a step was a validation, a checkpoint or the like."""
 ALL_NUMBERS: Final = range(10_000)
-"""Numbers of workers that are open to a try before any was made."""
+"""Numbers of workers that are open before any was tried."""
 _REFUSALS: Final = (WorkerError, OSError, TypeError, AttributeError, pickle.PicklingError)
 """Errors that refuse workers: of the system, or of a dataset that no longer can be sent to them."""
 
@@ -155,7 +155,7 @@ class Move:
     """A change that was made to a loader while it was read."""
 
     batch: int
-    """Number of batches that the loader had given by then."""
+    """Number of batches that the loader had given before the move."""
     before: int
     """Number of workers before the move."""
     after: int
@@ -239,7 +239,8 @@ class Tuner:
         self._rest, self._rested_until, self._differed = _REST, 0, False
         self._open, self._again = ALL_NUMBERS, False
         self._ahead = self._paused_at = 0
-        """Number of batches that the loader is ahead, and of the batch of the last pause."""
+        """Number of batches that the loader is ahead, and number of batches that it had given
+        before the last pause of the training."""
 
     def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
         """Return the batches of an epoch of a loader, watched as they are taken."""

@@ -62,7 +62,7 @@ class PendingBatch:
     """A batch that is under way; the docstring of :mod:`.protocol` draws its states."""
 
     number: int
-    """Number of the batch among all of the executor, from 1."""
+    """Number of the batch among all batches of the executor, from 1."""
     run: EpochRun
     """Epoch that the batch belongs to."""
     place: int
@@ -294,7 +294,7 @@ class ChildProcess:
         self.asked = False
         """Whether the process has still to tell the state of what it reads."""
         self.state: protocol.StateTold | None = None
-        """State of what it reads, as it told last; None: it has not told since it read."""
+        """State of what it reads, as it told last; None: it has not told since it last read."""
         self.hang: watches.Hang | None = None
         """What the process got nowhere with, and was killed for; None: it was not."""
         self.retiring = self.retired = False

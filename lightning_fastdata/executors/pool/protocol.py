@@ -255,7 +255,7 @@ class StateTold(NamedTuple):
     digest: bytes | None
     """Digest from a forked process, as the training process would have it; None: there is none."""
     same: bool
-    """Whether what another process reads is as it was when the epoch began; forked: False."""
+    """Whether what a process that was not forked reads is as it was when the epoch began."""
 
 
 class Retired(NamedTuple):
