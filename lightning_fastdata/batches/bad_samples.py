@@ -168,7 +168,7 @@ class SampleGuard:
         return _OUTCOME_OF[self.policy]
 
     def stand_in(self, index: object, epoch: int, attempt: int = 1) -> int:
-        """Return the index of what is read in place of a sample; never of that sample itself."""
+        """Return the index to read in place of a sample; not its own, if there are others."""
         text = f"{self.seed},{epoch},{plain_index(index)},{attempt}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         at = number % len(self.candidates)

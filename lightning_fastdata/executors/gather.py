@@ -82,7 +82,7 @@ class GatherJob:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its first batch can be had without waiting."""
+        """Whether the first batch of the job can be had without waiting."""
         return self.pinned[0].done() if self.pinned else not self._left
 
     def pin(self, pin_thread: PinThread) -> None:
@@ -342,7 +342,7 @@ class GatherExecutor:
 
     def _offer(self, job: GatherJob) -> None:
         while self._started < self._threads:
-            if not self._stop.alive:  # closed before
+            if not self._stop.alive:  # it was closed before
                 self._tasks = queue.SimpleQueue()
                 self._stop = weakref.finalize(self, self._tasks.put, None)
             thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)

@@ -182,7 +182,7 @@ class StreamFetcher:
 
 
 def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetcher:
-    """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
+    """Return the fetcher that reads by a plan in the calling thread; see :class:`Fetcher`."""
     if isinstance(plan.dataset, IterableDataset):
         return StreamFetcher(plan)
     return Fetcher(plan, guest=guest)

@@ -324,7 +324,7 @@ class StandbyExecutor:
 
     @property
     def respawned(self) -> int:
-        """Side processes that died and were replaced."""
+        """Number of side processes that died and were replaced."""
         return self._pool.respawned
 
     def record(self, records: deque[BatchStamps] | None) -> None:

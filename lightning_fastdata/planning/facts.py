@@ -342,7 +342,7 @@ def _of_place(failure: Failure) -> bool:
 
 
 def _fails_for_its_place(error: BaseException) -> bool:
-    """Return whether reading failed as side processes may not do what other processes may."""
+    """Return whether reading failed because a side process may not do what it takes."""
     told = "".join(traceback.format_exception(error))  # with causes, and notes of other processes
     return any(text in told for text in _PLACES)
 
@@ -773,7 +773,7 @@ class Findings:
     """What came of a trial."""
 
     values: dict[str, Any] = field(default_factory=dict)  # what was sent, by name
-    failure: Failure | None = None  # why it did not end; None: it did
+    failure: Failure | None = None  # why the trial did not end; None: it did
 
 
 def try_apart(

@@ -70,7 +70,7 @@ _KEY_MS: Final = 0.006
 _EPOCHS: Final = 10  # taken as those of a training, where workers are kept
 _FORK_MS: Final = 60  # to start a process and to end it; measured as those above
 _FRESH_MS: Final = 2500  # to start and to end a process that imports torch anew
-_SURELY_LESS: Final = 0.9  # share of the time of an epoch that fewer workers may take
+_SURELY_LESS: Final = 0.9  # share of an epoch's time below which fewer workers surely pay
 _FEWEST_OF_STREAM: Final = 4
 _OF_MEMORY: Final = 0.8
 """Share of the memory that is left which workers may take."""
@@ -224,7 +224,7 @@ class LoaderPlan:
         return None if method == "auto" else method
 
     def explain(self) -> str:
-        """A table of option, value, who chose it and why, followed by the limits."""
+        """Return a table of option, value, who chose it and why, followed by the limits."""
         rows = [("option", "value", "by", "why")]
         theirs = self.asked.set_by_user()
         for name in (field.name for field in fields(LoaderOptions)):
@@ -458,7 +458,7 @@ class Planner:
 
         It does so if it can read, or copy, an epoch at once when that begins: later steps may have
         changed what is read, which a forked process has as it was. Others take seconds to start.
-        ``much``: who reads an epoch as that is too much at once; None: it is not.
+        ``much``: who reads instead, if an epoch is too much for that; None: it is not.
         """
         aside = much
         if not self.spec.drawn_at_start:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _DRIFT: Final = 1e-4
-"""Most of the time by which two clocks drift apart: ten times what clocks under NTP do."""
+"""Greatest share of the time by which two clocks drift apart: ten times as much as clocks do that
+NTP looks after."""
 
 
 class OwnStamps(NamedTuple):

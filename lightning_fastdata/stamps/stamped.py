@@ -36,7 +36,7 @@ class Envelope:
     unpickled_ns: tuple[int, int] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # What is pickled in between is unpickled in between.
+        # What is pickled between the two times is unpickled between them.
         return _arrived, (_TimeOfUnpickling(), self.batch, self.task, _TimeOfUnpickling())
 
     def pin_memory(self, device: str | None = None) -> Envelope:

@@ -124,7 +124,7 @@ class Tunable(Protocol):
         """Number of side processes that read, at least 1."""
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-        """Return the loader with ``workers`` as the model knows it; None: it does not know it."""
+        """Return the setup of the loader with ``workers``, for the model; None: it knows none."""
 
     def set_workers(self, workers: int) -> None:
         """Read with ``workers`` workers from now on."""

@@ -98,7 +98,7 @@ class PendingBatch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be delivered, or raise its error."""
+        """Whether the batch can be delivered, or raise its error."""
         return not self.open_tasks
 
     @property
@@ -127,7 +127,7 @@ class PendingBatch:
             Whether there is another one.
         """
         index, quarantine = self.index_at(at), plan.faults.quarantine
-        # A killer of every process, as a collation may be, would go on for ever.
+        # If any sample kills, as with a collation that does, replacing would go on for ever.
         tried = sum(fault.position == at for fault in self.faults.values())
         allowed = tried < bad_samples.STAND_INS and len(quarantine) < plan.faults.allowed
         goes_on = plan.guard.policy != "raise" and type(index) is not bad_samples.Gone and allowed
@@ -406,7 +406,7 @@ class ChildProcess:
         return True
 
     def messages(self) -> Iterator[tuple[protocol.FromChild, list[int]] | None]:
-        """Yield what it has sent, with the files that came along; None at last if it is gone."""
+        """Yield what the process has sent, with the files that came along; None if it is gone."""
         # Asked first: what the process sent before its end is there by now.
         gone = bool(self._pidfd and self._life.poll(0))
         while True:
@@ -421,7 +421,7 @@ class ChildProcess:
                 return
 
     def stack(self, wait_s: float = 3.0) -> str:
-        """Return the Python stacks of its threads, asked for through SIGUSR1."""
+        """Return the Python stacks of the process's threads, asked for through SIGUSR1."""
         if self.is_stopped():
             return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
         if self.is_starting:  # it knows nothing of SIGUSR1, and would die of it
@@ -441,7 +441,7 @@ class ChildProcess:
         return f"(no stack within {wait_s:g} s, state {self._state()})"
 
     def is_stopped(self) -> bool:
-        """Return whether it was stopped by a signal, as SIGSTOP does."""
+        """Return whether the process was stopped by a signal, as SIGSTOP does."""
         return self._state().startswith("T")
 
     def stop(self, patience_s: float = 1.0) -> None:
@@ -617,7 +617,7 @@ class Crew:
     def go_on(self, number: int, rest: Task | None) -> None:
         """Let a process go on that has read the first sample of a task; None: drop that sample.
 
-        Before it is sent this, it takes nothing from the queue.
+        Until then the process takes nothing from the queue.
         """
         child, packet = self.children[number], None
         if rest is not None:
@@ -694,7 +694,7 @@ class Crew:
             case protocol.Retired():
                 child.retired = True
                 if self._queue is not None:
-                    self._queue.numbers()  # wakes others for what it was woken for
+                    self._queue.numbers()  # wakes others for tasks that it was woken for
             case protocol.InitFailed(kind, text):
                 child.failure = as_error(kind, child.number, text)
                 if not self._streams:

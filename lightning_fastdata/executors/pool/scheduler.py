@@ -245,7 +245,7 @@ class PoolExecutor(_CrewExecutor):
 
     @property
     def respawned(self) -> int:
-        """Side processes that died and were replaced."""
+        """Number of side processes that died and were replaced."""
         return self._crew.respawned
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
