@@ -161,8 +161,8 @@ class GatherExecutor:
 
     Args:
         plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
-        threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
-            it has to wait. 0: the caller gathers a batch when it asks for it, and gathers no other.
+        threads: Number of threads that gather ahead, 4 at most; the caller helps them when it has
+            to wait. 0: the caller gathers a batch when it asks for it, and gathers no other.
         pin_thread: Thread that copies batches into page-locked memory; None: no copies are made.
 
     Raises:

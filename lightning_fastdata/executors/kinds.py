@@ -45,7 +45,7 @@ AnyExecutor: TypeAlias = ExecutorName | str | Ray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Who is to fetch, and with what."""
+    """The executor that is to fetch, and what it is given for that."""
 
     executor: AnyExecutor
     """Executor as the user asked for it."""

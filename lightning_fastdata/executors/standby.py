@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 _WITHIN_S: Final = 0.03
 """CPU seconds after which a comparison is given up; Python's garbage collection may be in it."""
 _CHEAP_S: Final = 0.003
-"""CPU seconds of a comparison above which side processes alone read."""
+"""CPU seconds of a comparison above which side processes alone read, from the next epoch on."""
 _TIMES: Final = 120
 """Ratio of the time spent reading between two comparisons to the time of a comparison."""
 _LEAST_S, _MOST_S = 0.001, 0.05

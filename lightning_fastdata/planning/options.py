@@ -194,14 +194,15 @@ class LoaderOptions:
             of your own stays as it is.
         pin_memory: Copy batches to page-locked memory, from where a GPU copies without waiting.
         persistent_workers: Keep the workers between epochs instead of starting new ones;
-            ``"unchanged"``, which ``"auto"`` is in training and validation: while what they read is
-            as it was when they started.
+            ``"unchanged"``, which ``"auto"`` is in training and validation: keep them while what
+            they read is as it was when they started.
         prefetch_factor: Batches each worker is ahead, at least 1.
         multiprocessing_context: How workers are started.
-        timeout: Seconds after which a worker that gets nowhere with a sample is replaced,
-            and the sample read once more; if that gets nowhere, too, it is an error that shows what
-            the worker does. 0 waits for ever. "auto": 60, or 20 times the 99th percentile of tasks
-            if that is more. Torch's own iterator waits so long for a batch, "auto": for ever.
+        timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and the
+            sample read once more; if that gets nowhere, too, it is an error that shows what the
+            worker does. 0 waits for ever. "auto": 60, or 20 times the 99th percentile of tasks if
+            that is more. Torch's own iterator waits for a batch for that long; with "auto" for
+            ever.
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
@@ -212,12 +213,11 @@ class LoaderOptions:
             names it, ``"replace"`` it by another one, the same for any number of workers, or
             ``"skip"`` it, which shortens its batch. Or a :class:`BadSamples`, which also says how
             many may be bad, and where they are listed; default: ``bad_samples.jsonl`` in the
-            trainer's log folder if they are replaced or skipped. Not of streams, which can only
-            raise.
+            trainer's log folder if they are replaced or skipped. Streams can only raise.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
         split: Whether a stream (``IterableDataset``) divides itself among workers, so that several
-            read it. ``"auto"`` is known of the streams of some libraries; of another one, a few
+            read it. ``"auto"``: it is known for streams of some libraries; of another one, a few
             samples are read in a process that is thrown away (not with ``probe=False``), and it
             does if it asks ``get_worker_info()`` for its part.
 

@@ -456,9 +456,10 @@ class Planner:
     def _cheap(self, here: ExecutorName, why: str, much: str | None) -> ExecutorChoice:
         """Return who reads what the training process itself could read by the executor ``here``.
 
-        It does so if it can read, or copy, an epoch at once when that begins: later steps may have
-        changed what is read, which a forked process has as it was. Others take seconds to start.
-        ``much``: who reads instead, if an epoch is too much for that; None: it is not.
+        The training process does so if it can read, or copy, an epoch at once when that begins:
+        later steps may have changed what is read, which a forked process has as it was. Others take
+        seconds to start. ``much``: who reads instead, if an epoch is too much for that; None: it is
+        not.
         """
         aside = much
         if not self.spec.drawn_at_start:
@@ -710,8 +711,8 @@ def most_workers(
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
     """Return how many batches are under way at once.
 
-    ``prefetch`` are those for each worker, if the user set that. ``split``: whether the samples of
-    one batch are given to several workers.
+    ``prefetch``: number of batches for each worker, if the user set it. ``split``: whether the
+    samples of one batch are given to several workers.
     """
     if prefetch is not None:
         return max(_LOOK_AHEAD_BATCHES, workers * prefetch)

@@ -125,7 +125,7 @@ class TaskStamps(NamedTuple):
     """Lines of the user's code in which reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
-    in the training process, and where the task was too short to ask."""
+    in the training process, in actors, and where the task was too short to ask."""
     way: Way | None = None
     """How an actor's batch came here; None: the batch was made in memory that is shared."""
 

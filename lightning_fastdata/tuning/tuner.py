@@ -303,7 +303,7 @@ class Tuner:
             self._look(loader, window)
 
     def _look(self, loader: Tunable, window: Window) -> None:
-        """Measure again if batches are late, or if the machine runs short of something."""
+        """Measure again after a rest, or if the CPU quota is short; halve workers if memory is."""
         self._watch.clear(costs=False)
         pressure = self._pressed()
         if pressure.memory and loader.num_workers > 1:

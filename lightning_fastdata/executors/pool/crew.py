@@ -127,7 +127,7 @@ class PendingBatch:
             Whether there is another one.
         """
         index, quarantine = self.index_at(at), plan.faults.quarantine
-        # If any sample kills, as with a collation that does, replacing would go on for ever.
+        # If every sample kills, as with a collation that does, replacing would go on for ever.
         tried = sum(fault.position == at for fault in self.faults.values())
         allowed = tried < bad_samples.STAND_INS and len(quarantine) < plan.faults.allowed
         goes_on = plan.guard.policy != "raise" and type(index) is not bad_samples.Gone and allowed

@@ -67,7 +67,7 @@ _BLOCKED: Final = 0.3
 
 
 class Hang(NamedTuple):
-    """What a side process gets nowhere with."""
+    """A sample, or other work, with which a side process gets nowhere."""
 
     sample: tuple[int, int] | None
     """Batch number and position of the sample; None: none is read, or which one is not known."""
@@ -288,7 +288,7 @@ def lost_sample(index: object, child: Side, times: int) -> WorkerError:
 def _threads() -> str:
     """Return the names of the program's other threads, if there are any."""
     main = threading.main_thread()
-    # Those of this package hold no lock of the user's.
+    # Threads of this package hold no lock of the user's.
     others = [
         each.name
         for each in threading.enumerate()
