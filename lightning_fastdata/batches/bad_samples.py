@@ -38,12 +38,12 @@ FaultStage: TypeAlias = Literal["read", "transform", "collate"]
 Outcome: TypeAlias = Literal["read", "raised", "replaced", "skipped"]
 
 STAND_INS: Final = 8
-"""So many other samples are read in place of one, and fail, before that is an error."""
+"""Most other samples that are read in place of one; it is an error if all of them fail."""
 _RETRY_AFTER_S: Final = (0.02, 0.2, 0.8)
 _RETRY_WITHIN_S: Final = 2.0
-"""A read that takes long by itself is not done again after this."""
+"""Seconds after the first failure from which a sample is not read again."""
 _JITTER: Final = random.Random()
-"""Of its own, as the global generator belongs to the samples."""
+"""Random generator of pauses; the global one belongs to the samples."""
 _TRANSIENT: Final = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
 )
@@ -69,12 +69,12 @@ class BadSamples:
     """
 
     policy: BadSamplePolicy = "raise"
-    """``"raise"`` an error that names the sample; ``"replace"`` it by another one, which follows
-    from seed, epoch and index; ``"skip"`` it, which shortens its batch."""
+    """What is done: ``"raise"`` an error that names the sample; ``"replace"`` it by another one,
+    which follows from seed, epoch and index; ``"skip"`` it, which shortens its batch."""
     budget_share: float = 0.001
     """Share of the dataset's samples that may be bad; 10 samples always may. More are an error."""
     quarantine_file: str | os.PathLike[str] | None = None
-    """Where bad samples are written down, one JSON object a line; None: nowhere."""
+    """File to which bad samples are written, one JSON object a line; None: none."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -99,26 +99,26 @@ class Fault(NamedTuple):
     """A sample that could not be read at once."""
 
     position: int
-    """In its batch."""
+    """Position of the sample in its batch."""
     index: int | str  # type: ignore[assignment]  # the field's name matters more than tuple.index
-    """Of the sample, or of one that was to replace another; of one that is no number its repr."""
+    """Index of the sample, or of one that was to replace another; a ``repr`` if it is no number."""
     epoch: int
     path: str | None
-    """Of its file, where the dataset or the error shows one."""
+    """Path of the sample's file, where the dataset or the error shows one; None: not known."""
     stage: FaultStage
     error: str
-    """Name of the class."""
+    """Name of the class of the error."""
     text: str
-    """Of the error, in one line."""
+    """Text of the error, in one line."""
     retries: int
-    """How often it was read again."""
+    """Number of times that the sample was read again."""
     outcome: Outcome
-    """``"read"``: when it was read again."""
+    """What became of the sample; ``"read"``: a later attempt could read it."""
 
 
 @dataclass(slots=True, eq=False)
 class Gone:
-    """In place of an index: a sample that is left out of its batch and must not be read."""
+    """Stands for the index of a sample that is left out of its batch and must not be read."""
 
     index: object
 
@@ -127,14 +127,14 @@ class Gone:
 
 
 SKIPPED: Final = object()
-"""In place of a sample that is left out of its batch."""
+"""Stands for a sample that is left out of its batch."""
 NO_SAMPLES: Final = object()
-"""In place of a batch, all of whose samples are left out."""
+"""Stands for a batch, all of whose samples are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGuard:
-    """Reads on where a sample failed; a plain value, which goes to every process that reads."""
+    """Reads on where a sample failed; plain data, which goes to every process that reads."""
 
     policy: BadSamplePolicy = "raise"
     seed: int = 0
@@ -145,7 +145,7 @@ class SampleGuard:
     def of(cls, rule: BadSamples, dataset: Dataset[Any], sampler: object, seed: int) -> SampleGuard:
         """Return the guard of a loader.
 
-        What replaces a sample is any of the dataset's, or of those of a ``SubsetRandomSampler``.
+        A sample is replaced by any other of the dataset, or of a ``SubsetRandomSampler``.
 
         Raises:
             OptionsError: Samples are to be replaced, and it is not known by which.
@@ -168,7 +168,7 @@ class SampleGuard:
         return _OUTCOME_OF[self.policy]
 
     def stand_in(self, index: object, epoch: int, attempt: int = 1) -> int:
-        """Return the index of what is read in place of a sample; never of that sample itself."""
+        """Return the index to read in place of a sample; not its own, if there are others."""
         text = f"{self.seed},{epoch},{plain_index(index)},{attempt}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         at = number % len(self.candidates)
@@ -177,7 +177,7 @@ class SampleGuard:
         return self.candidates[at]
 
     def in_place_of(self, index: object, epoch: int, without: Collection[object]) -> int | Gone:
-        """Return what takes the place of an index that must not be read, nor those ``without``."""
+        """Return what takes the place of an index that must not be read; none of ``without``."""
         if self.policy == "replace":
             for attempt in range(1, 1 + 10 * STAND_INS):
                 other = self.stand_in(index, epoch, attempt)
@@ -202,7 +202,7 @@ class SampleGuard:
         ``faults`` takes what happened.
 
         Raises:
-            Exception: The error, if that is the policy, or those in its place fail, too.
+            Exception: The error, if that is the policy, or if the samples in its place fail, too.
         """
         if isinstance(index, Gone):
             return SKIPPED
@@ -234,7 +234,7 @@ class SampleGuard:
         raise first
 
     def all_read_alone(self, error: Exception, dataset: object, first: object, epoch: int) -> Fault:
-        """Return what happened where samples can be read alone, or raise why they all cannot."""
+        """Return the fault of samples that can be read alone, or raise why they cannot together."""
         if self.policy == "raise" and not is_transient(error):
             raise error
         return fault_of(error, dataset, 0, first, epoch, "read", retries=1)
@@ -262,7 +262,7 @@ def _line(error: BaseException) -> str:
 
 
 def plain_index(index: object) -> int | str:
-    """Return an index as a number of Python, or what it looks like if it is none."""
+    """Return an index as a number of Python, or its ``repr`` if it is none."""
     try:
         return operator.index(index)  # type: ignore[arg-type]
     except TypeError:
@@ -342,20 +342,20 @@ class FaultLog:
     """The bad samples of one loader, over all its epochs.
 
     Args:
-        rule: What is done about them.
+        rule: What is done about bad samples.
         length: Samples of the dataset, which the budget is a share of; None: not known.
     """
 
     def __init__(self, rule: BadSamples | None = None, length: int | None = None) -> None:
         self.rule = BadSamples() if rule is None else rule
         self.allowed = max(_ALWAYS_ALLOWED, math.ceil(self.rule.budget_share * (length or 0)))
-        """How many samples of the dataset may be bad."""
+        """Number of samples of the dataset that may be bad."""
         self.samples = 0
-        """Times that a sample was replaced or left out."""
+        """Number of times that a sample was replaced or left out."""
         self.retries = 0
-        """Times that a sample was read again."""
+        """Number of times that a sample was read again."""
         self.deaths = 0
-        """Side processes that died and were replaced."""
+        """Number of side processes that died and were replaced."""
         self.quarantine: set[Any] = set()
         """Indices that are not read again, as they kill whoever reads them."""
         self._bad: dict[Any, Fault] = {}
@@ -381,7 +381,7 @@ class FaultLog:
 
     @property
     def is_asked(self) -> bool:
-        """Whether anything but an error was asked for, so that torch's loader is to tell, too."""
+        """Whether bad samples are not just to raise an error, but to be passed over or listed."""
         return self.rule.policy != "raise" or self.rule.quarantine_file is not None
 
     @property
@@ -390,7 +390,7 @@ class FaultLog:
         return list(self._bad)
 
     def count_in(self, bad: Iterable[int | str]) -> None:
-        """Count samples that were bad before a training was saved that goes on now."""
+        """Count samples that were bad before the training, which now goes on, was saved."""
         for index in bad:
             self._bad.setdefault(index, Fault(0, index, 0, None, "read", *_BEFORE, 0, "raised"))
 
@@ -421,7 +421,7 @@ class FaultLog:
     ) -> tuple[Any, list[Fault]]:
         """Return the indices of a batch without those in quarantine, and what became of these.
 
-        If it is not ``batched`` it is a single index.
+        If not ``batched``, ``indices`` is a single index.
         """
         if not self.quarantine or guard.policy == "raise":
             return indices, []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Collate: TypeAlias = "Callable[[Any], Batch]"
 CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
-"""Torch's table of what collates the values of a class."""
+"""Torch's table of the functions that collate the values of a class."""
 _KNOWN: Final = frozenset(
     {torch.Tensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
@@ -34,7 +34,7 @@ _REMEDIES: Final = {
     "torch_geometric": "Pass collate_fn=torch_geometric.data.Batch.from_data_list",
     "torchio": "Return the tensors of a subject ({name: image.data})",
 }
-"""What to do about types of these packages."""
+"""What to do about values of types of these packages."""
 
 
 def collate_samples(samples: Sequence[Any]) -> Batch:
@@ -86,8 +86,8 @@ _default: Collate = default_collate
 def for_writing(collate_fn: Collate) -> Collate:
     """Return what collates likewise for :func:`~lightning_fastdata.batches.memory.pack` alone.
 
-    Where all of a collation is ours, so that no code reads the batch before it is packed, stacks
-    are left for then (:class:`~lightning_fastdata.batches.memory.LateStack`).
+    Where the whole collation is this package's, no code reads the batch before it is packed, and
+    tensors are stacked only then (:class:`~lightning_fastdata.batches.memory.LateStack`).
     """
     if collate_fn is default_collate:
         return partial(_collate_late, otherwise=collate_privately)
@@ -121,7 +121,7 @@ def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> 
         and is_plain(sample)
         and sample.dtype == first.dtype
         and sample.shape == first.shape
-        # Of more dimensions, torch keeps channels that come last in memory.
+        # With more dimensions, torch keeps channels that come last in memory.
         and (sample.dim() <= _IMAGE_DIMENSIONS or sample.is_contiguous())
         and not sample.requires_grad
         for sample in samples
@@ -189,7 +189,7 @@ def uncollatable(sample: object) -> str | None:
 
 
 def advice(samples: Sequence[object]) -> str:
-    """Return what is seen to hinder the collation of samples, and what to do."""
+    """Return what seems to hinder the collation of samples, and what to do."""
     for number, sample in enumerate(samples):
         found = _stranger(sample, "")
         if found is not None:
@@ -254,7 +254,7 @@ def _about_stranger(where: str, value: object) -> str:
 
 
 def is_note(key: object, value: object) -> bool:
-    """Whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
+    """Return whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
     if key == "applied_transforms":
         return type(value) is list
     return type(value) is dict and "__class_fullname__" in value

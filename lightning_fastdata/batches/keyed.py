@@ -72,9 +72,9 @@ class _Keying:
 
 
 class _Stand:
-    """Stands for a dataset: attributes are read from and written to that.
+    """Stands for a dataset, whose attributes are read and written through it.
 
-    So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches it.
+    So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches that dataset.
     """
 
     _keying: _Keying
@@ -119,13 +119,13 @@ class KeyedDataset(_Stand, Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """Torch's fetcher asks for it and takes None for "one sample at a time"."""
+        """Function that reads several samples; torch's fetcher takes None for "one at a time"."""
         return self._fetch if fetches_in_batches(self._keying.dataset) else None
 
     def _fetch(self, indices: Sequence[int]) -> list[Batch]:
         keying = self._keying
         keys = [keying.key(_as_int(index)) for index in indices]
-        # One call draws for all its samples, so its first key has to speak for them.
+        # One call draws for all its samples, so its first key has to stand for them.
         keying.seed_for(keys[0])
         samples: list[Batch] = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         if keying.transform is None:
@@ -146,13 +146,13 @@ class KeyedIterableDataset(_Stand, IterableDataset[Any]):
         return self.over(iter(self._keying.dataset))
 
     def over(self, samples: Iterator[Any], *, first: int = 0) -> Iterator[Any]:
-        """Yield the samples of a pass over the stream, of which so many were read before."""
+        """Yield the samples of a pass over the stream, of which ``first`` were read before."""
         keying = self._keying
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         keying.seed_for(keying.key(first * workers + worker))
         for position in count(first):
-            # Not by a loop over it: a stream that is its own iterator begins anew if asked for one.
+            # Not by a ``for`` loop: a stream that is its own iterator begins anew if asked for one.
             sample = next(samples, _END)
             if sample is _END:
                 return
@@ -185,8 +185,8 @@ def own_dataset(dataset: object) -> object:
 def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
     """Return whether the dataset answers ``__getitems__`` itself, also below torch's wrappers.
 
-    A ``Subset`` and a ``StackDataset`` have it whatever they hold; without one below they would
-    read sample by sample under the key of the first.
+    A ``Subset`` and a ``StackDataset`` have that method whatever they hold; without one below they
+    would read sample by sample under the key of the first.
     """
     if type(dataset) is Subset:
         return fetches_in_batches(dataset.dataset)
@@ -200,7 +200,7 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
 
 
 def reads_together(dataset: Dataset[Any]) -> bool:
-    """Return whether a dataset reads the samples of a batch together, so none is to be divided."""
+    """Return whether a dataset reads the samples of a batch together: batches are not divided."""
     return fetches_in_batches(dataset) or reads_ahead(dataset)
 
 

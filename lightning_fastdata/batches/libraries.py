@@ -1,7 +1,7 @@
 """Streams of other libraries: what each is told of the epoch and of the ranks.
 
-What is read of LitData, WebDataset and Hugging Face datasets beyond torch's protocol is read here,
-without importing any of them.
+All that is read of LitData, WebDataset and Hugging Face datasets beyond torch's protocol is read
+here, without importing any of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _SHUFFLE_BUFFER: Final = "BufferShuffledExamplesIterable"
 def tell_rank(rank: Rank) -> None:
     """Say in the environment which rank a side process reads for, unless it knows that.
 
-    A forked one has torch's process group of its parent. One that was started anew has none, and
-    a stream that asks for its rank there, as WebDataset does, would read the part of all ranks.
+    A forked process has torch's process group of its parent. A process that was started anew has
+    none, and a stream that asks for its rank there, as WebDataset does, would read the parts of all
+    ranks.
     """
     if rank.ranks > 1 and rank_now().ranks == 1:
         os.environ.setdefault("RANK", str(rank.number))
@@ -60,7 +61,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
 
 
 def _told(one: Any, epoch: int) -> bool:
-    """Tell one dataset the epoch; False: what it holds is to be told."""
+    """Tell one dataset the epoch; False: the datasets that it holds are to be told instead."""
     if is_a(one, "webdataset", "DataPipeline"):
         for stage in held(one, "pipeline") or ():
             if any(is_a(stage, "webdataset", kind) for kind in ("detshuffle", "ResampledShards")):
@@ -78,9 +79,9 @@ def _visit(
     done: Callable[[Any], bool],
     parts: Callable[[Any], Iterable[object]] | None = None,
 ) -> bool:
-    """Show a dataset to a function, and what it holds if that returns False.
+    """Call ``done`` with a dataset, and with what it holds if that returns False.
 
-    Return whether it returned True for any. ``parts`` tells what it holds; None: datasets.
+    Return whether it returned True for any. ``parts`` returns what is held; None: datasets.
     """
     waiting: list[Any] = [dataset]
     seen: set[int] = set()
@@ -107,10 +108,9 @@ def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
 
 
 def settle_ranks(dataset: object) -> None:
-    """See that ranks do not read each other's samples of a stream of a known library.
+    """Warn where each rank would read the whole of a stream of a known library.
 
-    Warns where each would read the whole. Streams of a user share themselves out on their own, and
-    nothing is known of them.
+    Nothing is known of streams of a user, which share themselves out on their own.
     """
     rank = rank_now()
     if rank.ranks > 1:
@@ -151,10 +151,10 @@ def _splits_by_node(stream: object) -> bool:
 
 
 def why_state_is_lost(stream: object) -> str:
-    """Return why what a stream's ``state_dict()`` returns is not all of its state; "": it is.
+    """Return why ``state_dict()`` of a stream leaves out part of its state; empty: it does not.
 
-    To go on with after ``state_dict()``. A shuffle of Hugging Face's holds samples in a buffer,
-    which its state leaves out.
+    The text follows ``state_dict()``. A shuffle of Hugging Face's holds samples in a buffer, which
+    its state leaves out.
     """
     buffers = _visit(stream, lambda one: type(one).__name__ == _SHUFFLE_BUFFER, _parts_of_stream)
     return "leaves out the samples in its shuffle buffer, which would be lost" if buffers else ""

@@ -6,7 +6,8 @@ Tensors of a batch view the slot; it is written again only when none of them is 
 process was forked meanwhile, the other one may still view it, and it is not written again.
 
 A batch is written either sample by sample, each to its row, by the layout that all samples share;
-or, collated before, taken apart: its tensors and arrays, and everything else pickled beside them.
+or it is collated first, and taken apart: tensors and arrays, and everything else pickled beside
+them.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ _COPIES: Final = (
     "fewer batches."
 )
 _forks: Final = [0]
-"""How often this process was forked, or was about to be."""
+"""Number of times that this process was forked, or was about to be, in a list of one."""
 _FEW_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _FILES_PER_SLOT: Final = 8
-"""Two in the training process, three in a forked worker, and other loaders need some as well."""
+"""Open files for each slot: two here, three in a forked worker, and some for other loaders."""
 
 
 def shared_slots_supported() -> bool:
@@ -145,14 +146,14 @@ class Slot:
 
     number: int
     descriptor: int | None
-    """Of the memory file; None: private memory, or closed."""
+    """Descriptor of the memory file; None: private memory, or a closed file."""
     mapping: mmap.mmap
     size_bytes: int
-    """Length of the memory."""
+    """Length of the memory in bytes."""
     lease: weakref.ref[NDArray[np.uint8]] | None = None
-    """The array that was handed out over it."""
+    """Array that was handed out last over the memory; None: none was."""
     forked: bool = False
-    """A process was forked while it was leased, and may view it for as long as it lives."""
+    """Whether a process was forked while the slot was leased, and may view it while it lives."""
 
     def close(self) -> None:
         """Close the file; what still views the memory has it mapped."""
@@ -179,7 +180,7 @@ class SlotPool:
         self._warned = False
         self._numbers = 0
         self.size_bytes = 0
-        """What the slots take together; kept, as it is asked for several times a batch."""
+        """Bytes of all slots together; kept, as they are asked for several times a batch."""
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
         self._returned: deque[Slot] = deque()
@@ -188,11 +189,11 @@ class SlotPool:
         weakref.finalize(self, _close_files, self._slots).atexit = False
 
     def take(self, size_bytes: int) -> Slot | None:
-        """Return a slot of at least so many bytes, or None while the bound allows no more."""
+        """Return a slot of at least ``size_bytes``, or None while the limit allows no more."""
         self._collect()
         fitting = [slot for slot in self._free if slot.size_bytes >= size_bytes]
         if fitting:
-            # The one used last is still in the processor's cache.
+            # The slot used last is still in the processor's cache.
             slot = min(reversed(fitting), key=lambda slot: slot.size_bytes)
             self._free.remove(slot)
             return slot
@@ -207,7 +208,7 @@ class SlotPool:
         return self._add(None, _private_memory(size_bytes))
 
     def adopt(self, descriptor: int) -> Slot:
-        """Take over a memory file, as one that a side process made whose batch fitted no slot."""
+        """Take over a memory file, as a side process makes for a batch that fits no slot."""
         try:
             return self._add(descriptor, map_shared_memory(descriptor))
         except WorkerError:
@@ -215,14 +216,14 @@ class SlotPool:
             raise
 
     def may_grow(self, size_bytes: int) -> bool:
-        """Return whether a slot of so many bytes is free or may still be made."""
+        """Return whether a slot of ``size_bytes`` is free or may still be made."""
         self._collect()
         return self._fits(size_bytes) or any(s.size_bytes >= size_bytes for s in self._free)
 
     def has_to_copy(self, slot: Slot) -> bool:
-        """Return whether a batch has to be copied out of its slot, since there are no others.
+        """Return whether a batch has to be copied out of its slot, since no other slot is left.
 
-        So a user who keeps batches gets memory of their own once the slots are used up.
+        So batches that a user keeps get memory of their own once the slots are used up.
         """
         if self.may_grow(slot.size_bytes):
             return False
@@ -311,12 +312,12 @@ def _close_files(slots: dict[int, Slot]) -> None:
 
 ALIGNMENT_BYTES: Final = 64
 SMALL_BYTES: Final = 16 * 1024
-"""Leaves up to this size are handed over as copies, so that labels a user keeps hold no images."""
+"""Most bytes of a leaf that is handed over as a copy, so that labels a user keeps hold no image."""
 _MIN_ARRAY_BYTES: Final = 256
 
 
 Memory: TypeAlias = "mmap.mmap | bytearray | NDArray[np.uint8]"
-"""What a slot's bytes are reached by."""
+"""Object through which a slot's bytes are reached."""
 _Leaf: TypeAlias = "torch.Tensor | LateStack | NDArray[Any]"
 
 
@@ -324,12 +325,12 @@ class PackedLeaf(NamedTuple):
     """Where one tensor or array of a batch lies in its slot."""
 
     dtype: Any
-    """A ``torch.dtype`` of a tensor; the type string of an array."""
+    """Type of a tensor as ``torch.dtype``, or of an array as its type string."""
     shape: tuple[int, ...]
     offset_bytes: int
     size_bytes: int
     layout: str
-    """``"C"``, or ``"last"`` for tensors whose channels come last in memory."""
+    """Order in memory: ``"C"``, or ``"last"`` for tensors whose channels come last."""
     requires_grad: bool
 
 
@@ -337,11 +338,11 @@ class Packed(NamedTuple):
     """A batch in parts."""
 
     skeleton: bytes
-    """The pickled structure with numbered places for the leaves."""
+    """Pickled structure with numbered places for the leaves."""
     table: tuple[PackedLeaf, ...]
-    """One entry for each place."""
+    """Entries of the leaves, one for each place in the skeleton."""
     size_bytes: int
-    """Bytes of slot that the leaves need."""
+    """Bytes that the leaves need in a slot."""
 
 
 class LateStack:
@@ -368,7 +369,7 @@ def pack(
     of other kinds than plain, dense ones in host memory, and their subclasses, are pickled whole. A
     :class:`LateStack` becomes the tensor that it stands for.
 
-    ``pickled_by``: What pickles all else, where Python's own pickler cannot.
+    ``pickled_by``: class that pickles all else, where Python's own pickler cannot.
     """
     buffer = io.BytesIO()
     pickler = _pickler_over(pickled_by)(buffer)  # type: ignore[arg-type]
@@ -398,14 +399,14 @@ def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = Fals
     try:
         return unpickler.load()
     finally:
-        # It holds itself and all tensors through its memo, and with them the slot.
+        # The unpickler holds itself and all tensors through its memo, and with them the slot.
         unpickler.memo.clear()
 
 
 def copied(batch: Batch) -> tuple[Batch, int]:
     """Return a batch as another process would hand it over, and its bytes.
 
-    It has nothing in common with what it was made of.
+    The copy shares no memory with the original.
     """
     packed, leaves = pack(batch)
     memory = np.empty(packed.size_bytes, np.uint8)
@@ -444,7 +445,7 @@ def _place(_number: int) -> object:
 
 
 class _Leaves:
-    """The part of a pickler that takes out the leaves; the rest is of the class beside it."""
+    """The part of a pickler that takes out the leaves; the other base class does the rest."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)  # type: ignore[call-arg]
@@ -537,7 +538,7 @@ def _memory_layout(tensor: torch.Tensor) -> str:
 _Writers: TypeAlias = Sequence[Any]
 _SCALARS: Final = (int, float, bool)
 _BLOCK_BYTES: Final = 64 * 1024
-"""Small samples are written together, a call for each leaf, while they are in the cache."""
+"""Bytes of small samples that are written together, leaf by leaf, while they are in the cache."""
 _FEWEST_ROWS: Final = 4
 _OF_ARRAY = attrgetter("dtype", "shape")
 _DTYPE = attrgetter("dtype")
@@ -552,14 +553,14 @@ class Field:
     """One leaf of a sample."""
 
     kind: type
-    """Its exact type."""
+    """Exact type of the leaf."""
     dtype: torch.dtype | np.dtype[Any] | None
-    """Its own type; None of numbers."""
+    """Type of the numbers in a tensor or an array; None: the leaf is a plain number."""
     shape: tuple[int, ...]
     batch_dtype: torch.dtype
-    """What the default collation makes of it."""
+    """Type of the leaf in a batch, as the default collation makes it."""
     row_bytes: int = dataclasses.field(init=False)
-    """What it takes in a batch for each sample; kept, as each batch asks several times."""
+    """Bytes of the leaf in a batch for each sample; kept, as each batch asks several times."""
 
     def __post_init__(self) -> None:
         size = math.prod(self.shape) * self.batch_dtype.itemsize
@@ -571,12 +572,12 @@ class Node:
     """A container of a sample, or one of its leaves."""
 
     kind: type
-    """Its exact type."""
+    """Exact type of the container or the leaf."""
     keys: tuple[object, ...] = ()
-    """Of a dict."""
+    """Keys of a dict; empty: it is none."""
     parts: tuple[Node, ...] = ()
     leaf: int = -1
-    """Number of the field; -1 for a container."""
+    """Number of the field; -1: a container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +586,7 @@ class SampleLayout:
 
     root: Node
     fields: tuple[Field, ...]
-    """Its leaves."""
+    """Leaves of a sample, in their order in the structure."""
 
     def offsets(self, samples: int) -> tuple[list[int], int]:
         """Return where each leaf's batch starts in the slot, and the bytes of all."""
@@ -606,7 +607,7 @@ class SampleLayout:
     def writers(
         self, memory: Memory, samples: int, start: int = 0, stop: int | None = None
     ) -> _Writers:
-        """Return what :meth:`write` writes the rows from ``start`` to ``stop`` of a batch to."""
+        """Return the arrays to which :meth:`write` writes rows ``start`` to ``stop`` of a batch."""
         parts = [tensor[start:stop] for tensor in self.tensors(memory, samples)]
         return [
             part if field.kind is torch.Tensor else part.numpy()
@@ -615,13 +616,13 @@ class SampleLayout:
 
     @property
     def rows_at_once(self) -> int:
-        """How many samples are best written with one call of :meth:`write`."""
+        """Number of samples that are best written with one call of :meth:`write`."""
         size = sum(field.row_bytes for field in self.fields)
         rows = _BLOCK_BYTES // max(1, size)
         return rows if rows >= _FEWEST_ROWS else 1
 
     def write(self, samples: Sequence[Any], writers: _Writers, row: int) -> None:
-        """Write samples, from a row on that is counted from the ``start`` of the writers.
+        """Write samples to rows from ``row`` on, counted from the ``start`` of the writers.
 
         Raises:
             MisfitError: A sample does not look like the first one.
@@ -641,7 +642,7 @@ class SampleLayout:
     ) -> Batch:
         """Return the batch: the structure of the default collation over the slot's memory.
 
-        ``rows``: those of the samples that are in it, as a copy; None: all.
+        ``rows``: positions of the samples to take, as a copy; None: all.
         """
         tensors = self.tensors(owner, samples)
         if rows is not None:
@@ -666,7 +667,7 @@ def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayo
         writers = layout.writers(memory, 2)
         layout.write([sample, sample], writers, 0)
         same = same_batch(layout.batch(memory, 2), collate([sample, sample]))
-    except Exception:  # the true collation is to raise it, on the true batch
+    except Exception:  # the true collation raises it, on the true batch
         return None
     return layout if same else None
 
@@ -718,7 +719,7 @@ def _write(
     if len(value) != len(node.parts):
         raise MisfitError
     if node.kind is dict:
-        if tuple(value) != node.keys:  # the batch has the order of its first sample's
+        if tuple(value) != node.keys:  # a batch has its keys in the order of the first sample
             raise MisfitError
         value = value.values()
     for part, item in zip(node.parts, value, strict=True):
@@ -728,7 +729,7 @@ def _write(
 def _write_many(
     node: Node, values: Sequence[Any], fields: tuple[Field, ...], writers: _Writers, row: int
 ) -> None:
-    """Do the same for many samples in a fraction of the time, and for one in more."""
+    """Do as :func:`_write` for many samples in a fraction of the time; one would take longer."""
     _same_for_all(map(type, values), node.kind)
     if node.leaf >= 0:
         _write_leaf(fields[node.leaf], values, writers[node.leaf][row : row + len(values)])
@@ -752,7 +753,7 @@ def _write_leaf(field: Field, values: Sequence[Any], out: Any) -> None:
             raise MisfitError from error
     elif field.kind is torch.Tensor:
         _same_for_all(map(_DTYPE, values), field.dtype)  # which torch would convert
-        if values[0].shape != field.shape:  # torch would give ``out`` another one
+        if values[0].shape != field.shape:  # torch would give ``out`` another shape
             raise MisfitError
         try:
             torch.stack(tuple(values), out=out)
@@ -797,8 +798,8 @@ def same_batch(ours: Batch, theirs: Batch) -> bool:
 def decodes_in_place(dataset: object) -> bool:
     """Return whether a dataset writes its samples itself, and no subclass has changed them.
 
-    They are pictures and their classes, as those of FastImageFolder: ``write_into(index, out,
-    key=...)`` writes a picture of ``sample_shape`` into an array, and returns its class.
+    Such samples are pictures and their classes, as those of FastImageFolder: ``write_into(index,
+    out, key=...)`` writes a picture of ``sample_shape`` into an array, and returns its class.
     """
     names = {"write_into", "sample_shape", "samples"}
     writer = next((each for each in type(dataset).__mro__ if names <= vars(each).keys()), None)

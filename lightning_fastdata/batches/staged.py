@@ -42,7 +42,7 @@ class Landing(Protocol):
 
     @property
     def source(self) -> Batch:
-        """The batch as it was before."""
+        """The batch as it was before the move."""
 
     def land(self) -> Batch:
         """Return the batch on the device; the current stream waits for it."""
@@ -135,11 +135,11 @@ def leaves(batch: Batch) -> Iterator[Any]:
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
-    Of packed documents it is their number, as ``cu_seqlens`` says. Without any tensor it is the
+    For packed documents it is their number, as ``cu_seqlens`` says. Without any tensor it is the
     length of the batch, or 1 where it has none.
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
-    if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
+    if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of these
         return first.shape[0]
     packed = packed_documents(batch)
     if packed is not None:
@@ -151,7 +151,7 @@ def batch_samples(batch: Batch) -> int:
 
 
 def packed_documents(batch: Batch) -> int | None:
-    """Return how many documents a batch of :func:`pack` has; None: it is none."""
+    """Return how many documents a batch of :func:`pack` has; None: it is no such batch."""
     ends = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
     return len(ends) - 1 if isinstance(ends, torch.Tensor) and ends.ndim == 1 else None
 
@@ -212,7 +212,7 @@ class StagingCollate(HandsOn):
             batch = self._collate_handed_on(samples)
             if self.transform.stacks(samples, drawn, batch):
                 return StagedBatch(batch, draws, self.stage)
-        # What it did to unfinished images, or could not do, it does to finished ones.
+        # What the collation did to unfinished images, or could not do, it does to finished ones.
         samples, drawn = self.transform.finish_each(samples, drawn)
         return StagedBatch(self.collate_fn(samples), self.transform.collate(drawn), self.stage)
 
@@ -256,7 +256,7 @@ class Pinned(NamedTuple):
 class PinThread:
     """Copies batches into page-locked memory, for an accelerator, in one thread one by one.
 
-    The thread begins with the first batch, when workers were forked, and ends when this is gone.
+    The thread begins with the first batch, after workers were forked, and ends with this object.
     """
 
     def __init__(self, device: str) -> None:
@@ -265,7 +265,7 @@ class PinThread:
         self._threads = ThreadPoolExecutor(1, "fastdata pin", torch.set_num_threads, (1,))
 
     def pin(self, whole: Callable[[], Batch]) -> Future[Pinned]:
-        """Begin to copy what a function returns, and go on without waiting for it."""
+        """Begin to copy the batch that ``whole`` returns, and go on without waiting for it."""
         index = current_index()
         return self._threads.submit(_pinned, whole, self._device, index)
 

@@ -35,7 +35,7 @@ _FORMATS: Final = ("numpy", "torch")
 _FREE_SHARE: Final = 8
 _TypedArrays: TypeAlias = dict[str, tuple[NDArray[Any], torch.dtype]]
 _seen: weakref.WeakKeyDictionary[object, tuple[object, _TypedArrays]] = weakref.WeakKeyDictionary()
-"""Columns of datasets, with the format they were read in: joining their pieces copies them."""
+"""Columns by dataset, with the format they were read in, as joining their pieces copies them."""
 _LARGE_ROW_BYTES = 2**12
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -80,7 +80,7 @@ class ColumnDataset(Dataset[Any]):
             )
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(next(iter(self._named().values())))
 
     def __getitem__(self, index: int) -> Batch:
@@ -120,7 +120,7 @@ class TokenWindows(Dataset[torch.Tensor]):
         tokens: Whole numbers [tokens], a tensor or an array; memory-mapped ones are not read whole.
         length: Tokens in a window, from 1.
         stride: Tokens from the start of a window to that of the next, from 1; default: ``length``.
-        dtype: Of the windows, ``torch.int64`` by default, which embeddings and losses take.
+        dtype: Type of the windows, ``torch.int64`` by default, which embeddings and losses take.
 
     Raises:
         DatasetError: The tokens are not one row of whole numbers, or length or stride is below 1.
@@ -156,7 +156,7 @@ class TokenWindows(Dataset[torch.Tensor]):
         self.dtype = dtype
 
     def __len__(self) -> int:
-        """Windows that fit."""
+        """Return the number of windows that fit."""
         return max(0, (len(self.tokens) - self.length) // self.stride + 1)
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -213,7 +213,7 @@ class NotRowsError(Exception):
 def arrays_of(dataset: Any) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
     """Return the columns of a ``datasets.Dataset`` in the torch or numpy format, as stored.
 
-    With what their batches are made of, and which rows count.
+    Each comes with the type of its batches; the second value are the rows that count, None: all.
 
     Raises:
         NotRowsError: A column holds missing values, lists of different lengths, or no numbers; or
@@ -236,7 +236,7 @@ def arrays_of(dataset: Any) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
     if not all(_holds_numbers(piece.type) for piece in pieces.values()):
         raise NotRowsError
     joined = sum(piece.nbytes for piece in pieces.values() if piece.num_chunks > 1)
-    if joined > read_host_memory().available_bytes // _FREE_SHARE:  # which copies them
+    if joined > read_host_memory().available_bytes // _FREE_SHARE:  # joining copies them
         raise NotRowsError
     columns = {}
     for name, piece in pieces.items():
@@ -290,7 +290,7 @@ def _batch_type(array: NDArray[Any], value: object) -> torch.dtype:
     if not isinstance(batch, torch.Tensor):
         raise NotRowsError
     if isinstance(value, np.generic) and value.dtype != array.dtype:
-        # What the format rounds and the collation widens cannot be had in one step.
+        # Numbers that the format rounds and the collation widens cannot be had in one step.
         own = torch.from_numpy(np.empty(0, value.dtype))
         if own.dtype != batch.dtype:
             raise NotRowsError
@@ -302,15 +302,16 @@ class Column:
     """One leaf of the samples, over all rows."""
 
     array: NDArray[Any]
-    """Where the rows lie, [rows, *shape]; integers as wide where numpy has no such numbers."""
+    """Rows of the column, [rows, *shape]; integers of equal width where numpy lacks the type."""
     dtype: torch.dtype
-    """What the default collation makes of them."""
+    """Type of the column in a batch, as the default collation makes it."""
     stored: np.dtype[Any]
-    """How numpy writes a batch of ``dtype``."""
+    """Type with which numpy writes a batch of ``dtype``."""
     select: NDArray[np.int64] | None = None
-    """Row of the array for each index of the dataset; None: they are the same."""
+    """Row of the array for each index of the dataset; None: row and index are the same."""
     lasts: bool = False
-    """No program changes the array, or all processes see it change: it is that of a file."""
+    """Whether no program changes the array, or it is that of a file, whose changes all
+    processes see."""
     row_bytes: int = field(init=False)
     plain: bool = field(init=False)
 
@@ -321,7 +322,7 @@ class Column:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of each row."""
+        """Shape of each row."""
         return self.array.shape[1:]
 
     def __len__(self) -> int:
@@ -364,11 +365,11 @@ class Rows:
     """All samples of a dataset."""
 
     columns: tuple[Column, ...]
-    """The leaves of a sample."""
+    """Columns over all samples, one for each leaf of a sample."""
     form: Batch
-    """A batch with numbers of columns in the places of tensors."""
+    """Structure of a batch, with the number of a column in the place of each tensor."""
     length: int
-    """Samples."""
+    """Number of samples."""
 
     def batch(self, tensors: list[torch.Tensor]) -> Batch:
         """Return a batch of the tensors of its columns, in the form of the default collation."""
@@ -384,7 +385,7 @@ class Rows:
         return replace(self, columns=tuple(column.as_now() for column in self.columns))
 
     def index_of(self, indices: object) -> NDArray[np.int64] | None:
-        """Return the rows that a batch of a sampler asks for; None: they are no rows of these."""
+        """Return the rows that a batch of a sampler asks for; None: some are none of these."""
         index = whole_numbers(indices)
         return None if index is None else in_bounds(index, self.length)
 
@@ -403,9 +404,9 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
 
     They are found in a ``TensorDataset``, a :class:`ColumnDataset`, :class:`TokenWindows`, a
     tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, a complete
-    :class:`CachedDataset`, and in a ``Subset`` or ``StackDataset`` of those; all
-    of that very type, since a subclass may change its samples. ``tried``: the first and last row
-    are compared with what the default collation makes of them.
+    :class:`CachedDataset`, and in a ``Subset`` or ``StackDataset`` of those; all of that very type,
+    since a subclass may change its samples. ``tried``: whether the first and last row are compared
+    with what the default collation makes of them.
     """
     columns: list[Column] = []
     try:
@@ -476,7 +477,7 @@ def _form_of_subset(dataset: Subset[Any], columns: list[Column]) -> Batch:
     if select.ndim != 1 or select.dtype.kind not in "iu":
         raise NotRowsError
     within = in_bounds(select.astype(np.int64, copy=False), dataset_length(dataset.dataset) or 0)
-    if within is None:  # the sample that is out of range is to raise it, and no other
+    if within is None:  # the sample that is out of range raises it, and no other
         raise NotRowsError
     start = len(columns)
     columns.extend(column.selected(within) for column in inner)
@@ -502,9 +503,9 @@ def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
 
 
 def whole_numbers(indices: object) -> NDArray[np.int64] | None:
-    """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
+    """Return the indices of a batch as an array, or None if there are none or not whole ones."""
     try:
-        index = np.array(indices)  # a sampler may use its own again
+        index = np.array(indices)  # a copy, as a sampler may use its own array again
     except (TypeError, ValueError):
         return None
     if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":
@@ -516,7 +517,7 @@ def whole_numbers(indices: object) -> NDArray[np.int64] | None:
 
 def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
     """Return the indices counted from the start, or None if one is out of range."""
-    # As unsigned numbers the negative ones are the largest, so that one pass sees to both ends.
+    # As unsigned numbers the negative ones are the largest, so that one pass checks both bounds.
     if not len(index) or np.maximum.reduce(index.view(np.uint64)) < length:
         return index
     outside = index.min() < -length or index.max() >= length
@@ -555,8 +556,8 @@ def _typed_column(column: Numbers) -> Column:
 def _array_column(array: NDArray[Any]) -> Column:
     if array.ndim == 0 or array.dtype.kind not in "biufc":
         raise NotRowsError
-    # The default collation makes no tensor of numbers in the same way as of arrays. (Which bits of
-    # a not-a-number it keeps is left open here.)
+    # The default collation makes tensors of numbers in another way than of arrays. (Which bits of a
+    # not-a-number it keeps is left open here.)
     like = array[0] if array.ndim == 1 and len(array) else np.empty(0, array.dtype)
     try:
         dtype = default_collate([like]).dtype
@@ -591,6 +592,6 @@ def _as_collated(rows: Rows, dataset: Any) -> bool:
             # torch warns of arrays that are read-only, as it would take them as they are.
             warnings.simplefilter("ignore")
             theirs = default_collate(samples)
-    except Exception:  # the true collation is to raise it, on the true batch
+    except Exception:  # the true collation raises it, on the true batch
         return False
     return same_batch(ours, theirs) and all(map(torch.Tensor.is_contiguous, leaves(theirs)))

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 _Asked = TypeVar("_Asked")
 _Fetched = TypeVar("_Fetched")
 AT_START_BYTES: Final = 2**25
-"""So much memory an epoch takes at most that is to be read at once when it begins."""
+"""Most bytes of an epoch that is read at once when it begins."""
 COPIED_BYTES: Final = 2**30
-"""So much memory columns take at most that are copied when an epoch begins."""
+"""Most bytes of columns that are copied when an epoch begins."""
 _PART_OF_FREE: Final = 8
 _OTHERS = 8
-"""So many samples are tried to see what samples look like."""
+"""Most samples that are tried in place of a skipped one, to learn what samples look like."""
 _COLLATION = -1
-"""Stands for the sample index in the randomness of a collate function."""
+"""First part of the key of a collate function's draws, in place of a sample's index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,62 +60,62 @@ class FetchPlan:
     dataset: Dataset[Any]
     """A map-style dataset, or a stream."""
     collate_fn: Callable[[Any], Batch]
-    """Samples to batch; with ``batched=False`` one sample to what is delivered."""
+    """Function from samples to a batch; not ``batched``: from one sample to what is delivered."""
     default_collation: bool = False
-    """``collate_fn`` is torch's default, so that samples may be written in place instead."""
+    """Whether ``collate_fn`` is torch's default, so that samples may be written in place."""
     batched: bool = True
-    """The plan's items are lists of indices; False: single indices."""
+    """Whether each request is a list of indices; False: a single index."""
     drop_last: bool = False
-    """Leave out the last batch of a stream if it is not full; of use for streams only."""
+    """Whether the last batch of a stream is left out if it is not full; for streams only."""
     seed: int | None = None
-    """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None leaves the
-    generators alone."""
+    """Seed of the per-sample randomness of ``random``, ``numpy.random`` and torch; None: these
+    generators are left alone."""
     own: OwnGenerators | None = None
-    """The generators that the dataset holds itself, keyed likewise; None: left alone."""
+    """Generators that the dataset itself holds, also seeded for each sample; None: left alone."""
     base_seed: int = 0
-    """Each side process seeds its generators from this and its number when it starts."""
+    """Seed from which, with its number, each side process seeds its generators when it starts."""
     worker_init_fn: Callable[[int], None] | None = None
-    """Called in each side process with its number."""
+    """Function called in each side process with its number; None: there is none."""
     timeout_s: float | None = None
-    """Seconds without progress until a side process is stuck; 0: never; None: as the tasks show."""
+    """Seconds without progress after which a side process is stuck; 0: never; None: 60, or 20 times
+    the 99th percentile of the times of tasks if that is more."""
     in_order: bool = True
-    """Deliver in the plan's order; False: as they are ready."""
+    """Whether batches come in the order of the plan; False: as they are ready."""
     compared: tuple[object, ...] = ()
-    """What is read: processes that are kept tell whether it is there as it was. Empty: nobody asks.
-    """
+    """Objects that are read, and compared to see changes; empty: nothing is compared."""
     at_start: bool = False
-    """The training process reads in place of side processes: an epoch as things are when it begins,
-    as far as that takes little time and memory."""
+    """Whether the training process reads in place of side processes: from the dataset as it is when
+    an epoch begins, as far as that takes little memory."""
     standby: bool = False
-    """The training process reads, too, as long as what is read is as it was when the epoch began,
-    and side processes stand by."""
+    """Whether the training process reads, too, as long as what is read is as it was when the epoch
+    began, while side processes stand by."""
     gathered: bool = False
-    """Batches are rows of the dataset's columns; False: they are made sample by sample."""
+    """Whether batches are rows of the dataset's columns; False: they are made sample by sample."""
     context: Any = None
     """How side processes start: a ``multiprocessing`` context, its name, or None for Python's."""
     look_ahead: int = 8
-    """Batches under way at once."""
+    """Number of batches under way at once."""
     ahead_bytes: int = 2**28
-    """More than one batch for each side process is under way only within this."""
+    """Most bytes of batches under way if these are more than one for each side process."""
     memory_limit_bytes: int = 2**31
-    """What the slots may take together."""
+    """Most bytes that the slots may take together."""
     guard: SampleGuard = field(default_factory=SampleGuard)
-    """What becomes of samples that cannot be read."""
+    """Rule for samples that cannot be read."""
     faults: FaultLog = field(default_factory=FaultLog)
-    """Where the training process counts them."""
+    """Log in which the training process counts samples that cannot be read."""
     rank: Rank = field(default_factory=lambda: Rank(0, 1))
-    """Which of the training processes it is fetched for."""
+    """Rank of the training process that the batches are for."""
     watched: Watched = field(default_factory=Watched)
-    """What was ``compared`` last; of all plans that are made of this one."""
+    """Newest state of ``compared``, shared by all plans that are made of this one."""
 
     def state(self, within_s: float) -> Fingerprint | None:
-        """Return what is read, as it is now, by a fingerprint; None also if nobody asks."""
+        """Return a fingerprint of what is read now; None: it cannot be, or is not, compared."""
         return self.watched.now(self.compared, within_s, self._keyed) if self.compared else None
 
     def _keyed(self) -> dict[int, object]:
-        """Return what stands for generators that get the state of a sample before it is read.
+        """Return, by ``id``, what generators that are seeded for each sample are compared by.
 
-        They are compared by what else the draws rest on.
+        Their own state is that of the last sample; compared is what else their draws depend on.
         """
         keyed: dict[int, object] = {}
         if isinstance(self.dataset, KeyedDataset):
@@ -125,12 +125,12 @@ class FetchPlan:
         return keyed
 
     def with_other_draws(self) -> FetchPlan:
-        """Return the plan for a process in another's place, which is not to draw the same again."""
+        """Return the plan for a process that replaces another, and must not repeat its draws."""
         return replace(self, base_seed=(self.base_seed + 2**32) % 2**63)
 
 
 def copy_limit_bytes() -> int:
-    """Return how much memory columns may take that are copied when an epoch begins."""
+    """Return the most bytes of columns that may be copied when an epoch begins."""
     return min(COPIED_BYTES, read_host_memory().available_bytes // _PART_OF_FREE)
 
 
@@ -152,17 +152,17 @@ class Fetcher:
         self.dataset = plan.dataset
         self.guest = guest
         self.drawn: tuple[str, ...] = ()
-        """The global generators that a fetch has drawn from."""
+        """Names of the global generators that a fetch has drawn from."""
         self.position = 0
-        """Which sample of the batch is being read; that of an error when one is raised."""
+        """Position in the batch of the sample that is being read, or has failed; -1: collation."""
         self.faults: list[Fault] = []
-        """What happened to the samples of the present task."""
+        """Faults of the samples of the present task."""
         self.stamps: TaskWatch | None = None
-        """Where the times of samples and collation are noted."""
+        """Watch that notes the times of samples and collation; None: no stamps are taken."""
         self.reads_ahead = reads_ahead(plan.dataset)
-        """The dataset can begin to read the samples that come next."""
+        """Whether the dataset can begin to read the samples that come next."""
         self.coming: Sequence[Any] = ()
-        """Of the batch after that which is fetched, as far as it is known."""
+        """Indices of the batch after the present one, as far as they are known."""
         self._skips = plan.guard.policy == "skip"
         self._watch = DrawWatch() if plan.seed is not None else None
         self._own = plan.own if plan.seed is not None else None
@@ -173,10 +173,10 @@ class Fetcher:
         self._rows_in_epoch: int | None = None
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
-        """Return what ``fetch`` does, whose draws are those of the keys of its samples.
+        """Return what ``fetch`` returns, with draws that depend on the keys of its samples alone.
 
-        It calls :meth:`sample` and :meth:`collate`, and is called again if it is the first one to
-        draw from a generator.
+        ``fetch`` calls :meth:`sample` and :meth:`collate`, and is called again if it is the first
+        one to draw from a generator.
         """
         watch = self._watch
         if watch is None:
@@ -217,22 +217,22 @@ class Fetcher:
             return self._watched(index, epoch)
         except Exception as error:
             failed = error
-        # No closure, which would cost each sample that is fine some nanoseconds.
+        # No closure, which would cost each good sample some nanoseconds.
         return self.rescued(failed, partial(self._watched, epoch=epoch), index, epoch)
 
     def rescued(
         self, error: Exception, read: Callable[[Any], Batch], index: object, epoch: int
     ) -> Batch:
-        """Return what ``read`` gives where it has failed, as :meth:`SampleGuard.rescue` does it.
+        """Return a sample although ``read`` has failed, as :meth:`SampleGuard.rescue` does.
 
-        To be called when the error is no longer being handled, so that others do not seem to come
-        from it.
+        To be called after the ``except`` block has ended, so that further errors do not seem to
+        come from this one.
         """
         how: dict[str, Any] = {"dataset": self.dataset, "position": self.position}
         return self.plan.guard.rescue(error, read, index, epoch, faults=self.faults, **how)
 
     def another(self, index: object, epoch: int) -> Batch:
-        """Return another sample than one that was skipped; ``SKIPPED`` if there is none."""
+        """Return another sample in place of a skipped one; ``SKIPPED`` if there is none."""
         guard = self.plan.guard
         for attempt in range(1, 1 + min(_OTHERS, len(guard.candidates))):
             with suppress(Exception):
@@ -245,7 +245,7 @@ class Fetcher:
         if self.stamps is not None:
             self.stamps.read(index, began_ns)
         if not self._looked:
-            # Most datasets that draw do so for each sample: one is done again, not a whole batch.
+            # Most datasets that draw do so for each sample: one sample is read again, not a batch.
             self._looked = True
             if self._watch is not None and self._watch.drew():
                 raise _DrewError
@@ -255,7 +255,7 @@ class Fetcher:
         return self.dataset[index]
 
     def _knows_draws(self, epoch: int) -> bool:
-        """Return whether samples of an epoch draw from no generators but the global ones."""
+        """Return whether it is known that samples draw from no generators but the global ones."""
         own = self._own is not None and (self._own_draws or epoch != self._epoch)
         return self._looked and not own
 
@@ -264,7 +264,7 @@ class Fetcher:
     ) -> _Fetched:
         """Return ``read(asked)`` under the key of a sample.
 
-        It is read once more if the dataset made generators while it was read first in an epoch.
+        It is called again if its first call in an epoch made the dataset create generators.
         """
         self._key(epoch, index)
         result = read(asked)
@@ -306,7 +306,7 @@ class Fetcher:
         samples: list[Batch] = []
         plain = mark is None and self.stamps is None and not self._skips
         if plain and self._knows_draws(epoch):
-            # As torch does it: what is asked of each sample costs as much as a cheap one.
+            # As torch does it: the checks of each sample would cost as much as a cheap sample.
             dataset, drawn, failed = self.dataset, self.drawn, None
             try:
                 for index in indices:
@@ -329,7 +329,7 @@ class Fetcher:
         return samples
 
     def _gathered(self, indices: Any, epoch: int) -> Batch | None:
-        """Return the rows of a batch; None: the dataset itself has to make it, or to refuse it."""
+        """Return a batch of rows; None: the dataset itself has to make it, or to refuse it."""
         if epoch != self._rows_in_epoch:
             self._rows, self._rows_in_epoch = rows_of(self.dataset, tried=False), epoch
         index = None if self._rows is None else self._rows.index_of(indices)
@@ -370,7 +370,7 @@ class Fetcher:
         return samples
 
     def _alone(self, dataset: ReadsTogether, index: object, epoch: int) -> Batch:
-        """Return a sample of a dataset that reads several in one call."""
+        """Return a single sample of a dataset that reads several in one call."""
 
         def read(asked: object) -> Batch:
             return self._read(dataset.__getitems__, [asked], asked, epoch)[0]
@@ -411,7 +411,7 @@ class Fetcher:
         return f"while reading sample {index!r} of the dataset{known}"
 
     def note(self, indices: object) -> str | None:
-        """Return what to add to an error that the caller sees as it was raised."""
+        """Return a note to add to an error that the caller sees as it was raised."""
         if not self.plan.batched and not self.faults:
             return None
         where = self.where(indices)

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 _JOB_BYTES: Final = 2**22
 _MAX_GROUP: Final = 32
-"""Small batches are gathered together, as waking a thread costs some 10 us."""
+"""Most small batches that are gathered together, as waking a thread costs some 10 us."""
 _PIECE_BYTES: Final = 2**20
 _PIECES: Final = 8
 _MAX_THREADS: Final = 4
 _NAME: Final = "fastdata gather"
 _LONG_S: Final = 0.0003
-"""A job that takes longer than this is worth a thread, however small it is (a slow disk)."""
+"""Seconds above which a job is worth a thread, however small it is (a slow disk)."""
 
 _NO_MEMORY: Final = np.empty(0, np.uint8)
 
@@ -47,8 +47,8 @@ _NO_MEMORY: Final = np.empty(0, np.uint8)
 class GatherJob:
     """Rows of one or more batches on their way into one piece of memory of a pool.
 
-    Any number of threads may work on it at once; each takes piece after piece of the rows, which
-    are ``index``, int64 [count], from 0 and within bounds. ``ends``: where each batch ends.
+    Any number of threads may work on it at once, each on piece after piece of the rows. These are
+    ``index``, int64 [count], from 0 and within bounds. ``ends``: where each batch ends.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class GatherJob:
         self._done = threading.Lock()
         self._done.acquire()
         self.pinned: list[Future[Pinned]] = []
-        """Its batches in page-locked memory; empty: no thread copies them there."""
+        """Batches of the job in page-locked memory; empty: no thread copies them there."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether its first batch can be had without waiting."""
+        """Whether the first batch of the job can be had without waiting."""
         return self.pinned[0].done() if self.pinned else not self._left
 
     def pin(self, pin_thread: PinThread) -> None:
@@ -92,15 +92,15 @@ class GatherJob:
         self.pinned = [pin_thread.pin(whole) for _ in self.ends]
 
     def given(self) -> Iterable[Batch | Future[Pinned]]:
-        """Help until all rows are there, and return the batches, or their copies under way."""
+        """Help to copy the rows, and return the batches, or their page-locked copies under way."""
         if not self.pinned:
             return self.batches()
         self.work()
-        pinned, self.pinned = self.pinned, []  # as with the memory of the rows
+        pinned, self.pinned = self.pinned, []  # let go of, like the memory of the rows
         return pinned
 
     def work(self) -> None:
-        """Copy rows until there is none left to begin with."""
+        """Copy pieces of rows until none is left to begin."""
         count = len(self.index)
         while True:
             with self._lock:
@@ -120,7 +120,7 @@ class GatherJob:
                     self._done.release()
 
     def cancel(self) -> None:
-        """Begin with no more rows; who waits for them goes on."""
+        """Begin no more rows, and release whoever waits for them."""
         for each in self.pinned:
             each.cancel()
         with self._lock:
@@ -130,7 +130,7 @@ class GatherJob:
                 self._done.release()
 
     def batches(self) -> Iterator[Batch]:
-        """Help until all rows are there, and yield the batches; to be called once."""
+        """Help to copy until all rows are there, and yield the batches; to be called once."""
         self.work()
         self._done.acquire()
         # A thread may come to this job late, and would keep the memory until then.
@@ -153,7 +153,7 @@ class _Odd(NamedTuple):
     """A batch that the dataset itself has to make, or to refuse."""
 
     indices: Any
-    """As the sampler gave them."""
+    """Indices of the batch, as the sampler gave them."""
 
 
 class GatherExecutor:
@@ -161,9 +161,9 @@ class GatherExecutor:
 
     Args:
         plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
-        threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
-            it has to wait. 0: the caller gathers a batch when it asks for it, and reads no other.
-        pin_thread: Copies the batches into page-locked memory; None: they stay as they are.
+        threads: Number of threads that gather ahead, 4 at most; the caller helps them when it has
+            to wait. 0: the caller gathers a batch when it asks for it, and gathers no other.
+        pin_thread: Thread that copies batches into page-locked memory; None: no copies are made.
 
     Raises:
         OptionsError: The dataset has no columns, or its batches are not torch's default ones.
@@ -188,7 +188,7 @@ class GatherExecutor:
         self._pool = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
         self._rows: Rows | None = None
         self.reads_later = True
-        """What comes next is read as things are by then."""
+        """Whether batches still to come are read later, from the dataset as it is by then."""
         self._indices: Iterator[Any] = iter(())
         self._epoch = 0
         self._group = 1
@@ -197,7 +197,7 @@ class GatherExecutor:
         self._jobs: deque[GatherJob | _Odd] = deque()
         self._ready: deque[Batch | Future[Pinned]] = deque()
         self._pinned_ns: tuple[int, int] | None = None
-        """When a thread has copied the batch that was handed over last."""
+        """Begin and end of the copy of the last batch into page-locked memory; None: no copy."""
         self._records: deque[BatchStamps] | None = None
         self._count = 0
         self._first, self._begun = True, 0
@@ -216,7 +216,7 @@ class GatherExecutor:
         self._first, self._begun = True, 0
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many batches were handed over, or had no sample, and that none is left out."""
+        """Return how many batches were begun, and an empty tuple: each was delivered or empty."""
         return self._begun, ()
 
     def __iter__(self) -> GatherExecutor:
@@ -229,8 +229,8 @@ class GatherExecutor:
         batch = self._next()
         ended_ns = clock.monotonic_ns()
         self._count += 1
-        # Who copied which row is not noted; all of the wait is for rows to be there, and then for
-        # their copy.
+        # It is not noted who copied which row: all of the wait is for the rows, and then for their
+        # page-locked copy.
         pinned_ns = self._pinned_ns
         rows_ns = ended_ns if pinned_ns is None else max(requested_ns, pinned_ns[0])
         spent = rows_ns - requested_ns
@@ -254,7 +254,7 @@ class GatherExecutor:
         if not self._ready:
             self._look_ahead()
             if not self._jobs:
-                self._rows = None  # which may be a copy of them all
+                self._rows = None  # they may be a copy of the whole dataset
                 raise StopIteration
             job = self._jobs.popleft()
             if isinstance(job, _Odd):
@@ -284,11 +284,11 @@ class GatherExecutor:
             plan.faults.take([*left_out, *self._odd.faults])
 
     def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
+        """Append the stamps of each batch to ``records`` from now on; None: stop."""
         self._records = records
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
-        """Gather ahead in so many threads, 4 at most, from now on."""
+        """Gather ahead in ``workers`` threads, 4 at most, from now on."""
         self._threads = min(workers, _MAX_THREADS)
 
     def close(self) -> None:
@@ -332,9 +332,9 @@ class GatherExecutor:
         if not self._threads:
             self._group = self._wanted = 1
             return
-        # Samplers of the user may watch the training, and are not asked long before.
+        # A user's sampler may watch the training, and is not asked for batches long before.
         most = _MAX_GROUP if type(group[0]) is np.ndarray else self._plan.look_ahead // 4
-        # With more large pieces in turn the batches would leave the processor's cache.
+        # With more large jobs under way, the batches would leave the processor's cache.
         self._wanted = 2 if job.size_bytes > _JOB_BYTES else 3
         self._group = max(1, min(most, _JOB_BYTES * len(group) // job.size_bytes))
         if self._long or job.size_bytes >= _PIECE_BYTES:
@@ -342,7 +342,7 @@ class GatherExecutor:
 
     def _offer(self, job: GatherJob) -> None:
         while self._started < self._threads:
-            if not self._stop.alive:  # closed before
+            if not self._stop.alive:  # it was closed before
                 self._tasks = queue.SimpleQueue()
                 self._stop = weakref.finalize(self, self._tasks.put, None)
             thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)

@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 _Fetched = TypeVar("_Fetched")
 _WATCHED: Final = 64
-"""Batches of a stream of which it is seen whether they draw from global generators."""
+"""Number of first batches of a stream that are watched for draws from global generators."""
 
 
 class StreamAsk(NamedTuple):
-    """What takes the place of indices where there are none."""
+    """Request for a batch of a stream, in the place of indices, which a stream has not."""
 
     generation: int
-    """Number of the pass over the stream; a new one starts a new pass."""
+    """Number of the pass over the stream; another number starts a new pass."""
     samples: int | None
-    """Samples wanted for a batch; None: one sample, as it is."""
+    """Number of samples wanted for a batch; None: one sample, not in a list."""
     resume: LanePosition | None = None
-    """Where a pass that begins with this batch goes on; None: at the beginning."""
+    """Position at which a pass that begins with this batch resumes; None: at the beginning."""
 
 
 END_OF_STREAM: Final = object()
@@ -59,11 +59,11 @@ class StreamFetcher:
         self.plan = plan
         self.dataset: Any = plan.dataset
         self.position = 0
-        """0 while a sample is being read, -1 in the collation, -2 while a state is loaded."""
+        """State of the fetcher: 0 reads a sample, -1 collates, -2 loads a state."""
         self.stamps: TaskWatch | None = None
-        """Where the times of samples and collation are noted."""
+        """Watch that notes the times of samples and collation; None: no stamps are taken."""
         self.faults: list[Fault] = []
-        """None, as an error ends a stream."""
+        """Always empty, as an error ends a stream."""
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
@@ -73,7 +73,7 @@ class StreamFetcher:
         self._draws, self._watched, self._drew = DrawWatch(), 0, False
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
-        """Return what ``fetch`` does; a stream seeds itself, and is read once."""
+        """Return what ``fetch`` returns; a stream is neither seeded nor read twice."""
         return fetch()
 
     def asks(
@@ -150,7 +150,7 @@ class StreamFetcher:
         return samples
 
     def _drop_one(self, ask: StreamAsk, mark: Callable[[int], None] | None) -> None:
-        """Read and drop a batch that was delivered behind the state that was loaded."""
+        """Read and drop a batch that had been delivered after the state that was loaded."""
         if not self._next_samples(ask, mark):
             more, self._skip = self._skip, 0
             raise DatasetError(
@@ -161,8 +161,8 @@ class StreamFetcher:
         self._skip -= 1
 
     def told(self) -> StreamNote:
-        """Return what belongs to the batch that was fetched last."""
-        # Of a stream that has ended the state may be that of the next pass.
+        """Return the state after the batch that was fetched last, and whether the stream drew."""
+        # After its end, the state of a stream may be that of the next pass.
         state = None if self._ended else self._state.take()
         return StreamNote(state, self._state.refused, self._drew)
 
@@ -177,12 +177,12 @@ class StreamFetcher:
         self._samples = iter(())
 
     def note(self, ask: StreamAsk) -> str:
-        """Return what to add to an error that the caller sees as it was raised."""
+        """Return a note to add to an error that the caller sees as it was raised."""
         return f"Raised {self.where(ask)}."
 
 
 def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetcher:
-    """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
+    """Return the fetcher that reads by a plan in the calling thread; see :class:`Fetcher`."""
     if isinstance(plan.dataset, IterableDataset):
         return StreamFetcher(plan)
     return Fetcher(plan, guest=guest)
@@ -209,26 +209,26 @@ class _Made(NamedTuple):
 
     batch: Batch
     error: Exception | None
-    """Raised in its place where it is asked for."""
+    """Error that is raised in place of the batch when that is asked for; None: there is none."""
     faults: tuple[Fault, ...]
     task: TaskStamps | None
 
 
 class NotTakenError(Exception):
-    """Batches were read, and are to be read by somebody else."""
+    """Batches were read in vain, and another executor has to read them."""
 
     def __init__(self, asked: list[Any]) -> None:
         super().__init__()
         self.asked = asked
-        """What they are made of."""
+        """Indices of these batches, as the sampler gave them."""
 
 
 class InlineExecutor:
     """Fetches in the calling thread; by index with the same randomness as ``workers``.
 
-    In place of side processes (``plan.at_start``) it reads an epoch as things are when that begins:
-    all of its batches are made before the first one is handed out. Where that takes a multiple of
-    ``AT_START_BYTES``, others are read when they are asked for, after a warning.
+    In place of side processes (``plan.at_start``) it reads the dataset as it is when an epoch
+    begins: all batches are made before the first one is handed out. Beyond ``_MOST_BYTES`` of
+    batches, the rest is read when it is asked for, after a warning.
     """
 
     def __init__(self, plan: FetchPlan) -> None:
@@ -244,18 +244,18 @@ class InlineExecutor:
         self._records: deque[BatchStamps] | None = None
         is_stream = isinstance(self._fetcher, StreamFetcher)
         self.history = StreamHistory(plan.dataset) if is_stream else None
-        """Where a stream was behind each of the last batches; None: it is no stream."""
+        """Positions of a stream after each of its last batches; None: the dataset is no stream."""
         self._has_ended = True
         self._passes = 0
         self.reads_later = True
-        """What comes next is read as things are by then."""
+        """Whether batches still to come are read later, from the dataset as it is by then."""
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped.
 
-        ``resume``: go on there in a stream. Indices are cut by who gives them.
+        ``resume``: position at which a stream resumes. Indices are given without those read before.
         """
         self._epoch, self._first, self._begun = epoch, True, 0
         self._ready.clear()
@@ -269,7 +269,7 @@ class InlineExecutor:
         self._has_ended = False
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many batches were handed over, or had no sample, and that none is left out."""
+        """Return how many batches were begun, and an empty tuple: each was delivered or empty."""
         return self._begun, ()
 
     def __iter__(self) -> InlineExecutor:
@@ -279,10 +279,10 @@ class InlineExecutor:
         return self.next_of(1)
 
     def next_of(self, batches: int, holds: Callable[[], bool] = lambda: True) -> Batch:
-        """Return the next batch; where none is left, so many are read before it is handed out.
+        """Return the next batch; if none is left, read ``batches`` of them first.
 
         Raises:
-            NotTakenError: What was read does not hold. It is dropped, and nothing is handed out.
+            NotTakenError: ``holds`` returned False after reading. The batches are dropped.
         """
         while (batch := self._next(batches, holds)) is NO_SAMPLES:
             pass
@@ -290,7 +290,7 @@ class InlineExecutor:
 
     @property
     def left(self) -> int:
-        """Batches that were read and are not handed out yet."""
+        """Number of batches that were read and are not handed out yet."""
         return len(self._ready)
 
     def _next(self, batches: int, holds: Callable[[], bool]) -> Batch:
@@ -327,7 +327,7 @@ class InlineExecutor:
         return made.batch
 
     def _read_at_start(self) -> tuple[TaskStamps, ...]:
-        """Make the batches of the epoch, as long as they take little time and memory."""
+        """Make the batches of the epoch, as long as they take little memory."""
         self._passes += 1
         looks = not self._passes & (self._passes - 1)
         before = self._state() if looks else None
@@ -337,8 +337,8 @@ class InlineExecutor:
             if len(self._ready) == seen:
                 self.reads_later = False
                 break
-            # One of some batches is measured: looking into each would take as long as making it.
-            # The first one: the last batch of an epoch may be smaller.
+            # The first of the batches is measured, as the last one of an epoch may be smaller:
+            # looking into each would take as long as making it.
             first, seen = seen, len(self._ready)
             size_bytes += (seen - first) * bytes_in(self._ready[first].batch)
         else:
@@ -351,9 +351,9 @@ class InlineExecutor:
         return fingerprint(*self._plan.compared, within_s=_COMPARED_S)
 
     def _ask(self, batches: int) -> list[Any]:
-        """Return what the next batches are to be made of, as the sampler gives it.
+        """Return the indices of the next batches, as the sampler gives them.
 
-        Before anything is read, as the sampler may draw from the generators that are watched then.
+        This is done before reading, when generators that the sampler may draw from are watched.
         """
         asked = []
         for _ in range(batches):
@@ -390,7 +390,7 @@ class InlineExecutor:
         return _Made(batch, failed, (*left_out, *fetcher.faults), task)
 
     def _noted(self, error: Exception, indices: Any) -> Exception:
-        """Return what is to be raised in the place of an error of the dataset."""
+        """Return the error to raise in place of one that the dataset has raised."""
         note = self._fetcher.note(indices)
         if note is not None:
             error.add_note(note)
@@ -410,8 +410,8 @@ class InlineExecutor:
     ) -> None:
         """Note what the batch that is handed out has waited for.
 
-        ``since``: What was done since it was asked for, of a batch that was made when the epoch
-        began; None: its own task.
+        ``since``: tasks done since the batch was asked for, where several batches are made at once;
+        None: the task of this batch alone.
         """
         self._count += 1
         own = self._wait.delivered()
@@ -422,7 +422,7 @@ class InlineExecutor:
         records.append(BatchStamps(*given, first=self._first, own=own))
 
     def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
+        """Append the stamps of each batch to ``records`` from now on; None: stop."""
         self._records = records
         self._fetcher.stamps = None if records is None else TaskWatch(-1, LineWatch())
 

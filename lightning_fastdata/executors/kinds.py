@@ -1,8 +1,8 @@
 """Who fetches the batches of a loader: one row of traits for each executor.
 
 Other code asks for a trait, and compares no names. Executors of ``ext`` and of other packages are
-found by their names in ``registry``. Before processes are forked, it is seen what a dataset holds
-that they must not share.
+found by name in ``registry``. Before processes are forked, the dataset is searched for handles that
+they must not share.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 _FILES_OF_WORKER: Final = 8
-"""Descriptors of a side process, with those that exist while it starts."""
+"""Number of open files that a side process needs, including those that exist while it starts."""
 _FILES_OF_BATCH: Final = 4
 ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "ray"]
 AnyExecutor: TypeAlias = ExecutorName | str | Ray
-"""By name, which may be that of another package's, or with arguments of its own."""
+"""Name of an executor of this or another package, or an executor with arguments of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Who is to fetch, and with what."""
+    """The executor that is to fetch, and what it is given for that."""
 
     executor: AnyExecutor
-    """As the user asked for it."""
+    """Executor as the user asked for it."""
     workers: int = 1
-    """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
+    """Number of side processes, or for ``"gather"`` of threads that gather ahead (0: none)."""
     pin_thread: PinThread | None = None
-    """Copies batches into page-locked memory, but for those that the training process reads; None:
-    they stay as they are."""
+    """Thread that copies batches into page-locked memory, which ``"inline"`` does not use; None: no
+    copies are made."""
     trial: CrewTrial | None = None
-    """Of side processes that read by index, what earlier ones have shown; None: nothing."""
+    """Trial with half of the side processes that read by index; None: a new one is made."""
     ways: Ways | None = None
-    """What is known of reading in the training process beside them; None: they alone read."""
+    """What is known of reading in the training process as well; None: side processes alone read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +67,23 @@ class ExecutorKind:
     what: str
     """Who fetches, in words."""
     start: Callable[[FetchPlan, Resources], Executor] | None
-    """Starts it; None: torch's own iterator, which has settings of its own."""
+    """Function that starts the executor; None: torch's own iterator, which has its own settings."""
     reads_streams: bool = True
-    """Reads a dataset that has no index (``IterableDataset``)."""
+    """Whether it reads a dataset that has no index (``IterableDataset``)."""
     caller_reads: bool = False
-    """The training process reads sample by sample, however many workers are asked for."""
+    """Whether the training process reads, sample by sample, whatever number of workers is set."""
     gathers: bool = False
-    """Copies rows of columns, with the indices of a batch as one array; the caller helps."""
+    """Whether it copies rows of columns, with a batch's indices as one array; the caller helps."""
     side_processes: bool = False
-    """``num_workers`` of this package fetch outside the training process, into memory files, which
-    Linux has. They are kept between epochs if that is asked for; threads and memory, which cost
-    nothing, always are. Of data with an index they may come and go within an epoch."""
+    """Whether ``num_workers`` processes of this package fetch into memory files, which only Linux
+    has. Between epochs the processes are kept if that is asked for; threads and memory, which cost
+    nothing, always are. For data with an index, their number may change within an epoch."""
     room_elsewhere: Callable[[AnyExecutor, int], int] | None = None
-    """Returns how many workers elsewhere each of so many ranks has room for: CPUs of this machine
-    neither bound nor count them, and one of them makes a whole batch. None: they are on this
-    machine, and share out the samples of one batch among them."""
+    """Function that returns how many workers elsewhere each of a number of ranks has room for. CPUs
+    of this machine do not limit them, and one worker makes a whole batch. None: the workers are on
+    this machine, and share out the samples of one batch."""
     workers: tuple[int, str] | None = None
-    """``num_workers`` and the reason, where that is not chosen by CPUs and samples."""
+    """``num_workers`` and its reason, where CPUs and samples do not decide it; None: they do."""
 
     @property
     def elsewhere(self) -> bool:
@@ -155,7 +155,7 @@ def find_kind(executor: object) -> ExecutorKind | None:
     """Return the traits of an executor; None: there is no such executor.
 
     Raises:
-        OptionsError: It is that of another package, which cannot be loaded or gives something else.
+        OptionsError: Its package cannot be loaded, or registers no ExecutorKind.
     """
     if not isinstance(executor, str | Ray):
         return None
@@ -192,19 +192,19 @@ def _unknown(executor: object) -> OptionsError:
 
 
 def executor_for(asked: AnyExecutor, *, stream: bool, workers: int) -> AnyExecutor:
-    """Return who fetches in place of an executor that cannot, or that executor itself.
+    """Return the executor itself if it can fetch, or else the one that fetches in its place.
 
-    One that reads by index cannot read a ``stream``; without workers the training process fetches,
-    as in torch.
+    An executor that reads by index cannot read a ``stream``. Without workers the training process
+    fetches, as in torch.
     """
     able = "workers" if stream and not kind_of(asked).reads_streams else asked
     return "inline" if kind_of(able).side_processes and not workers else able
 
 
 def able_to_read_on(executor: AnyExecutor, *, workers: int, asked: bool) -> AnyExecutor:
-    """Return who fetches in place of an executor where samples that fail are to be passed over.
+    """Return the executor itself if it can pass over samples that fail, or else a substitute.
 
-    Torch's own iterator cannot do that. ``asked``: it is to be done.
+    Torch's own iterator cannot. ``asked``: whether passing over samples was asked for.
     """
     from lightning_fastdata.batches.memory import shared_slots_supported
 
@@ -234,10 +234,10 @@ def unsuited(
 
 
 def room_elsewhere(executor: AnyExecutor, ranks: int) -> int | None:
-    """Return how many workers elsewhere each of the ranks has room for; None: they are here.
+    """Return how many workers elsewhere each of the ranks has room for; None: workers are here.
 
     Raises:
-        OptionsError: What it needs is not installed.
+        OptionsError: A package that the executor needs is not installed.
         WorkerError: No cluster can be reached or started.
     """
     room = kind_of(executor).room_elsewhere
@@ -271,11 +271,11 @@ def open_executor(plan: FetchPlan, given: Resources) -> Executor:
 def open_handles(dataset: object) -> list[str]:
     """Return in words what a dataset holds open that two processes cannot both use.
 
-    Connections to other programs, those of sqlite3, files of h5py, environments of LMDB, tensors of
-    CUDA. What is closed is no hazard, nor are files and archives, which each worker opens anew
-    (:func:`~lightning_fastdata.host.system_calls.open_anew`). Looks where
-    :func:`~lightning_fastdata.tree.find_instances` looks, imports nothing, and runs no
-    code of the user.
+    Found are open connections to other programs and of sqlite3, files of h5py, environments of
+    LMDB, and CUDA tensors. Files and archives are no hazard, as each worker opens them anew
+    (:func:`~lightning_fastdata.host.system_calls.open_anew`). The search looks where
+    :func:`~lightning_fastdata.tree.find_instances` looks, imports nothing, and runs no code of the
+    user.
     """
     databases = (
         *loaded_classes("sqlite3", "Connection"),
@@ -288,7 +288,7 @@ def open_handles(dataset: object) -> list[str]:
 
 
 def warn_before_fork(plan: FetchPlan) -> None:
-    """Warn of what workers would share, if they are forked."""
+    """Warn of open handles of the dataset that workers would share, if they are forked."""
     handles = open_handles(plan.dataset) if forks(plan.context) else []
     if handles:
         warnings.warn(
@@ -302,11 +302,11 @@ def warn_before_fork(plan: FetchPlan) -> None:
 
 
 def refuse_late_fork(plan: FetchPlan) -> None:
-    """Raise an error if more workers, forked now, would share something with this process.
+    """Raise an error if workers that are forked now would share open handles with this process.
 
     Raises:
-        WorkerError: The dataset holds it; it may be open only since the training process, too, has
-            read a sample.
+        WorkerError: The dataset holds such a handle, maybe only since the training process has read
+            a sample itself.
     """
     handles = open_handles(plan.dataset) if forks(plan.context) else []
     if handles:
@@ -318,14 +318,14 @@ def refuse_late_fork(plan: FetchPlan) -> None:
 
 
 def forks(context: BaseContext | str | None) -> bool:
-    """Return whether a context, or one of that name, forks processes; None: Python's own."""
+    """Return whether a context, given as such or by name, forks; None: Python's default context."""
     if not isinstance(context, BaseContext):
         context = multiprocessing.get_context(context)
     return bool(context.get_start_method() == "fork")
 
 
 def _told(handle: Any) -> str:
-    """Return what a handle is; empty: nothing that must not be shared."""
+    """Return what a handle is, in words; empty: it may be shared."""
     package = type(handle).__module__.partition(".")[0].replace("builtins", "lmdb")
     kind = f"{package}.{type(handle).__qualname__}"
     if isinstance(handle, torch.Tensor):
@@ -348,8 +348,8 @@ class Executor(Protocol):
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped.
 
-        ``batches`` are those of indices. Of a stream only the first item counts: how many samples
-        each batch is to have, or None for single samples.
+        ``batches`` are batches of indices. For a stream only the first item counts: the number of
+        samples that each batch is to have, or None for single samples.
         """
 
     def __iter__(self) -> Executor: ...
@@ -358,12 +358,12 @@ class Executor(Protocol):
         """Return the next batch; the user may keep it, and nothing will overwrite it."""
 
     def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each delivered batch from now on; None: no more."""
+        """Append the stamps of each delivered batch to ``records`` from now on; None: stop."""
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Fetch with so many side processes from now on, without losing what is under way.
+        """Fetch with ``workers`` side processes from now on, without losing what is under way.
 
-        ``look_ahead``: Batches under way at once from now on; None: as before.
+        ``look_ahead``: Number of batches under way at once from now on; None: as before.
         """
 
     def close(self) -> None:
@@ -372,7 +372,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class StreamReader(Executor, Protocol):
-    """An executor that reads streams, and goes on within one."""
+    """An executor that reads streams, and can resume within one."""
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
@@ -381,4 +381,4 @@ class StreamReader(Executor, Protocol):
 
     @property
     def history(self) -> StreamHistory | None:
-        """Where the stream was behind each of the last batches; None: it is no stream."""
+        """Positions of the stream after each of its last batches; None: it is no stream."""

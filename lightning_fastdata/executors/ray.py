@@ -19,11 +19,11 @@ class Ray:
 
     Args:
         num_cpus: CPUs that each actor holds; 0: it runs beside whoever holds them.
-        memory: Bytes that each holds; None: not counted.
-        resources: Amounts of the cluster's own resources that each holds, by their names.
+        memory: Bytes that each actor holds; None: not counted.
+        resources: Amounts of the cluster's own resources that each actor holds, by name.
         label_selector: Labels of the nodes where actors may run, as ``{"zone": "a"}``.
         scheduling_strategy: As ``ray.remote`` takes it; None: ``"SPREAD"``.
-        runtime_env: Files, packages and variables of each, as ``ray.remote`` takes them.
+        runtime_env: Files, packages and variables of each actor, as ``ray.remote`` takes them.
         options: Whatever else ``ray.remote`` takes, as ``{"accelerator_type": "A100"}``.
 
     Raises:
@@ -56,7 +56,7 @@ class Ray:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What differs from ``Ray()``, by name."""
+        """Arguments that differ from those of ``Ray()``, by name."""
         values = ((each, getattr(self, each.name)) for each in fields(self))
         return {each.name: value for each, value in values if value != each.default}
 

@@ -1,14 +1,15 @@
 """Cheap samples: the training process reads them itself, while side processes stand by.
 
 Handing over a batch can cost more than reading it. But side processes have the dataset as it was
-when the epoch began, and the training process has it as it is. So before each few milliseconds of
-reading here, what is read is compared with what it was then. As soon as it is not the same, or
-cannot be compared, the side processes, which were started when the epoch began, read the rest.
+when the epoch began, and the training process has it as it is now. So before each few milliseconds
+of reading in the training process, the dataset is compared with what it was then. As soon as it has
+changed, or cannot be compared, the side processes, which were started when the epoch began, read
+the rest.
 
-Which of the two makes the training quicker rests on what it does with the batches. Both are timed
-in its first epoch; where side processes were quicker, once more and for longer, as the machine may
-have done something else meanwhile; where they were not, once more in the next epoch, as they start
-slowly.
+Which way makes the training quicker depends on what it does with the batches. Both are timed in its
+first epoch. Where side processes were quicker, they are timed once more and for longer, as the
+machine may have done something else meanwhile. Where they were not, they are timed once more in the
+next epoch, as they start slowly.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _WITHIN_S: Final = 0.03
-"""What takes longer to compare is not known. Python may collect its garbage meanwhile."""
+"""CPU seconds after which a comparison is given up; Python's garbage collection may be in it."""
 _CHEAP_S: Final = 0.003
-"""What takes longer each time is read by side processes alone."""
+"""CPU seconds of a comparison above which side processes alone read, from the next epoch on."""
 _TIMES: Final = 120
-"""So many times as long as a comparison is read before the next one."""
+"""Ratio of the time spent reading between two comparisons to the time of a comparison."""
 _LEAST_S, _MOST_S = 0.001, 0.05
-"""Bounds of that."""
+"""Bounds, in seconds, of the time spent reading between two comparisons."""
 _LAST: Final = 3
-"""So many comparisons tell what one takes: the least of them, as others do more than compare."""
+"""Number of newest comparisons of which the shortest counts, as others do more than compare."""
 _LEAST_TIMES: Final = 20
-"""The same where more batches would not stay in the caches of a CPU."""
+"""Least ratio of reading to comparing, also where the batches then do not fit the CPU caches."""
 _MOST_BATCHES: Final = 512
 _MOST_BYTES: Final = 2**25
 _CACHED_BYTES: Final = 2**21
-"""Of batches that stay in the caches of a CPU until they are used, about."""
+"""Bytes of batches that about fit into the caches of a CPU until they are used."""
 _CHANGED_MEANWHILE: Final = (
     "The dataset or its collate_fn has changed while a batch was read in the training process: by "
     "reading it (a counter, say, or samples that are kept), or by another thread. Workers read "
@@ -62,18 +63,18 @@ _CHANGED_MEANWHILE: Final = (
     "num_workers=0 to have all read there, as things are by then."
 )
 _GROUP: Final = 8
-"""Batches of side processes that are timed together."""
+"""Number of consecutive batches of side processes that are timed together."""
 _TIMED: Final = 5
-"""So many times are compared by their medians, of either kind."""
+"""Least number of times of each way of reading whose medians are compared."""
 _TIMED_S: Final = 0.1
-"""So long the training process reads before side processes are tried."""
+"""Seconds of steps with batches read here, before side processes are tried."""
 _WORTH_IT: Final = 0.97
 _SURE: Final = 4 * _TIMED
-"""The same where side processes were quicker: what a machine does meanwhile may take as long as a
-short trial, and the choice is for good."""
+"""Number of timings in the second trial where side processes were quicker: a short trial may fall
+into a moment when the machine is busy otherwise, and the choice is for good."""
 _TRIALS: Final = 2
-"""So many trials of one result choose. Side processes that were just started touch their memory for
-the first time: where they were no quicker, the second trial is in another epoch."""
+"""Number of trials with the same result that choose. New side processes touch their memory for the
+first time: where they were no quicker, the second trial is in another epoch."""
 
 
 @dataclass(slots=True)
@@ -81,15 +82,15 @@ class Ways:
     """What is known of a loader's two ways of reading; it outlives epochs."""
 
     aside: bool | None = None
-    """Side processes read; None: it is not known yet which way is quicker."""
+    """Whether side processes read; None: it is not known yet which way is quicker."""
     here_s: deque[float] = field(default_factory=lambda: deque(maxlen=4 * _TIMED))
-    """From batch to batch, the step included, where the training process reads."""
+    """Seconds from batch to batch, the step included, where the training process reads."""
     spent_s: float = 0.0
-    """What they were taken from."""
+    """Sum of the seconds from which the times in ``here_s`` were taken."""
     won: int = 0
-    """Trials in which side processes were quicker."""
+    """Number of trials in which side processes were quicker."""
     lost: int = 0
-    """Those in which they were not."""
+    """Number of trials in which side processes were not quicker."""
 
     def note(self, seconds: float, batches: int) -> None:
         """Note how long the training took for batches that were read here."""
@@ -103,7 +104,7 @@ class Ways:
         return self.aside is None and enough
 
     def decide(self, aside_s: list[float]) -> None:
-        """Choose the quicker way by the times from batch to batch; too few choose none."""
+        """Count a trial by its seconds from batch to batch, and choose once enough trials agree."""
         if len(aside_s) >= _TIMED:
             here_ms, aside_ms = (1000 * statistics.median(x) for x in (self.here_s, aside_s))
             aside = aside_ms < _WORTH_IT * here_ms
@@ -121,13 +122,13 @@ class Ways:
 class _Copying:
     """A ``collate_fn`` whose batches are copies, as side processes hand them over.
 
-    What the training does to such a batch changes nothing of the dataset, nor another batch.
+    What the training does to such a batch changes neither the dataset nor another batch.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Batch]) -> None:
         self._collate_fn = collate_fn
         self.size_bytes = 0
-        """Of the last batch."""
+        """Bytes of the last batch."""
 
     def __call__(self, samples: Any) -> Batch:
         batch, self.size_bytes = copied(self._collate_fn(samples))
@@ -138,10 +139,10 @@ class StandbyExecutor:
     """Fetches in the calling thread, or in the side processes of a pool.
 
     Args:
-        plan: Whose order is sure when the epoch begins.
-        pool: Of the same plan.
+        plan: Plan whose order is known when the epoch begins.
+        pool: Side processes that fetch by the same plan.
         ways: What earlier executors of the loader have found.
-        pin_thread: Copies batches into page-locked memory, as those of the pool; None: nobody.
+        pin_thread: Thread that copies batches into page-locked memory, as for the pool; None: none.
     """
 
     def __init__(
@@ -165,19 +166,19 @@ class StandbyExecutor:
         self._epoch = 0
         self._before: Fingerprint | None = None
         self._earlier = 0
-        """Batches of the epoch that the pool was given, before those that it has now."""
+        """Number of batches of the epoch that the pool began in trials that have ended."""
         self._trial: list[float] | None = None
-        """When each batch of a trial of the pool was asked for; None: there is none."""
+        """Times at which the batches of a trial of the pool were asked for; None: no trial runs."""
         self._aside = self._tried = False
         self._batches = 1
-        """Batches that are read at once."""
+        """Number of batches that are read at once, between two comparisons."""
         self._size_bytes: int | None = None
-        """Of one of them; None: nothing was read yet."""
+        """Bytes of one batch; None: nothing was read yet."""
         self._begins, self._read_s = True, 0.0
         self._compared_s: deque[float] = deque(maxlen=_LAST)
-        """What the last comparisons of the epoch took."""
+        """CPU seconds that the last comparisons of the epoch took."""
         self._idle = True
-        """The side processes have read nothing since they were started, or told what they read."""
+        """Whether side processes have read nothing since they started or last proved unchanged."""
         self._since_s: float | None = None
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
@@ -214,7 +215,7 @@ class StandbyExecutor:
             self._end_trial()
 
     def _look(self) -> None:
-        """Decide who reads what comes next, now that nothing is left that was read."""
+        """Decide who reads the next batches, when all that were read here are handed out."""
         now_s = clock.monotonic()
         if self._since_s is not None:
             self._ways.note(now_s - self._since_s, self._batches)
@@ -235,7 +236,7 @@ class StandbyExecutor:
         self._batches = max(1, int(min(self._fitting(compared_s), 2 * self._batches)))
 
     def _fitting(self, compared_s: float) -> float:
-        """Return how many batches are best read at once, where comparing takes so long."""
+        """Return how many batches are best read at once if a comparison takes ``compared_s``."""
         if self._size_bytes is None or not self._read_s:
             return 1
         wanted_s = min(max(_LEAST_S, _TIMES * compared_s), _MOST_S)
@@ -272,7 +273,7 @@ class StandbyExecutor:
         return self._pin_thread.pin(lambda: batch).result().batch
 
     def _holds(self) -> bool:
-        """Return whether nothing has changed while it was read: by that, or by another thread."""
+        """Return whether neither reading nor another thread has changed what is read."""
         if self._size_bytes is not None and threading.active_count() < 2:
             return True
         holds = self._state() == self._before
@@ -286,7 +287,7 @@ class StandbyExecutor:
         self._pool.start_epoch(batches, self._epoch)
 
     def _try_aside(self, groups: int) -> None:
-        """Have side processes read so many groups of batches that are timed."""
+        """Have side processes read ``groups`` groups of batches, and time them."""
         self._trial = []
         around = 2 * self._plan.look_ahead  # while the pool fills, and while it empties
         self._turn_aside(islice(self._source, around + _GROUP * (groups + 1)))
@@ -323,25 +324,25 @@ class StandbyExecutor:
 
     @property
     def respawned(self) -> int:
-        """Side processes that died and were replaced."""
+        """Number of side processes that died and were replaced."""
         return self._pool.respawned
 
     def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each delivered batch from now on; None: no more."""
+        """Append the stamps of each delivered batch to ``records`` from now on; None: stop."""
         self._here.record(records)
         self._pool.record(records)
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Have so many side processes, and batches ahead."""
+        """Have ``workers`` side processes, and ``look_ahead`` batches under way."""
         self._pool.resize(workers, look_ahead)
 
     def ask_states(self, within_s: float) -> None:
-        """Ask each side process what it reads: the epoch is over."""
+        """Ask each side process for the state of what it reads, as the epoch is over."""
         if not self._idle:
             self._pool.ask_states(within_s)
 
     def read_the_same(self, digest: bytes, within_s: float) -> bool:
-        """Return whether what side processes have read has changed nothing of what they read."""
+        """Return whether what the side processes read is still as the training process has it."""
         self._idle = self._idle or self._pool.read_the_same(digest, within_s)
         return self._idle
 

@@ -26,9 +26,9 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.order.indices import Stateful
 
 _KEPT: Final = 32
-"""Batches that may be handed out, and not yet be taken by the training."""
+"""Number of last batches whose positions are kept, as the training may not have taken them yet."""
 _SHARE: Final = 0.01
-"""Of the time that taking states may cost."""
+"""Share of the time that taking states may cost, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ class LanePosition:
     """How far one part of a stream has come."""
 
     batches: int = 0
-    """Delivered in this epoch."""
+    """Number of batches delivered in this epoch."""
     state: bytes | None = None
-    """States of the stream and of its iterator, pickled; None: it is read from its beginning."""
+    """Pickled states of the stream and of its iterator; None: it is read from its beginning."""
     passes: int = 0
-    """Passes to be read to their ends behind the state, before that of this epoch begins."""
+    """Number of passes to read to their ends, from the state on, before this epoch begins."""
     skip: int = 0
-    """Batches to read and drop then."""
+    """Number of batches to read and drop after the state and the passes."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`from_dict` takes."""
@@ -54,7 +54,7 @@ class LanePosition:
         """Return the position that was saved.
 
         Raises:
-            OptionsError: It is none.
+            OptionsError: ``saved`` is no such position.
         """
         try:
             states = saved["state"]
@@ -69,15 +69,15 @@ class StreamNote(NamedTuple):
     """What the reader of a part tells with a batch."""
 
     state: bytes | None = None
-    """That behind the batch, as in :class:`LanePosition`; None: it was not taken."""
+    """State after the batch, as in :class:`LanePosition`; None: it was not taken."""
     refused: str = ""
-    """Why the state cannot be taken, to go on with after ``state_dict()``."""
+    """Why the state cannot be taken, as a text after ``state_dict()``; empty: it can be."""
     drew: bool = False
-    """The stream, or its ``collate_fn``, draws from global generators."""
+    """Whether the stream, or its ``collate_fn``, draws from global generators."""
 
 
 def tells_state(stream: object) -> TypeGuard[Stateful]:
-    """Return whether a stream has ``state_dict()``, called so, and ``load_state_dict(state)``."""
+    """Return whether a stream has ``state_dict()`` and ``load_state_dict(state)``, called so."""
     if not isinstance(stream, Stateful):
         return False
     try:
@@ -94,20 +94,20 @@ class StreamState:
     def __init__(self, dataset: object) -> None:
         self._stream: Any = own_dataset(dataset)
         self._has_state: tuple[Stateful | None, Stateful | None] = None, None
-        """The stream and its iterator, where they have a state."""
+        """The stream and its iterator; None in place of one that has no state."""
         self._next_s = 0.0
         self.refused = why_state_is_lost(self._stream) if tells_state(self._stream) else ""
-        """Why a state cannot be taken, to go on with after ``state_dict()``."""
+        """Why a state cannot be taken, as a text after ``state_dict()``; empty: it can be."""
 
     def begin(self, saved: bytes | None) -> Iterator[Any]:
-        """Begin a pass over the stream, and return its iterator; None: from the beginning."""
+        """Begin a pass at a saved state (None: at its start), and return the stream's iterator."""
         stream = self._stream
         of_stream, of_iterator = _unpickled(saved)
         if of_stream is not None:
             stream.load_state_dict(of_stream)
         iterator: Any = iter(stream)
         if of_stream is not None and not self._has(of_stream):
-            stream.load_state_dict(_unpickled(saved)[0])  # it has set itself up in __iter__
+            stream.load_state_dict(_unpickled(saved)[0])  # __iter__ has set it up anew
         if of_iterator is not None:
             iterator.load_state_dict(of_iterator)
         self._has_state = (
@@ -120,20 +120,20 @@ class StreamState:
     def _has(self, state: object) -> bool:
         try:
             return bool(self._stream.state_dict() == state)
-        except Exception:  # it has none before its first sample, or holds tensors
+        except Exception:  # it has no state before its first sample, or one with tensors
             return False
 
     def take(self) -> bytes | None:
-        """Return the states of the stream and of its iterator, pickled; None: not now.
+        """Return the pickled states of the stream and its iterator; None: none is taken now.
 
-        They belong to the samples that were read until now, and cost a hundredth of the time.
+        They belong to the samples read until now. Taking them costs a hundredth of the time.
         """
         began_s = clock.monotonic()
         if self.refused or self._has_state == (None, None) or began_s < self._next_s:
             return None
         try:
             states = (None if one is None else one.state_dict() for one in self._has_state)
-            pickled = pickle.dumps(tuple(states), 5)  # they may be live, and go on changing
+            pickled = pickle.dumps(tuple(states), 5)  # they may be live objects, and change later
         except Exception as error:  # whatever the user's code raises
             self.refused = f"raised {type(error).__name__} ({error!s:.200})"
             return None
@@ -143,7 +143,7 @@ class StreamState:
 
 
 class StreamHistory:
-    """Where a stream was behind each of the last batches, in the process that takes them."""
+    """Positions of a stream after each of its last batches, in the process that takes these."""
 
     def __init__(self, dataset: object) -> None:
         self._stream = own_dataset(dataset)
@@ -155,7 +155,7 @@ class StreamHistory:
         self._refused = ""
         self._told = False
         self.drew = False
-        """The stream, or its ``collate_fn``, was seen to draw from global generators."""
+        """Whether the stream, or its ``collate_fn``, was seen to draw from global generators."""
 
     def start_epoch(
         self,
@@ -168,10 +168,10 @@ class StreamHistory:
         """Begin an epoch.
 
         Args:
-            parts: So many read it.
-            resume: Where each of them begins; None: at the beginning.
-            going_on: Those that have read the epoch before.
-            over: That was read to its end.
+            parts: Number of parts that the stream is read in.
+            resume: Position at which each part begins; None: at its beginning.
+            going_on: Numbers of the parts whose readers have read the epoch before.
+            over: Whether the epoch before was read to its end.
         """
         ended = self._at_end(self._now) if over else ()
         begins = [
@@ -185,7 +185,7 @@ class StreamHistory:
 
     @property
     def first_turn(self) -> int:
-        """The part whose batch is next: the one behind that which gave a batch last."""
+        """Number of the part whose batch is next: the one after the part that gave the last."""
         counts = [lane.batches for lane in self._now]
         last = max(range(len(counts)), key=lambda n: (counts[n], n))
         return (last + 1) % len(counts)
@@ -209,13 +209,13 @@ class StreamHistory:
         self._kept.pop(self._given - _KEPT - 1, None)
 
     def position(self, delivered: int, *, over: bool) -> tuple[LanePosition, ...] | None:
-        """Return where each part is after so many batches of the epoch, from its very beginning.
+        """Return where each part is after ``delivered`` batches from the very start of the epoch.
 
         Empty: the stream has no state, and its batches are counted. None: the state is not known.
-        ``over``: the batches were all, and the next epoch begins.
+        ``over``: whether these were all batches, and the next epoch begins.
 
         Raises:
-            OptionsError: So many were not handed out, or too long ago.
+            OptionsError: Fewer batches were handed out, or too many since.
         """
         if over:
             delivered = self._given
@@ -257,7 +257,7 @@ def _unpickled(saved: bytes | None) -> tuple[Any, Any]:
 
 
 def _why_not_saved(lanes: Sequence[LanePosition]) -> str:
-    """Return why a checkpoint would not give states back, to go on with after their name."""
+    """Return why a checkpoint would not give states back, as a text after their name; or ""."""
     file = BytesIO()
     try:
         torch.save([lane.as_dict() for lane in lanes], file)

@@ -65,49 +65,49 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.plan_for import LoaderSpec
 
 Tell: TypeAlias = Callable[[str, object], None]
-"""Sends a finding to the training process: its name, and a value that can be pickled."""
+"""Function that sends a finding to the training process: its name, and a value to be pickled."""
 
-# What a system says of an open file that is not what the program thinks it is.
+# Errors of the system for an open file that is not what the program thinks it is.
 _HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
 _PLACES: Final = (
     "daemonic processes are not allowed to have children",
     "Cannot re-initialize CUDA in forked subprocess",
 )
-"""What Python and torch say to those that want it in a worker."""
-_COMPARED_S: Final = 0.02  # of a CPU at most, before samples are read and behind it
-_KEPT: Final = 0.3  # of a sample's time, at most, once more, where the dataset keeps it
-_WORTH_KEEPING_MS: Final = 0.1  # of a CPU for a sample: less may be by chance, and saves nothing
-_KEYS: Final = 64  # of a sampler of the user's, to read samples by
+"""Messages of Python and torch for what workers may not do, but the training process may."""
+_COMPARED_S: Final = 0.02  # most of a CPU, before samples are read and after that
+_KEPT: Final = 0.3  # most of a sample's time to read it again, where the dataset keeps it
+_WORTH_KEEPING_MS: Final = 0.1  # least CPU time saved for a sample: less may be by chance
+_KEYS: Final = 64  # number of keys of a user's sampler to read samples by
 # Samplers that give each position of the dataset, from 0.
 _OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
 
-# Of the samples that are measured
+# Bounds for measuring samples
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
 _FEWEST_SAMPLES: Final = 14
 _DEAR_BATCH_MS: Final = 30  # a hundred times what it takes to hand a batch over
 _ALIKE: Final = 2
 _AHEAD_BUDGETS: Final = 4
-"""So much more time is given to datasets that read ahead, which mostly wait."""
-_WEIGHED_SAMPLES: Final = 16  # of which the bytes are counted
+"""Factor on the time for datasets that read ahead, as these mostly wait."""
+_WEIGHED_SAMPLES: Final = 16  # number of samples whose bytes are counted
 _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
-# CPU time of known_work() where benchmarks/handing_over.py measured the rest.
+# CPU time of known_work() where benchmarks/handing_over.py measured side processes.
 _KNOWN_MS: Final = 0.045
 _MOST_CROWDED: Final = 20.0
 
-# Of the trial of a stream
+# Bounds for the trial of a stream
 _OF_LITDATA: Final = ("StreamingDataset", "CombinedStreamingDataset", "ParallelStreamingDataset")
-"""Streams that share out their chunks."""
+"""Classes of LitData's streams, which share out their chunks."""
 _STREAM_SAMPLES: Final = 32
 _STREAM_BUDGET_S: Final = 1.0
 _STREAM_DEADLINE_S: Final = 10.0
-# A WorkerInfo has to be asked for both: one of them alone seeds a generator, refuses workers, or
-# has a file for each of a given number of workers. A worker_init_fn gets its number as an argument.
+# Both of a pair have to be asked for: one of them alone seeds a generator, refuses workers, or has
+# a file for each of a given number of workers. A worker_init_fn gets its number as an argument.
 _NAMES: Final = ("num_workers", "id", "dataset")
 _SHARES: Final = ({"num_workers", "id"}, {"num_workers", "dataset"})
 
-# Of the process that is thrown away
+# Bounds for the process that is thrown away
 _DEADLINE_S: Final = 30.0
 _START_S: Final = 60.0  # a spawned process imports torch and unpickles a dataset of unknown size
 _LOOK_S: Final = 0.25
@@ -117,10 +117,10 @@ _LOOK_S: Final = 0.25
 class Questions:
     """What is to be found out; each costs the reading of a few samples."""
 
-    sample: bool = False  # sample 0, to be checked
-    collated: bool = False  # whether torch can collate that sample
-    further: int = 0  # so many samples from all over the dataset
-    cost: bool = False  # what a sample costs, and whether reading one draws
+    sample: bool = False  # whether sample 0 is read, to be checked
+    collated: bool = False  # whether it is checked that torch can collate it
+    further: int = 0  # number of samples to read from all over the dataset
+    cost: bool = False  # whether to find what a sample costs, and if it draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,21 +132,21 @@ class SampleCost:
     """
 
     wall_ms: float
-    """From the call to its return, less the time for which a CPU had to be waited for: what it
-    would take on an idle machine."""
+    """Time from the call to its return, less any wait for a CPU: what it would take on an
+    idle machine."""
     cpu_ms: float
     """CPU time that the thread spent; at most ``wall_ms``."""
     size_bytes: int
     """Bytes of the tensors, arrays and images of one sample."""
     samples: int
-    """How many were measured."""
+    """Number of samples that were measured."""
     collate_ms: float = 0.0
-    """CPU time for its share in collating a batch, besides reading it."""
+    """CPU time of the sample's share in collating a batch, besides reading it."""
     pace: float = 1.0
-    """How many times as long as elsewhere everything took here and then: what side processes cost
-    was measured elsewhere, and CPUs are slower where others are at work on them."""
+    """Ratio of the time that known work took here to that where the cost of side processes was
+    measured. CPUs are slower where others are at work on them."""
     crowded: float = 1.0
-    """How many times as long as its CPU time the process took that read, as others had the CPUs."""
+    """Ratio of the time that reading took to its CPU time, as others had the CPUs; 1: none did."""
 
     @property
     def wait_ms(self) -> float:
@@ -159,39 +159,39 @@ class StreamSplit:
     """Whether several workers together give each sample of a stream once."""
 
     splits: bool
-    """False also where it is not known."""
+    """Whether the workers share the stream out; False also where it is not known."""
     why: str
-    """What tells so, to go on with after "because"."""
+    """What tells so, as a text that follows "because"."""
     most_workers: int | None = None
-    """Its shards: more workers would find nothing to read. None: it has no such bound."""
+    """Most workers that find a shard to read; None: there is no such bound."""
     here: bool = False
-    """Its library reads in processes of its own, and workers could not reach those."""
+    """Whether the stream's library reads in processes of its own, which workers could not reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
     """What was found out; None or empty where it was not asked for or could not be had."""
 
-    sampled: bool = False  # there is a sample
-    sample: object = None  # the first one
+    sampled: bool = False  # whether there is a sample
+    sample: object = None  # the first sample
     uncollatable: str | None = None  # what in the sample torch cannot collate, and what to do
     further: tuple[object, ...] = ()  # samples from all over the dataset
     rows: bool = False
-    """Batches are rows of columns of numbers, collated by default, without a transform. Then no
-    sample is measured."""
+    """Whether batches are rows of columns of numbers, collated by default, without a transform.
+    Then no sample is measured."""
     own_bytes: int = 0
-    """Of such columns, as far as they are memory of this process that a program may change."""
-    split: bool = False  # the samples of one batch may be given to several workers
-    cost: SampleCost | None = None  # of reading a sample
-    draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
+    """Bytes of columns of ``rows`` that are memory of this process, which a program may change."""
+    split: bool = False  # whether several workers may read the samples of one batch
+    cost: SampleCost | None = None  # cost of reading a sample
+    draws: bool = False  # whether reading a sample drew from random, numpy or torch
     changes: bool = False
-    """Reading samples has changed the dataset or ``collate_fn``, or nobody can say that it has not:
-    a counter, samples that are kept, a file that is opened."""
+    """Whether reading samples has changed the dataset or ``collate_fn``, or nobody can say that it
+    has not: a counter, samples that are kept, a file that is opened."""
     cost_again: SampleCost | None = None
-    """Of reading a sample once more, where that is far less, as the dataset keeps what it reads."""
+    """Cost of reading a sample again, where that is far less as the dataset keeps samples."""
     worker_bytes: int | None = None
-    """Memory that a worker comes to have of its own: what a process had that tried the dataset, and
-    what it would copy of the dataset's objects by reading all of them."""
+    """Bytes of memory that a worker comes to have of its own: what a process had that tried the
+    dataset, and what it would copy of the dataset's objects by reading all of them."""
     here: str | None = None  # why the training process alone can read it; None: nothing says so
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
     warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
@@ -201,10 +201,10 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     """Find out what is asked about a dataset, in a process that is started as its workers will be.
 
     Datasets of rows (see :func:`.rows_of`), which hold no code of the user and nothing that is
-    opened, are read here. Of a stream the questions are not answered; whether it shares itself out
-    is, which may take its first samples. Nothing is read with ``probe=False``. What no side process
-    may do, the training process does, where that is left open. Where it reads in any case, what
-    another one makes of open files and clients means nothing.
+    opened, are read here. For a stream only whether it shares itself out is found out, which may
+    take its first samples. Nothing is read with ``probe=False``. Where no side process may read,
+    and the options leave it open, the training process does. Where it reads in any case, failures
+    of another process with open files and clients mean nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
@@ -272,8 +272,8 @@ def refuse_empty(spec: LoaderSpec) -> None:
 def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
     """Read what the questions need, and tell it by the names of :class:`DatasetFacts`.
 
-    Runs where nothing else uses the dataset or its sampler. ``"key"`` is that of its first sample,
-    where a sampler gives it.
+    Runs where nothing else uses the dataset or its sampler. ``"key"`` is the key of the first
+    sample, where a sampler gives it.
     """
     dataset = spec.dataset
     if spec.worker_init_fn is not None:
@@ -316,7 +316,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
 def _keeps(first: SampleCost, again: SampleCost) -> bool:
     """Return whether a dataset seems to keep what it reads: to read it again saves CPU time, too.
 
-    That of what the system's page cache keeps does not: it is decoded again.
+    What only the system's page cache keeps saves none: it is decoded again.
     """
     saved_ms = first.cpu_ms - again.cpu_ms
     saves_cpu = again.cpu_ms <= _KEPT * first.cpu_ms and saved_ms >= _WORTH_KEEPING_MS
@@ -324,33 +324,33 @@ def _keeps(first: SampleCost, again: SampleCost) -> bool:
 
 
 def _suspects_fork(failure: Failure) -> bool:
-    """Whether it may have failed for what a process does not inherit that is forked."""
+    """Return whether a failure may come from what a forked process does not inherit."""
     error = failure.error
     if error is None:
         return True
     if isinstance(error, OSError) and type(error).__module__ == "builtins":
         return error.errno in _HANDLE_ERRORS
-    # A mistake of the dataset raises an ordinary error; what a library says of a fork is its own.
+    # A mistake of the dataset raises an ordinary error; a library reports a fork by one of its own.
     return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
 
 
 def _of_place(failure: Failure) -> bool:
-    """Whether it fails for the process in which it was tried, and says nothing of this one."""
+    """Return whether a failure comes from the process of the trial, and not from the dataset."""
     if failure.error is None:
         return failure.kind == "not started"
     return _fails_for_its_place(failure.error)
 
 
 def _fails_for_its_place(error: BaseException) -> bool:
-    """Return whether reading failed for what a side process may not do, and others may."""
+    """Return whether reading failed because a side process may not do what it takes."""
     told = "".join(traceback.format_exception(error))  # with causes, and notes of other processes
     return any(text in told for text in _PLACES)
 
 
 def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
-    """Whether the training process can read a sample that has raised in a side process.
+    """Return whether the training process can read a sample that raised in a side process.
 
-    What waits for ever or ends its process is not tried, as it would do so here.
+    A sample that waits for ever or ends its process is not tried, as it would do so here, too.
     """
     if failure.error is None or not _suspects_fork(failure):
         return False
@@ -363,7 +363,7 @@ def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
 
 
 def may_start_processes() -> bool:
-    """Return whether side processes can be started without a word of the user's."""
+    """Return whether side processes can be started though the user has not asked for any."""
     if multiprocessing.get_start_method() == "fork":
         return True
     # Else another process imports the program's script once more.
@@ -412,7 +412,7 @@ def _drawn_indices(length: int, count: int) -> list[int]:
     """Return up to ``count`` different indices from all over a dataset, in a mixed order.
 
     One is taken from each of ``count`` parts, at a place that differs from part to part: datasets
-    repeat themselves at regular distances. They are the same ones each time.
+    repeat themselves at regular distances. The indices are the same ones each time.
     """
     count = min(count, length)
     generator = np.random.default_rng(0)
@@ -430,8 +430,8 @@ def probe_indices(
 ) -> list[Any]:
     """Return keys of samples from all over the order of a sampler, or of a batch sampler.
 
-    It may give any keys. Those of torch and lists show theirs without being iterated; any other is
-    iterated, which may change it: in a process that is thrown away.
+    Keys may be of any kind. Samplers of torch and lists show them without being iterated; any other
+    is iterated, which may change it: call this in a process that is thrown away.
     """
     if type(batch_sampler) is BatchSampler:
         sampler, batch_sampler = batch_sampler.sampler, None
@@ -497,17 +497,17 @@ def measure_samples(
     """Read samples of a map-style dataset as one process alone would, and return what one costs.
 
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
-    many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
-    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. It
-    ends after fifteen samples that take long, and alike. The first one is left out if there are
-    others, because it opens files and imports. ``read``: So many were read before, and these are
-    read once more.
+    many each time up to whole batches, until there are 1,024, or as many as in four batches, or the
+    budget is spent; of a dataset that reads ahead, three whole batches, the quickest of which
+    counts. It ends after fifteen samples that take long, and alike. The first one is left out if
+    there are others, because it opens files and imports. ``read``: number of samples that were read
+    before, and are read once more.
 
     Returns:
-        None if it is empty or a sample could not be read, which raises when training reads it.
+        None: there is no sample, or one could not be read, which raises when training reads it.
 
     Raises:
-        Exception: Whatever reading raised, if that is for the process in which it was tried.
+        Exception: Whatever reading raised, if it comes from the process in which it was tried.
     """
     timed = Clocks().of
     at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
@@ -536,7 +536,7 @@ def measure_samples(
         count = len(remaining[:size]) if at_once else len(samples)
         groups.append(_Group(count, wall_ms, cpu_ms, collate_ms))
         remaining = remaining[count:]
-        # What comes next is expected to take as long for each; of waiting, as long together.
+        # The next samples are expected to take as long each, but to wait as long together.
         left_ms = 1000 * (ends_s - clock.monotonic())
         each_ms = ((cpu_ms if ahead else wall_ms) + collate_ms) / count
         if left_ms <= 0 or sum(group.size for group in groups) >= most:
@@ -559,7 +559,7 @@ def measure_samples(
     reads = np.array(largest if at_once or ahead else groups).sum(axis=0)
     collated = np.array(largest).sum(axis=0)
     return SampleCost(
-        # Where samples are read ahead, it waits for a batch while it decodes the one before.
+        # Where samples are read ahead, one batch is waited for while another is decoded.
         wall_ms=float((max(reads[2], reads[1] - reads[2]) if ahead else reads[1]) / reads[0]),
         cpu_ms=float(reads[2] / reads[0]),
         size_bytes=bytes_in(weighed) // max(1, in_weighed),
@@ -590,7 +590,7 @@ def known_work() -> float:
 
 
 def _read(dataset: Any, indices: Sequence[int], at_once: bool, ends_s: float) -> Any:
-    """Return samples, in one call or one by one: then none is begun after a moment."""
+    """Return samples, read in one call, or one by one until the time ``ends_s``."""
     if at_once:
         return dataset.__getitems__(indices)
     read_ahead(dataset, indices)
@@ -614,7 +614,7 @@ def split_of(spec: LoaderSpec, start_method: str) -> StreamSplit:
     Known are Hugging Face's streams, WebDataset and LitData. Another one does if it asks
     ``get_worker_info()`` for the number of the worker and of all workers while its first samples
     are read; and, where that reaches its end, if two workers together give as many samples as one
-    alone. It is tried, where the number of workers rests on it, in a process that is started as
+    alone. It is tried, where the number of workers depends on it, in a process that is started as
     workers would be, and thrown away. A ``worker_init_fn`` may give each worker's copy its part.
     """
     options, found = spec.options, _known(spec.dataset)
@@ -765,7 +765,7 @@ class Failure:
     what: str
     """What happened, as the end of a sentence that begins with the process."""
     error: Exception | None = None
-    """What was raised, with the traceback of the process as a note."""
+    """Error that was raised, with the traceback of the process as a note; None: none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -773,7 +773,7 @@ class Findings:
     """What came of a trial."""
 
     values: dict[str, Any] = field(default_factory=dict)  # what was sent, by name
-    failure: Failure | None = None  # why it did not end; None: it did
+    failure: Failure | None = None  # why the trial did not end; None: it did
 
 
 def try_apart(
@@ -784,7 +784,7 @@ def try_apart(
 ) -> Findings:
     """Run some work in a process of its own, and return what it sends.
 
-    The work is called with ``arguments``, to be pickled unless processes are forked, and what sends
+    ``work`` is called with ``arguments``, pickled unless processes are forked, and with what sends
     a finding (:data:`Tell`). The process is ended when the work has ended, or at the deadline.
     """
     context = multiprocessing.get_context(start_method)
@@ -861,7 +861,7 @@ def _main(
         cv2.setNumThreads(0)
 
     def send(name: str, value: object) -> None:
-        # What cannot be pickled cannot be had, and is decided without.
+        # Settings are decided without a value that cannot be pickled.
         with contextlib.suppress(Exception):
             end.send_bytes(pickle.dumps(("found", name, value), pickle.HIGHEST_PROTOCOL))
 

@@ -20,7 +20,7 @@ from lightning_fastdata.types import has_own_order
 Auto: TypeAlias = Literal["auto"]
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-"""Options with which torch makes no loader that has no workers."""
+"""Options that torch refuses for a loader without workers."""
 
 
 def check(name: str, value: object, fine: bool, allowed: str) -> None:
@@ -65,9 +65,9 @@ def check_loader(
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
-    ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``:
-    something runs on the device, on batches. ``alone``: there are to be no workers. (A data module
-    takes their options all the same, which are for all of its stages.)
+    ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``: whether
+    something runs on the device, on batches. ``alone``: whether there are to be no workers. (A data
+    module takes options of workers all the same, which are for all of its stages.)
 
     Raises:
         OptionsError: An argument is impossible, or is for workers and there are none.
@@ -100,13 +100,13 @@ def check_loader(
 
 
 def check_dataset(dataset: object, name: str, *, ordered: bool, shuffle: object = None) -> None:
-    """Raise an error that says what else was given, unless it is a dataset, and may be shuffled so.
+    """Raise an error that says what is wrong, unless it is a dataset, and may be shuffled so.
 
-    ``ordered``: a sampler is given too, which knows the order without the length.
+    ``ordered``: whether a sampler is given, too, which knows the order without the length.
 
     Raises:
-        DatasetError: It is none.
-        OptionsError: It has an order of its own, and is to be shuffled.
+        DatasetError: It is no dataset.
+        OptionsError: The dataset has an order of its own, and is to be shuffled.
     """
     if shuffle and has_own_order(dataset):
         kind = type(dataset).__name__
@@ -136,7 +136,7 @@ def check_dataset(dataset: object, name: str, *, ordered: bool, shuffle: object 
 
 
 def _no_dataset(given: object) -> str | None:
-    """Return what was given instead of a dataset, and what to do; None: it is one."""
+    """Return what was given instead of a dataset, and what to do; None: it may be a dataset."""
     kind = type(given).__name__
     if given is None:
         return "None, not a dataset. Return a dataset, or leave it out of the list."
@@ -170,7 +170,7 @@ def _holds_datasets(given: object, levels: int) -> bool:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a string is surely no row of letters, which torch would take for a dataset."""
+    """Return whether a string must be a path, and is not letters that torch takes for a dataset."""
     return not any(letter.isspace() for letter in text) or os.path.exists(text)  # noqa: PTH110
 
 
@@ -194,14 +194,15 @@ class LoaderOptions:
             of your own stays as it is.
         pin_memory: Copy batches to page-locked memory, from where a GPU copies without waiting.
         persistent_workers: Keep the workers between epochs instead of starting new ones;
-            ``"unchanged"``, which ``"auto"`` is in training and validation: while what they read is
-            as it was when they started.
+            ``"unchanged"``, which ``"auto"`` is in training and validation: keep them while what
+            they read is as it was when they started.
         prefetch_factor: Batches each worker is ahead, at least 1.
         multiprocessing_context: How workers are started.
-        timeout: Seconds after which a worker that gets nowhere with a sample is replaced,
-            and the sample read once more; if that gets nowhere, too, it is an error that shows what
-            the worker does. 0 waits for ever. "auto": 60, or 20 times the 99th percentile of tasks
-            if that is more. Torch's own iterator waits so long for a batch, "auto": for ever.
+        timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and the
+            sample read once more; if that gets nowhere, too, it is an error that shows what the
+            worker does. 0 waits for ever. "auto": 60, or 20 times the 99th percentile of tasks if
+            that is more. Torch's own iterator waits for a batch for that long; with "auto" for
+            ever.
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
@@ -212,12 +213,11 @@ class LoaderOptions:
             names it, ``"replace"`` it by another one, the same for any number of workers, or
             ``"skip"`` it, which shortens its batch. Or a :class:`BadSamples`, which also says how
             many may be bad, and where they are listed; default: ``bad_samples.jsonl`` in the
-            trainer's log folder if they are replaced or skipped. Not of streams, which can only
-            raise.
+            trainer's log folder if they are replaced or skipped. Streams can only raise.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
         split: Whether a stream (``IterableDataset``) divides itself among workers, so that several
-            read it. ``"auto"`` is known of the streams of some libraries; of another one, a few
+            read it. ``"auto"``: it is known for streams of some libraries; of another one, a few
             samples are read in a process that is thrown away (not with ``probe=False``), and it
             does if it asks ``get_worker_info()`` for its part.
 
@@ -260,5 +260,5 @@ class LoaderOptions:
         check("timeout", wait, fine or wait == "auto", 'seconds from 0 (no timeout), or "auto"')
 
     def set_by_user(self) -> frozenset[str]:
-        """Return the names of the options that are set, to other than the default."""
+        """Return the names of the options that are set to other than their defaults."""
         return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)

@@ -49,16 +49,16 @@ _PIN: Final = "page-locked memory speeds up copies to GPUs with memory of their 
 _KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _NO_SHARED: Final = "this system has no memory files for side processes"
-_UNSURE_MS: Final = 3  # that reading a batch here takes at most, where that may be quicker
+_UNSURE_MS: Final = 3  # most time to read a batch here, where that may be quicker
 _SURE: Final = 0.35
 _BOTH: Final = "; the training process reads, too, as long as nothing changes what it reads"
-_AT_START_S: Final = 0.25  # that an epoch may take which is read at once when it begins
+_AT_START_S: Final = 0.25  # most time of an epoch that is read at once when it begins
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 SET: Final = "set by you"
 _NO_WORKERS: Final = "not used: no workers"
 MOST_WAITING: Final = 64
 _FIRST_ACTORS: Final = 8  # each takes seconds to start, and a CPU that others may want
-_SHORTEST_WAIT_MS: Final = 0.2  # a sample that is handed out and taken back waits for about as long
+_SHORTEST_WAIT_MS: Final = 0.2  # to hand a sample out and take it back waits for about as long
 _HANDOVER_MS: Final = 0.1  # CPU time for the messages of a sample, its key, its copy into the batch
 _LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow batch
 # CPU time measured by benchmarks/handing_over.py where ``SampleCost.pace`` is 1: the training
@@ -67,13 +67,13 @@ _LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow b
 _GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
 _TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
 _KEY_MS: Final = 0.006
-_EPOCHS: Final = 10  # of a training, where workers are kept
+_EPOCHS: Final = 10  # taken as those of a training, where workers are kept
 _FORK_MS: Final = 60  # to start a process and to end it; measured as those above
-_FRESH_MS: Final = 2500  # the same of one that imports torch anew
-_SURELY_LESS: Final = 0.9  # of the time of an epoch, by fewer workers
+_FRESH_MS: Final = 2500  # to start and to end a process that imports torch anew
+_SURELY_LESS: Final = 0.9  # share of an epoch's time below which fewer workers surely pay
 _FEWEST_OF_STREAM: Final = 4
 _OF_MEMORY: Final = 0.8
-"""Of what is left, what workers may take."""
+"""Share of the memory that is left which workers may take."""
 _FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
 _FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
 _ONE_STREAM: Final = (
@@ -96,19 +96,18 @@ class LoaderSpec:
     options: LoaderOptions
     stage: Stage = "train"
     batch_size: int | None
-    """Samples in one batch of this rank; None: samples are delivered, or batches of unknown
-    size."""
-    pipelines: tuple[Any, ...] = ()  # of Albumentations, which the dataset calls itself
-    transformed: bool = False  # an Albumentations pipeline of the loader runs on each sample
+    """Samples in a batch of this rank; None: single samples, or batches of unknown size."""
+    pipelines: tuple[Any, ...] = ()  # Albumentations pipelines that the dataset calls itself
+    transformed: bool = False  # whether a pipeline of the loader runs on each sample
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """The user's; None: the default collation, if samples are put together."""
+    """Collation of the user; None: the default one, if samples are put together."""
     sampler: Iterable[Any] | None = None
     batch_sampler: Iterable[Any] | None = None
-    """The user's, which give the keys of samples; None: these are numbers from 0."""
+    """Batch sampler, which like ``sampler`` gives the keys of samples; None: numbers from 0."""
     worker_init_fn: Callable[[int], None] | None = None
-    """Called in each worker with its number; it may give a stream's copy there its part."""
+    """Function called in each worker with its number; it may give a stream's copy its part."""
     keeps: bool = True
-    """Workers are kept between epochs, if the options leave it open."""
+    """Whether workers are kept between epochs, if the options leave it open."""
 
     @property
     def is_stream(self) -> bool:
@@ -117,12 +116,12 @@ class LoaderSpec:
 
     @cached_property
     def length(self) -> int | None:
-        """Samples in the dataset; None: not known."""
+        """Number of samples in the dataset; None: not known."""
         return dataset_length(self.dataset)
 
     @property
     def batches(self) -> int | None:
-        """Batches in an epoch; None: not known."""
+        """Number of batches in an epoch; None: not known."""
         return None if self.length is None else math.ceil(self.length / (self.batch_size or 1))
 
     @property
@@ -164,27 +163,27 @@ class ExecutorChoice(NamedTuple):
     executor: ExecutorName
     why: str
     few: bool = False
-    """One worker does, where their number is open: reading costs next to nothing."""
+    """Whether one worker is enough, where it is open how many, as reading is next to free."""
     standby: bool = False
-    """The training process may read, too, while the workers stand by."""
+    """Whether the training process may read, too, while the workers stand by."""
     kept: bool = False
-    """The dataset keeps what the training process reads, as with torch's ``num_workers=0``."""
+    """Whether the training process reads because the dataset keeps what it has read."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
-"""Where nothing asks for another one."""
+"""Choice where nothing asks for another executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What the plan of a loader rests on besides the loader and its dataset."""
 
-    cpu: CpuLimit  # of this rank
-    memory: HostMemory  # of this host, shared by its ranks
+    cpu: CpuLimit  # CPUs of this rank
+    memory: HostMemory  # memory of this host, shared by its ranks
     accelerator: str  # "cpu", "cuda", "mps" or another device type
     start_method: str = "fork"  # Python's default for processes
-    shared_memory: bool = True  # there are the memory files that side processes need (Linux)
-    actors: int | None = None  # that a cluster has room for, where they are to read
+    shared_memory: bool = True  # whether there are memory files for side processes (Linux)
+    actors: int | None = None  # number that a cluster has room for; None: none are to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,20 +192,20 @@ class LoaderPlan:
 
     asked: LoaderOptions
     options: LoaderOptions
-    """What was decided. ``"auto"`` is left to who reads: ``timeout`` follows the tasks."""
+    """Options as decided; ``"auto"`` is left to whoever reads: ``timeout`` follows the tasks."""
     reasons: Mapping[str, str]
-    """Of what was open, by option."""
+    """Reasons for what was open, by option."""
     tuned: bool
-    """The number of workers is changed while they read."""
+    """Whether the number of workers is changed while they read."""
     limits: tuple[str, ...]
-    """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
+    """What this machine cannot give, and how to lift that; each is worth a ``FastDataWarning``."""
     draws: bool | None = None
     """Whether reading a sample draws at random; None: not known."""
     standby: bool = False
-    """The training process reads, too, as long as what is read is as it was when the epoch began.
-    Which is quicker is measured."""
+    """Whether the training process reads, too, as long as what is read is as it was when the epoch
+    began. Which way is quicker is measured."""
     only_here: bool = False
-    """The training process reads, as with torch: no side process can, or what is read is kept."""
+    """Whether the training process reads as with torch: no side process can, or data is kept."""
 
     @property
     def num_workers(self) -> int:
@@ -225,7 +224,7 @@ class LoaderPlan:
         return None if method == "auto" else method
 
     def explain(self) -> str:
-        """A table of option, value, who chose it and why, followed by the limits."""
+        """Return a table of option, value, who chose it and why, followed by the limits."""
         rows = [("option", "value", "by", "why")]
         theirs = self.asked.set_by_user()
         for name in (field.name for field in fields(LoaderOptions)):
@@ -254,7 +253,7 @@ def plan_for(
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
 
-    What the plan rests on is found out now, and warned of, unless there are ``facts``.
+    The facts that it rests on are found out now, with their warnings, unless ``facts`` are given.
     ``accelerator`` is ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine),
     ``local_ranks`` the training processes on this host.
     """
@@ -299,10 +298,10 @@ class Planner:
 
     @property
     def _starting_ms(self) -> float:
-        """The milliseconds of each epoch that go into starting one worker.
+        """Milliseconds of each epoch that go into starting one worker.
 
-        One that is kept is started once in a training. It computes, so that it takes as many times
-        as long as others let it wait for a CPU.
+        A worker that is kept is started once in a training. To start computes, so that it takes
+        longer by the factor by which others have the CPUs.
         """
         cost, spec = self.facts.cost, self.spec
         slower = cost.pace * cost.crowded if cost else 1.0
@@ -403,13 +402,13 @@ class Planner:
         return self._by_cost(facts.cost, keyed=keyed)
 
     def _aside(self, why: str) -> ExecutorChoice:
-        """Return that side processes read: those of torch where the system lacks what ours need."""
+        """Return side processes as the choice: torch's where the system lacks what ours need."""
         if self.machine.shared_memory:
             return ExecutorChoice("workers", why)
         return ExecutorChoice("torch", f"{why}; {_NO_SHARED}")
 
     def _by_cost(self, cost: SampleCost, *, keyed: bool) -> ExecutorChoice:
-        """Return the executor by which an epoch of samples of this cost is over sooner, and why."""
+        """Return the executor with which an epoch of samples of this cost ends sooner, and why."""
         spec, again = self.spec, self.facts.cost_again
         batch_size, cpus = spec.batch_size or 1, self.machine.cpu.usable_cpus
         alone, start_ms = alone_ms(cost, batch_size, keyed=keyed), self._starting_ms
@@ -455,18 +454,19 @@ class Planner:
         return self._cheap("inline", said, much)
 
     def _cheap(self, here: ExecutorName, why: str, much: str | None) -> ExecutorChoice:
-        """Return who reads what the training process could read itself, through ``here``.
+        """Return who reads what the training process itself could read by the executor ``here``.
 
-        It does so if it can read, or copy, an epoch at once when that begins: later steps may have
-        changed what is read, which a forked process has as it was. Others take seconds to start.
-        ``much``: who reads it because an epoch is too much for that; None: it is not.
+        The training process does so if it can read, or copy, an epoch at once when that begins:
+        later steps may have changed what is read, which a forked process has as it was. Others take
+        seconds to start. ``much``: who reads instead, if an epoch is too much for that; None: it is
+        not.
         """
         aside = much
         if not self.spec.drawn_at_start:
             aside = "its sampler is asked while the training runs"
         elif much is None and self.facts.changes:
             aside = "to read it changes it, or that cannot be seen: a forked process has a copy"
-        elif much is None and not self.spec.default_collation:  # which copies what it holds
+        elif much is None and not self.spec.default_collation:  # the default one copies
             aside = "a batch may be memory of the dataset, which a forked process has as it was"
         if aside is None or not (self._forked and self.machine.shared_memory):
             return ExecutorChoice(here, why)
@@ -494,7 +494,7 @@ class Planner:
         in_memory = isinstance(spec.dataset, TensorDataset) and not ours
         if (in_memory or chosen.few) and (options.executor == "auto" or kind.is_torch):
             cheap = "fetching a batch costs less than handing it over"
-            # One that is aside reads things as they were when the epoch began.
+            # A side process reads things as they were when the epoch began.
             return (1, f"{cheap}: more have no use", []) if chosen.few else (0, cheap, [])
         count, why = self._computing_workers()
         if spec.is_stream and count > 1 and options.split is False:
@@ -526,13 +526,13 @@ class Planner:
     def _computing_workers(self) -> tuple[int, str]:
         """Return how many workers keep the CPUs of this rank busy with samples that compute.
 
-        Those of training that stay alive during validation sleep when they are ahead, so that
+        Workers of training that stay alive during validation sleep when they are ahead, so that
         validation has as many.
         """
         cpu, batches = self.machine.cpu, self.spec.batches
         count, why = cpu.usable_cpus, "the training process mostly waits for the device"
         if self.machine.accelerator == "cpu":
-            # One that is ahead sleeps, and one that is late has the CPU that the model waits on.
+            # A worker that is ahead sleeps, and a late one has the CPU that the model waits on.
             why = "one for each CPU, which the model takes back as long as batches are ready"
         elif count > 2:
             count, why = count - 1, "one CPU is left for the training process"
@@ -543,7 +543,7 @@ class Planner:
     def _actors(self, room: int) -> tuple[int, str]:
         """Return with how many actors a loader begins, and why; those of training are tuned then.
 
-        ``room``: For so many the cluster has free CPUs, without one for the training process.
+        ``room``: number of actors for which the cluster has CPUs, beside the training process.
         """
         count, batches = min(room, _FIRST_ACTORS), self.spec.batches
         count = max(1, count // 2) if self.spec.stage == "val" else count
@@ -554,8 +554,8 @@ class Planner:
     def workers_of_stream(self, computing: int, why: str) -> tuple[int, str, list[str]]:
         """Return how many workers read a stream, why, and what to report where it is not known.
 
-        There would be ``computing`` of them, more than one, if it had an index. Here they are four
-        at least: streams often wait, and none can be tried beforehand without losing samples.
+        ``computing``, more than one, is their number if there were an index. For a stream they are
+        four at least: streams often wait, and none can be tried beforehand without losing samples.
         """
         stream = self.facts.stream
         if stream is None or not stream.splits:
@@ -588,10 +588,10 @@ class Planner:
         return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
 
     def _within_memory(self, count: int, why: str) -> tuple[int, str, list[str]]:
-        """Return how many of so many workers memory has room for, why, and what bounds them.
+        """Return how many of ``count`` workers memory has room for, why, and what bounds them.
 
-        Each takes the bytes that a process took that tried the dataset. Beyond what is left the
-        kernel kills.
+        Each worker takes as many bytes as the process that tried the dataset. Where no memory is
+        left the kernel kills.
         """
         each, left = self.facts.worker_bytes, self.machine.memory.available_bytes
         room = int(_OF_MEMORY * left) // self.machine.cpu.ranks_on_host
@@ -661,10 +661,10 @@ def soonest_workers(
     start_ms: float,
     keyed: bool = False,
 ) -> tuple[int, float]:
-    """Return by how many workers, ``most`` at most, an epoch is over soonest, starting included.
+    """Return with how many workers, at most ``most``, an epoch ends soonest, and ms for a batch.
 
-    And the milliseconds that this takes for each batch. ``start_ms`` is of each worker in each
-    epoch, which has so many ``batches``; None: not known, and starting is not counted.
+    Starting the workers is included: it takes ``start_ms`` for each worker in each epoch, which has
+    ``batches``; None: their number is not known, and starting is not counted.
     """
     gives = _gives_ms(cost, batch_size)
     each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
@@ -678,7 +678,7 @@ def soonest_workers(
         return made + workers * start_ms / (batches or math.inf)
 
     fewest = min(range(1, most + 1), key=batch_ms)
-    # Figures of few samples are rough, and what waits now and then is helped by more.
+    # Figures of few samples are rough, and more workers help what waits now and then.
     count = fewest if batch_ms(fewest) < _SURELY_LESS * batch_ms(most) else most
     return count, batch_ms(count)
 
@@ -711,8 +711,8 @@ def most_workers(
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
     """Return how many batches are under way at once.
 
-    ``prefetch`` batches for each worker if the user set that. ``split``: the samples of one batch
-    are given to several workers.
+    ``prefetch``: number of batches for each worker, if the user set it. ``split``: whether the
+    samples of one batch are given to several workers.
     """
     if prefetch is not None:
         return max(_LOOK_AHEAD_BATCHES, workers * prefetch)

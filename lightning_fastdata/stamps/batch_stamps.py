@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _DRIFT: Final = 1e-4
-"""Two clocks may drift apart by so much: ten times what clocks do that NTP looks after."""
+"""Greatest share of the time by which two clocks drift apart: ten times as much as clocks do that
+NTP looks after."""
 
 
 class OwnStamps(NamedTuple):
@@ -28,7 +29,7 @@ class OwnStamps(NamedTuple):
     sampled_ns: tuple[tuple[int, int], ...] = ()
     """Begin and end of each call of the sampler or batch sampler."""
     unpacked_ns: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each unpickling of a batch; as long as that took a CPU."""
+    """Begin and end of each unpickling of a batch; they lie as far apart as its CPU time."""
     runqueue_ns: int | None = None
     """Time ready to run while other threads had the CPUs; None: not reported."""
 
@@ -50,7 +51,7 @@ class WaitWatch:
         self._queued, self._recorded = None, recorded
         if recorded:
             thread = threading.get_native_id()
-            if self._schedule is None or thread != self._thread:  # the file is of its thread
+            if self._schedule is None or thread != self._thread:  # the file belongs to its thread
                 self._thread, self._schedule = thread, clock.ThreadSchedule()
             self._queued = self._schedule.read_ns()
         self._sampled.clear()
@@ -58,7 +59,7 @@ class WaitWatch:
         self.requested_ns = clock.monotonic_ns()
 
     def sampled(self, sampler: Iterator[T]) -> T:
-        """Return the next of what a sampler gives; :exc:`StopIteration` where it ends."""
+        """Return the next item of a sampler; :exc:`StopIteration` where it ends."""
         began_ns = clock.monotonic_ns()
         try:
             return next(sampler)
@@ -66,7 +67,7 @@ class WaitWatch:
             self._sampled.append((began_ns, clock.monotonic_ns()))
 
     def unpacked(self, call: Callable[[], T]) -> T:
-        """Return what a call returns that takes a batch out of what it was sent in."""
+        """Return what ``call`` returns, which unpacks a batch; its CPU time is noted."""
         if not self._recorded:
             return call()
         began_ns = clock.thread_time_ns()
@@ -89,15 +90,15 @@ class Way(NamedTuple):
     """How a batch came here after it was made."""
 
     node: str
-    """The machine, and in short the node of the cluster, that made it."""
+    """Machine, and in short the node of the cluster, that made the batch."""
     taken_ns: int
-    """What the training process took to take it: to ask for it, and to copy it."""
+    """Time that the training process took to ask for the batch and to copy it."""
     landed_ns: int
-    """When its copy in the training's memory was complete."""
+    """When the copy of the batch in the training's memory was complete."""
     uncertain_ns: int = 0
-    """When it was made is known to so much, either way; 0: both ends have one clock."""
+    """Error, either way, of the times at which the batch was made; 0: ends share a clock."""
     free_cpus: float | None = None
-    """CPUs of the cluster that nobody held just before; None: it was not looked at."""
+    """CPUs of the cluster that nobody held just before; None: they were not counted."""
 
 
 class TaskStamps(NamedTuple):
@@ -110,7 +111,7 @@ class TaskStamps(NamedTuple):
     cpu_ns: int | None
     """Time on a CPU; None where the kernel does not report it, or the task was too short to ask."""
     runqueue_ns: int | None
-    """Time ready to run while other threads had the CPUs; None as above."""
+    """Time ready to run while other threads had the CPUs; None as for ``cpu_ns``."""
     samples: int
     read_ns: int
     """Time in the dataset: reading, decoding and transforming."""
@@ -119,17 +120,17 @@ class TaskStamps(NamedTuple):
     slowest_ns: int
     """Time of the sample that took longest; 0 where samples are not read one at a time."""
     slowest_index: object
-    """Its index in the dataset; of an iterable dataset its place in the stream, from 0."""
+    """Index of the slowest sample; in an iterable dataset its place in the stream, from 0."""
     lines: tuple[LineTime, ...] | None = None
-    """In which lines of the user's code reading spent its time; None in most tasks: not sampled."""
+    """Lines of the user's code in which reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
-    in the training process, and where the task was too short to ask."""
+    in the training process, in actors, and where the task was too short to ask."""
     way: Way | None = None
-    """How an actor's batch came here; None: it was made in memory that is shared."""
+    """How an actor's batch came here; None: the batch was made in memory that is shared."""
 
     def held_ns(self, began_ns: float, ended_ns: float) -> float:
-        """Return how much of an interval it was on a CPU, by its mean; 0 if that is not known."""
+        """Return the time of an interval that the task was on a CPU, by its mean; 0: not known."""
         overlap = min(self.ended_ns, ended_ns) - max(self.began_ns, began_ns)
         if overlap <= 0 or self.cpu_ns is None:
             return 0.0
@@ -152,28 +153,28 @@ class BatchStamps(NamedTuple):
     """The way of one batch that was delivered."""
 
     number: int
-    """Counts the batches of the loader."""
+    """Number of the batch among those of the loader."""
     samples: int
     requested_ns: int
-    """When the training asked for it."""
+    """When the training asked for the batch."""
     delivered_ns: int
-    """When the training got it."""
+    """When the training got the batch."""
     tasks: tuple[TaskStamps, ...]
-    """In the order in which they ended."""
+    """Tasks that made the batch, in the order in which they ended."""
     ready_ahead: int
-    """Later batches that were complete when it was asked for."""
+    """Number of later batches that were complete when this one was asked for."""
     first: bool = False
     """Whether it was the first batch of its epoch."""
     pinned_ns: tuple[int, int] | None = None
-    """When its copy into page-locked memory began and ended; None: no thread makes one."""
+    """Begin and end of the copy into page-locked memory; None: no thread makes one."""
     own: OwnStamps = _NOTHING
-    """What the training process did by itself meanwhile."""
+    """What the training process did by itself from request to delivery."""
     rates: ReadRates | None = None
-    """What a trial with half of the workers has shown just before; None: there was none."""
+    """Result of a trial with half of the workers just before; None: there was none."""
 
 
 _WORTH_ASKING_NS: Final = 200_000
-"""The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""
+"""Nanoseconds of a task above which the kernel is asked, at some us each, about the next one."""
 
 
 class TaskWatch:
@@ -182,8 +183,8 @@ class TaskWatch:
     Args:
         process: Number of the side process; -1 for the training process itself.
         lines: Names the lines of the user's code in which some tasks are.
-        alone: The process does nothing else, so that what its other threads compute is for these
-            tasks.
+        alone: Whether the process does nothing else, so that what its other threads compute is for
+            these tasks.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class TaskWatch:
             self._lines.begin()
 
     def read(self, index: object, began_ns: int, samples: int = 1) -> None:
-        """Note a sample, or several in one call, whose reading began then and has ended."""
+        """Note that a sample, or several in one call, were read, from ``began_ns`` until now."""
         spent = clock.monotonic_ns() - began_ns
         self.samples += samples
         self.read_ns += spent
@@ -225,7 +226,7 @@ class TaskWatch:
             self.slowest_ns, self.slowest_index = spent, index
 
     def collated(self, began_ns: int) -> None:
-        """Note collation that began then and has ended."""
+        """Note collation from ``began_ns`` until now."""
         self.collate_ns += clock.monotonic_ns() - began_ns
 
     def all_read(self) -> None:
@@ -267,29 +268,29 @@ def _helpers_ns() -> int:
 
 @dataclass(slots=True)
 class ClockOffset:
-    """What another machine's clock is ahead of ours, as closely as questions and answers tell.
+    """How far another machine's clock is ahead of ours, as closely as questions and answers tell.
 
-    Whatever is done there begins after it was asked for and ends before the answer is here. So each
-    batch bounds the offset from both sides, most closely where the actor was idle and its answer
-    was waited for. Bounds get looser with time, as clocks drift.
+    A task there begins after it was asked for and ends before its answer is here. So each batch
+    bounds the offset from both sides, most closely where the actor was idle and its answer was
+    waited for. Bounds get looser with time, as clocks drift.
     """
 
     offset_ns: float = 0.0
     bounds_ns: tuple[float, float] | None = None
-    """The offset is not below and not above; None: nothing is known."""
+    """Least and greatest possible offset; None: nothing is known."""
     as_of_ns: int = 0
-    """When something was last learned, by our clock."""
+    """When something was last learned of the offset, by our clock."""
 
     @property
     def uncertain_ns(self) -> int:
-        """How far the offset may be off, at most."""
+        """Greatest possible error of the offset; 0 also where nothing is known."""
         least, most = self.bounds_ns or (self.offset_ns, self.offset_ns)
         return math.ceil(max(self.offset_ns - least, most - self.offset_ns))
 
     def note(self, asked_ns: int, began_ns: int, ended_ns: int, got_ns: int) -> None:
-        """Learn from what was asked for, was done there from one time to another, and came back.
+        """Learn from a task that was asked for, was done on the other machine, and came back.
 
-        ``asked_ns`` and ``got_ns`` are of our clock, the others of the other one.
+        ``asked_ns`` and ``got_ns`` are times of our clock, the others of the other clock.
         """
         meanwhile = _DRIFT * (got_ns - asked_ns)
         least, most = ended_ns - got_ns - meanwhile, began_ns - asked_ns + meanwhile
@@ -297,7 +298,8 @@ class ClockOffset:
         if known is not None:
             loose = _DRIFT * max(0, got_ns - self.as_of_ns)
             closer = max(least, known[0] - loose), min(most, known[1] + loose)
-            # Where the two exclude each other a clock was set anew, and only the new one counts.
+            # Where these and the known exclude each other a clock was set anew, and only these
+            # count.
             least, most = closer if closer[0] <= closer[1] else (least, most)
         if known is None or most - least <= known[1] - known[0]:
             self.offset_ns = (least + most) / 2
@@ -305,9 +307,9 @@ class ClockOffset:
         self.bounds_ns, self.as_of_ns = (least, most), got_ns
 
     def aligned(self, asked_ns: int, began_ns: int, ended_ns: int, got_ns: int) -> tuple[int, int]:
-        """Return when something began and ended there, by our clock.
+        """Return when a task began and ended on the other machine, by our clock.
 
-        Never before it was asked for, and never after its answer was here.
+        That is never before it was asked for, and never after its answer was here.
         """
         began, ended = round(began_ns - self.offset_ns), round(ended_ns - self.offset_ns)
         shift = max(0, asked_ns - began) or min(0, got_ns - ended)

@@ -2,9 +2,9 @@
 
 A thread of its own looks every few milliseconds where the reading thread is. To look it needs the
 interpreter's lock. Code that holds the lock would be seen only when it lets go of it, which is in
-another line; so the interpreter is asked for the lock sooner than usual while the thread looks.
-What still comes late, as after a long call into C that keeps the lock, counts for the whole time
-since the look before.
+another line; so the interpreter is asked for the lock sooner than usual while the thread looks. A
+look that still comes late, as after a long call into C that keeps the lock, counts for the whole
+time since the look before.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lightning_fastdata.host import clock
 Seen = TypeVar("Seen")
 
 EVERY: Final = 32
-"""Reading is looked at for one of so many parts of the time."""
+"""Number of parts of the reading time, of which one is looked at."""
 _UNSEEN_TASKS: Final = 2
-"""The first tasks of a process pay for what is done once."""
+"""Number of first tasks of a process that are not looked at, as they pay for what is done once."""
 _ROUND_NS: Final = 100_000_000
-"""Of reading that is looked at in one go, which may be one long task or many short ones."""
+"""Nanoseconds of reading that are looked at in one go: one long task, or many short ones."""
 _TICK_NS: Final = 2_000_000
 _TICKS: Final = 128
-"""In a task longer than so many ticks, the next one is after such a part of its time: a task that
-hangs costs nothing."""
+"""Number of ticks of a task after which each is the task's time so far divided by this number, so
+that looking at a task that hangs costs nothing."""
 _SWITCH_S: Final = 0.0002
-"""How long the looking thread lets others hold the interpreter's lock; 5 ms by default."""
+"""Seconds for which the looking thread lets others hold the interpreter's lock; Python: 0.005."""
 _MOST_LINES: Final = 20
 
 
@@ -45,21 +45,21 @@ class Place(NamedTuple):
     """Where a thread is, in words, without any values."""
 
     file: str
-    """Relative to where packages are, or its last two parts; empty: no line can be named."""
+    """Path relative to where packages are, or its last two parts; empty: no line can be named."""
     line: int
-    """Of the innermost function of the user, or else of the outermost one of a library."""
+    """Line in the innermost function of the user, or else in the outermost one of a library."""
     function: str
-    """Qualified name."""
+    """Qualified name of the function."""
     calls: str
-    """The function of a library that the line calls, if it is one written in Python: ``PIL
-    Image.convert``."""
+    """Function of a library that the line calls, if it is one written in Python: ``PIL
+    Image.convert``; empty otherwise."""
 
 
 class LineTime(NamedTuple):
     """The time that one line took in one task."""
 
     file: str
-    """See :class:`Place`; empty: of all other lines."""
+    """Path, as in :class:`Place`; empty: the time is that of all other lines."""
     line: int
     function: str
     calls: str
@@ -67,7 +67,7 @@ class LineTime(NamedTuple):
 
 
 class LineWatch:
-    """Looks for one of so many parts of the time where the thread is that reads samples.
+    """Looks where the thread is that reads samples, for one of ``every`` parts of the time.
 
     Where no thread can be started to look, lines are not named.
     """
@@ -77,7 +77,7 @@ class LineWatch:
         self._tasks = 0
         self._next_ns: float = 0
         self._read_ns = self._seen_ns = 0
-        """Of reading in this round: what was looked at, and that until the last look."""
+        """Nanoseconds of reading in this round, in all and until the last look."""
         self._look: _Look | None = None
 
     def begin(self) -> None:
@@ -109,8 +109,8 @@ class _Look:
     """Looks at the thread that makes it, while that reads for one task.
 
     Args:
-        read_ns: What it read before in this round.
-        seen_ns: That until the last look.
+        read_ns: Nanoseconds of reading in this round, before this task.
+        seen_ns: Nanoseconds of reading in this round until the last look.
 
     Raises:
         RuntimeError: No thread can be started.
@@ -118,7 +118,7 @@ class _Look:
 
     def __init__(self, read_ns: int, seen_ns: int) -> None:
         self.seen: dict[Place, int] = {}
-        """Nanoseconds in each place."""
+        """Nanoseconds spent in each place."""
         self.seen_ns = seen_ns
         self._before_ns, self._began_ns = read_ns, clock.monotonic_ns()
         self._ident, self._over = threading.get_ident(), False
@@ -130,7 +130,7 @@ class _Look:
             self._ours_s = sys.getswitchinterval()
 
     def end(self) -> int:
-        """Look no more, and return what was read in this round."""
+        """Look no more, and return the nanoseconds of reading in this round."""
         self._over = True
         if sys.getswitchinterval() == self._ours_s:
             sys.setswitchinterval(self._usual_s)
@@ -143,8 +143,8 @@ class _Look:
         # An error would only be printed into the training's output.
         with contextlib.suppress(Exception):
             while not self._over:
-                # Whoever had to wait for the lock looks at once: then the reading thread has just
-                # given it away, and is in the line in which it had it.
+                # If this thread had to wait for the lock it looks at once: then the reading thread
+                # has just given the lock away, and is in the line in which it had it.
                 read_ns = self._read_ns()
                 tick_ns = max(_TICK_NS, (read_ns - self._before_ns) // _TICKS)
                 clock.sleep(max(0, self.seen_ns + tick_ns - read_ns) / 1e9)
@@ -163,12 +163,12 @@ _READS, _OWN, _LIBRARY, _USER = range(4)
 
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
 _DATASETS: Final = "ext/images/"
-"""Modules with datasets, which are named as those of libraries are."""
+"""Folder of modules with datasets, which are named as those of libraries are."""
 _STANDARD: Final = str(Path(os.__file__).parent) + os.sep
 _INSTALLED: Final = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _CELL: Final = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
 _TYPED_IN: Final = ("<stdin>", "<python-input")
-"""How files are called that a user has typed into Python itself."""
+"""First parts of the file names of code that a user has typed into Python itself."""
 _WRAPPERS: Final = (
     str(Path("torch/nn/modules/module.py")),
     str(Path("torch/utils/_contextlib.py")),
@@ -183,12 +183,12 @@ _WRAPPERS: Final = (
 _CONTAINERS: Final = frozenset(
     {"Compose.__call__", "RandomApply.forward", "RandomChoice.__call__", "RandomOrder.__call__"}
 )
-"""Functions that do so in modules with others, as those of torchvision v1."""
+"""Functions that only call what they were given, in modules with others (torchvision v1)."""
 
 
 ELSEWHERE: Final = Place("", 0, "", "")
-"""In a dataset written in C, or in code of this package that is no dataset, as what writes into the
-batch."""
+"""Place in a dataset written in C, or in code of this package that is no dataset, as what writes
+into the batch."""
 
 
 def look_at_thread(ident: int, see: Callable[[FrameType | None], Seen]) -> Seen:
@@ -198,7 +198,7 @@ def look_at_thread(ident: int, see: Callable[[FrameType | None], Seen]) -> Seen:
 
     Args:
         ident: The thread's ``threading.get_ident()``.
-        see: Is given the frame; None: there is no such thread.
+        see: Called with the frame; None: there is no such thread.
     """
     # Before Python 3.12, to make a frame that can be looked at may collect garbage. What that runs
     # hands the interpreter over to the thread, which returns from the function; whoever then looks
@@ -224,7 +224,7 @@ def place_of(frame: FrameType | None) -> Place | None:
         if kind == _USER:
             return _named(code, line, called)
         if kind == _READS:
-            # Nothing but libraries: their dataset is named, and what it calls.
+            # There are only libraries: their dataset is named, and what it calls.
             return ELSEWHERE if outermost is None else _named(*outermost, below)
         passes_on = code.co_filename.endswith(_WRAPPERS) or code.co_qualname in _CONTAINERS
         if kind == _LIBRARY and not passes_on:

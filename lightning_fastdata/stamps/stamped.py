@@ -36,7 +36,7 @@ class Envelope:
     unpickled_ns: tuple[int, int] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # What is pickled in between is unpickled in between.
+        # What is pickled between the two times is unpickled between them.
         return _arrived, (_TimeOfUnpickling(), self.batch, self.task, _TimeOfUnpickling())
 
     def pin_memory(self, device: str | None = None) -> Envelope:
@@ -54,7 +54,7 @@ class _TimeOfUnpickling:
 
 
 def _arrived(began_ns: int, batch: Batch, task: TaskStamps, ended_ns: int) -> Envelope:
-    # Tensors are asked for of the worker, which may be busy: that wait is no unpickling.
+    # Tensors are fetched from the worker, which may be busy: that wait is no unpickling.
     now_ns = clock.monotonic_ns()
     return Envelope(batch, task, unpickled_ns=(now_ns - (ended_ns - began_ns), now_ns))
 
@@ -67,13 +67,13 @@ class ReadingWatch:
 
     def __init__(self) -> None:
         self.task: TaskWatch | None = None
-        """The task that is under way; None between two of them."""
+        """Task that is under way; None: there is none."""
         self._thread: int | None = None
         self._kept: TaskWatch | None = None
 
     def begin(self) -> TaskWatch:
         """Start a task."""
-        # The number of a thread belongs to one process, too: a forked worker makes its own watch.
+        # No two processes share a thread number: a forked worker makes its own watch.
         thread = threading.get_native_id()
         if self._kept is None or self._thread != thread:
             info = get_worker_info()
@@ -85,7 +85,7 @@ class ReadingWatch:
         return self._kept
 
     def timed(self, read: Callable[[], T], index: object, samples: int = 1) -> T:
-        """Return what is read: so many samples, the first of them of that index."""
+        """Return what ``read`` returns: ``samples`` samples, of which ``index`` is the first."""
         task = self.task or self.begin()
         began_ns = clock.monotonic_ns()
         try:
@@ -124,7 +124,7 @@ class StampedDataset(Dataset[object]):
 
     @property
     def __getitems__(self) -> Callable[[Sequence[object]], object] | None:
-        """Torch's fetcher asks for it and takes None for "one sample at a time"."""
+        """Function that reads several samples; torch's fetcher takes None for "one at a time"."""
         return self._fetch if fetches_in_batches(self.dataset) else None
 
     def _fetch(self, indices: Sequence[object]) -> object:
@@ -144,7 +144,7 @@ class StampedStream(IterableDataset[object]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[object]:
-        self.watch.end()  # what was read for a last batch that was dropped
+        self.watch.end()  # ends a task of samples that were dropped
         return self._timed(iter(self.dataset))
 
     def _timed(self, samples: Iterator[object]) -> Iterator[object]:
@@ -177,7 +177,7 @@ class EnvelopeCollate:
 
 
 def show_dataset() -> None:
-    """Have ``get_worker_info().dataset`` be the dataset itself, where it is one that is timed."""
+    """Make ``get_worker_info().dataset`` the dataset itself, where a wrapper times it."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
         set_worker_info(
@@ -194,7 +194,7 @@ def stampable(dataset: object) -> bool:
 
 
 class Around:
-    """Stands around what gives batches, or indices of them, whose length and attributes it has."""
+    """Wraps an iterator of batches, or of their indices, and has its length and attributes."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -248,11 +248,11 @@ class Ledger:
     """Where the stamps of one loader go."""
 
     wait: WaitWatch = field(default_factory=WaitWatch)
-    """What the training process does by itself."""
+    """Watch of what the training process does by itself."""
     count: int = 0
-    """Batches delivered so far."""
+    """Number of batches delivered so far."""
     records: deque[BatchStamps] | None = None
-    """Takes the stamps; None: they are not taken."""
+    """Deque that takes the stamps; None: they are not taken."""
 
 
 class OpenedEnvelopes(Around):

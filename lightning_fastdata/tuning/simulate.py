@@ -25,42 +25,42 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 Scheduling: TypeAlias = Literal["batch", "queue", "sample", "actors"]
 _NS_PER_MS: Final = 1e6
 _SHORT: Final = 0.25
-"""So many of a thread's pauses are no longer than it takes to get on with what is there."""
+"""Share of a thread's pauses that are no longer than it takes to go on with work that is there."""
 _NEXT_TASKS: Final = 16
 _ONE_THREAD: Final = 1.1
-"""CPUs: up to there, what sends batches away explains what is above one."""
+"""Most CPUs that count as a single thread: what sends batches away explains the part above 1."""
 _DONE_NS: Final = 1e-3
 _PARTS_PER_WORKER: Final = 2
-"""Of one batch: more parts keep workers no busier, and take longer to model."""
+"""Most parts of one batch for each worker: more keep workers no busier, and take long to model."""
 _TAKING_FROM_TORCH: Final = 0.5
-"""CPUs that taking a batch uses: half of it waits for the process that sends it."""
+"""CPUs used to take a batch from torch: half of the time waits for the process that sends it."""
 GOOD_ENOUGH: Final = 1.03
-"""The smallest change within 3 % of the best one is taken."""
+"""Ratio of step times up to which a smaller change is as good as the best one."""
 WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of workers that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """What one batch costs, whoever makes it; times without any waiting for CPUs."""
+    """What one batch costs, whoever makes it; times leave out any waiting for CPUs."""
 
     samples: int
     cpu_ns: float
-    """To read its samples: time on a CPU."""
+    """CPU time to read the samples."""
     blocked_ns: float
-    """To read its samples: time neither on a CPU nor waiting for one."""
+    """Time to read the samples that is neither on a CPU nor waiting for one."""
     collate_ns: float
-    """To collate it: time on a CPU."""
+    """CPU time to collate the batch."""
     slowest_ns: float
-    """Of ``cpu_ns + blocked_ns``, what its slowest sample takes."""
+    """Part of ``cpu_ns + blocked_ns`` that the slowest sample takes."""
     handover_ns: float
-    """From the end of its last task until the training has it, if the training is waiting."""
+    """Time from the end of the last task until the training, if it waits, has the batch."""
     taking_ns: float
-    """To take it, if it was complete when it was asked for."""
+    """Time to take the batch, if it was complete when it was asked for."""
     step_ns: float
-    """From then until the training asks for the next batch."""
+    """Time from the delivery until the training asks for the next batch."""
     task_ns: float = 0.0
-    """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
+    """CPU time to begin and end one of the tasks that make the batch, not in ``cpu_ns``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +68,21 @@ class LoaderSetup:
     """A loader as the model knows it."""
 
     workers: int
-    """Side processes that read; 0: the training process does."""
+    """Number of side processes that read; 0: the training process does."""
     look_ahead: int
-    """Batches under way at once; torch: ``workers * prefetch_factor``."""
+    """Number of batches under way at once; torch: ``workers * prefetch_factor``."""
     scheduling: Scheduling = "sample"
-    """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
-    free does. ``"sample"``: whoever is free makes some samples of a batch. ``"actors"``: as
-    ``"queue"``, with CPUs of a cluster, which the training has not."""
+    """Who makes a batch. ``"batch"``: one worker makes all of it, in turn, as in torch.
+    ``"queue"``: whichever is free does. ``"sample"``: whichever are free make some samples each.
+    ``"actors"``: as ``"queue"``, with CPUs of a cluster in place of those of the training."""
     cpus: float = 1.0
     """CPUs this process and its workers may use."""
     step_cpus: float = 1.0
     """CPUs the training uses between two requests: 1 where it drives a device, or more."""
     inline: bool = False
-    """Its executor reads in the training process, however many workers it has."""
+    """Whether the executor reads in the training process, however many workers it has."""
     other_cpus: float = 0.0
-    """Of ``cpus``, those that other programs use when they have to share."""
+    """Part of ``cpus`` that other programs use when they have to share."""
     worker_threads: float = 1.0
     """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
 
@@ -92,9 +92,9 @@ class Prediction:
     """What the model says of a steady run."""
 
     step_ms: float
-    """From one request to the next, the mean."""
+    """Mean time from one request to the next."""
     wait_ms: float
-    """Of that, the time waited for the batch."""
+    """Mean part of a step that is waited for the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +102,16 @@ class TrainingTimes:
     """What the training process did in an interval, e.g. an epoch without its start."""
 
     cpu_s: float
-    """Its CPU seconds (``clock.process_time``), without its workers."""
+    """CPU seconds of the process (``clock.process_time``), without its workers."""
     wall_s: float
-    """Seconds that passed."""
+    """Seconds that passed in the interval."""
     waited_s: float
-    """Of these, what was waited for batches."""
+    """Seconds of the interval that were waited for batches."""
     runqueue_s: float = 0.0
-    """Of these, what the thread that trains was ready but had no CPU: the second number of
-    ``/proc/thread-self/schedstat``. 0 where it is not known, which gives too few CPUs."""
+    """Seconds of the interval in which the thread that trains was ready but had no CPU: the second
+    number of ``/proc/thread-self/schedstat``. 0 where it is not known, which gives too few CPUs."""
     loading_cpu_s: float = 0.0
-    """Of ``cpu_s``, what threads took that load, and not the training."""
+    """Part of ``cpu_s`` that threads took for loading, and not for the training."""
 
     @property
     def step_cpus(self) -> float:
@@ -130,7 +130,7 @@ class TrainingTimes:
         """Part of the steps, from delivery to request, in which the training had no CPU, 0 to 1.
 
         Waking up from a wait queues for a CPU, too. A step that uses few CPUs is hardly ever
-        queued, so that as much of ``runqueue_s`` counts as it uses CPUs.
+        queued, so that ``runqueue_s`` counts by the share of a CPU that it uses.
         """
         steps_s = self.wall_s - self.waited_s
         if steps_s <= 0:
@@ -154,7 +154,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
     Where the kernel does not separate time on a CPU from time blocked, all counts as blocked.
 
     Args:
-        stamps: Of one loader, in the order in which batches were delivered.
+        stamps: Stamps of one loader, in the order in which batches were delivered.
         step_queued: Part of the recorded steps, waits for batches left out, in which the training
             was ready to run but had no CPU, 0 to 1.
     """
@@ -202,7 +202,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
 
 
 def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
-    """Return the hand-over of a batch that is waited for, and the taking of one that is there."""
+    """Return the time to hand over a batch that is waited for, and to take one that is there."""
     late: list[float] = []
     there: list[float] = []
     following: dict[int, list[TaskStamps]] = {}
@@ -220,7 +220,7 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
         waited = last.ended_ns > batch.requested_ns
         if waited or last.way is None:
             (late if waited else there).append(way)
-        if last.way is not None:  # which tells what the training had to do, waiting or not
+        if last.way is not None:  # it tells what the training had to do, waiting or not
             rest = batch.delivered_ns - max(last.way.landed_ns, batch.requested_ns)
             there.append(last.way.taken_ns + max(0, rest))
         for task in batch.tasks:
@@ -256,8 +256,8 @@ def scaled(
 ) -> list[BatchCost]:
     """Return the costs with some of them scaled by factors; 0 removes one.
 
-    ``cpu`` and ``blocked`` are of reading. Without ``slow_samples``, no sample takes longer than
-    the others of its batch.
+    ``cpu`` and ``blocked`` are factors on reading. Without ``slow_samples``, no sample takes longer
+    than the others of its batch.
     """
     found = []
     for cost in costs:
@@ -297,7 +297,7 @@ def simulate(
     if setup.workers:
         # Whole rounds, in which every batch counts as often as every other.
         steps = -(-least_steps // len(costs)) * len(costs)
-        # Until workers are where they would be after any number of rounds.
+        # Enough rounds for workers to be where they would be after any number of rounds.
         rounds = 2 * setup.workers
         if setup.scheduling == "sample":
             rounds = -(-rounds // min(costs[0].samples, rounds))
@@ -323,7 +323,7 @@ def choose(
 class EventModel:
     """One run of a training whose batches cost what is given, over and over.
 
-    There is at least one of them, and the loader has at least one worker.
+    There is at least one batch, and the loader has at least one worker.
     """
 
     def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
@@ -337,13 +337,13 @@ class EventModel:
         self._idle = list(range(setup.workers))
         self._running: list[_Job] = []
         self._open: dict[int, int] = {}
-        """Tasks to do, of batches under way."""
+        """Number of tasks still to do, by the batch under way."""
         self._complete: dict[int, float] = {}
-        """When the batches that wait for delivery were complete."""
+        """Times in ns at which batches that wait for delivery were complete, by batch."""
         self._given = 0
         self._steps = 0
         self._sample_ns: float | None = None
-        """What a sample takes, as the loader knows it: waiting for CPUs included."""
+        """Time of a sample, as the loader knows it: waiting for CPUs included; None: not known."""
 
     def run(self, warm_up: int, steps: int) -> tuple[float, float]:
         """Return the mean step, and the wait for a batch in it, in nanoseconds, after a warm-up."""
@@ -429,13 +429,13 @@ class EventModel:
         return awaited, self._complete.pop(awaited)
 
     def _pass(self, work_ns: float, *, cpus: float) -> None:
-        """Let the training process work for so long at full speed."""
+        """Let the training process work for what takes ``work_ns`` at full speed."""
         left = work_ns
         while left > _DONE_NS:
             left -= self._advance(left, cpus=cpus)
 
     def _advance(self, own_ns: float, *, cpus: float) -> float:
-        """Go on to the next end of a job or of the training's own work; return its progress."""
+        """Go on until a job or the training's own work ends; return the progress of the latter."""
         running = self._running
         count = 0 if self._elsewhere else len(running)
         share = sum([job.cpu_share for job in running]) / count if count else 0.0
@@ -473,9 +473,9 @@ class _Job:
     batch: int
     samples: float
     left_ns: float
-    """At full speed."""
+    """Time that the job still takes at full speed."""
     cpu_share: float
-    """Of its time at full speed, that on a CPU."""
+    """Share of the time at full speed that is on a CPU, 0 to 1."""
     began_ns: float = 0.0
     worker: int = 0
 
@@ -483,7 +483,7 @@ class _Job:
 def left_over(wanted: float, cpus: float, others: float) -> float:
     """Return the CPUs that are left beside other programs, which share them thread by thread.
 
-    Of ``cpus``, ``wanted`` would be used by own work and ``others`` are by other programs.
+    ``wanted`` of the ``cpus`` would be used by own work, ``others`` are used by other programs.
     """
     if not others or wanted + others <= cpus:
         return cpus
@@ -494,14 +494,14 @@ def slowdowns(jobs: float, share: float, own: float, cpus: float) -> tuple[float
     """Return by which factors, at least 1, sharing CPUs slows the CPU work of jobs and training.
 
     A job that is on a CPU for a share s of its time uses ``s / (1 - s + s x)`` CPUs if that part
-    takes x times as long. The jobs are taken as one kind. While the training has less than its
-    part, its work is not slowed down; else it is as much as that of a job.
+    takes x times as long. The jobs are taken as one kind. While the training uses less than its
+    fair share, its work is not slowed down; else it is slowed down as much as that of a job.
 
     Args:
-        jobs: That run; one that uses several CPUs counts as so many.
-        share: Of their time at full speed, that on a CPU, 0 to 1: the mean.
+        jobs: Number of jobs that run; one that uses several CPUs counts as that many.
+        share: Mean share of the jobs' time at full speed that is on a CPU, 0 to 1.
         own: CPUs that the training would use; one thread if they are up to 1.
-        cpus: That there are.
+        cpus: Number of CPUs that there are.
     """
     wanted = jobs * share
     if wanted + own <= cpus:
@@ -512,8 +512,8 @@ def slowdowns(jobs: float, share: float, own: float, cpus: float) -> tuple[float
         if alone <= 1 or not own:
             return max(1.0, alone), 1.0
     threads, own = max(1.0, own), min(1.0, own)
-    # Where all of it takes y times as long, both parts fill the CPUs:
-    # wanted / (b + share y) + threads own / (d + own y) = cpus
+    # Where all CPU work takes y times as long, jobs and training fill the CPUs: wanted / (b + share
+    # y) + threads own / (d + own y) = cpus
     b, d = 1 - share, 1 - own
     square = cpus * share * own
     linear = cpus * (share * d + b * own) - wanted * own - threads * own * share

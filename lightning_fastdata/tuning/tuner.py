@@ -44,75 +44,74 @@ from lightning_fastdata.types import Batch
 log: Final = logging.getLogger("lightning_fastdata.tuning")
 
 FIRST_STEPS: Final = 50
-"""After so many steps the plan is compared with what was measured."""
+"""Number of steps after which the plan is compared with what was measured."""
 _WATCHED: Final = 16
-"""Steps of a window in which only two times are taken."""
+"""Number of steps in a window in which only two times are taken."""
 _MEASURED: Final = 24
-"""Steps whose batches are measured before a decision, later in the run."""
+"""Number of steps whose batches are measured before a decision, later in the run."""
 _VERIFIED: Final = 24
-"""Steps that show what a move has brought."""
+"""Number of steps that show what a move has brought."""
 _STARTING: Final = 14
-"""Of the first steps, those that are not counted: processes start and learn what samples are."""
+"""Number of first steps that are not counted: processes start and learn what samples are."""
 _COLD: Final = 2
-"""Steps at the start of an epoch that are not counted: workers start, or begin anew."""
+"""Number of steps not counted as an epoch starts: workers start, or begin anew."""
 _MUCH: Final = 0.10
-"""Of the step, waited: worth a try that the model does not ask for, and a change is believed at
-once, and not in the next window only."""
+"""Share of a step spent waiting that is worth a try for which the model does not ask; a change is
+then believed at once, and not only in the next window."""
 _CHANGED: Final = 0.2
-"""Part by which steps differ from those of the last decision if the work has become another."""
+"""Share by which steps differ from those of the last decision if the work has become another."""
 _REST: Final = 100
-"""Windows in which nothing was to be gained are followed by so many steps without another try, at
-first; each time twice as many."""
+"""Number of steps without another try after a window in which nothing was to be gained, at first;
+each time it doubles."""
 _LONGEST_REST: Final = 10_000
 _MOST_OF_RUN: Final = 0.02
-"""Of the time so far, what may be spent on decisions."""
+"""Share of the time so far that may be spent on decisions."""
 _LATE_IS_WORTH_S: Final = 60.0
-"""Where batches are late, as much may be spent as if the training had lasted so long."""
+"""Least seconds that the training counts as having lasted where batches are late."""
 _LOOKED_AFTER_S: Final = 1.0
-"""So often the memory and the CPU quota of the machine are looked at."""
+"""Seconds between two looks at the memory and the CPU quota of the machine."""
 _SHORT_BYTES: Final = 512 * 2**20
-"""Memory is short where no more than this is left."""
+"""Bytes of available memory below which memory is short."""
 _THROTTLED: Final = 0.2
-"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
+"""Share of the scheduler's periods with workers stopped, above which the CPU quota is short."""
 _MOST_STAMPS: Final = 100
 _LONG_PAUSE: Final = 5.0
-"""A step so many times as long as usual is a pause, in which batches were made ahead."""
+"""Ratio to the usual step above which a step is a pause, in which batches were made ahead."""
 _REMEMBERED: Final = 16
-"""Steps over which it is averaged what is usual."""
+"""Number of steps over which the usual time of a step is averaged."""
 
-# Of what is proposed, and of what has paid
+# Bounds for what is proposed, and for what has paid
 _LEAST_GAIN: Final = 0.05
-"""Of the step: less is within what steps differ by anyway."""
+"""Least share of a step that a change has to save: steps differ by less anyway."""
 _MOST_TIMES: Final = 4
-"""No more times the workers in one move, as the model was not seen to be right so far away."""
+"""Greatest factor on the workers in a move, as the model was not seen to be right so far away."""
 _LEAST_PART: Final = 1 / 3
-"""Of the workers, left by one move, for the same reason."""
+"""Least share of the workers that a move leaves, as the model was not seen to be right beyond."""
 _FEWER: Final = 0.75
-"""Workers are given up if no more than this part of them is needed."""
+"""Share of the workers that have to be enough for the others to be given up."""
 _WRONG: Final = 1.1
-"""If steps are so many times as long as the model says, it is wrong about what they wait for."""
+"""Ratio of measured to modelled steps from which the model is wrong about what these wait for."""
 _HARDLY: Final = 0.2
-"""Of the time to make a batch: less is waited by workers that compute."""
+"""Share of blocked time in making a batch below which workers are taken to compute."""
 _SURE: Final = 1.25
-"""Fewer workers have to suffice if samples took a quarter longer, too."""
+"""Factor on the time of samples with which fewer workers have to suffice, too."""
 _AS_GOOD: Final = 1.01
 _LONGER_WAIT: Final = 0.02
-"""Of the step: what the wait with fewer workers may be longer."""
+"""Share of a step by which the wait may grow with fewer workers."""
 _NOISE: Final = 0.04
-"""Of the step: by so much two windows differ where nothing has changed."""
+"""Share of a step by which two windows differ where nothing has changed."""
 _STEADY: Final = 0.4
-"""Of the step: if the waits of two halves of a window differ by more, the work became another."""
+"""Share of a step by which the waits of two halves of a window differ only if the work changed."""
 _LITTLE: Final = 0.03
-"""Of the step, waited for batches: no more workers are needed."""
+"""Share of a step spent waiting below which no more workers are needed."""
 _STEPS: Final = 48
-"""That are simulated at least: a fourth of what verdicts rest on, as what comes of it is measured.
-"""
+"""Least number of steps to simulate: a fourth of those for verdicts, as the result is measured."""
 _PAUSE: Final = 3.0
-"""A step so many times as long as a typical one was a validation, a checkpoint or the like."""
+"""Ratio to a typical step above which a step was a validation, a checkpoint or the like."""
 ALL_NUMBERS: Final = range(10_000)
-"""Of workers, before any was tried."""
+"""Numbers of workers that are open before any was tried."""
 _REFUSALS: Final = (WorkerError, OSError, TypeError, AttributeError, pickle.PicklingError)
-"""Of the system, and of a dataset that by now cannot be sent to another process."""
+"""Errors that refuse workers: of the system, or of a dataset that no longer can be sent to them."""
 
 Outcome = Literal["tried", "kept", "taken back"]
 
@@ -122,16 +121,16 @@ class Tunable(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Side processes that read, at least 1."""
+        """Number of side processes that read, at least 1."""
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-        """Return the loader with so many workers, as the model knows it; None: it does not."""
+        """Return the setup of the loader with ``workers``, for the model; None: it knows none."""
 
     def set_workers(self, workers: int) -> None:
-        """Read with so many workers from now on."""
+        """Read with ``workers`` workers from now on."""
 
     def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
+        """Append the stamps of each batch to ``records`` from now on; None: stop."""
 
 
 class Window(NamedTuple):
@@ -139,15 +138,15 @@ class Window(NamedTuple):
 
     steps: int
     step_ms: float
-    """From one request of a batch to the next, the mean."""
+    """Mean time from one request of a batch to the next."""
     wait_ms: float
-    """Of that, the wait for the batch."""
+    """Mean part of a step that is waited for the batch."""
     steady: bool = True
-    """The second half took as long as the first."""
+    """Whether both halves of the window waited about as long."""
 
     @property
     def wait_share(self) -> float:
-        """The part of the step that is waited, 0 to 1."""
+        """Share of the step that is waited, 0 to 1."""
         return self.wait_ms / self.step_ms if self.step_ms > 0 else 0.0
 
 
@@ -156,17 +155,17 @@ class Move:
     """A change that was made to a loader while it was read."""
 
     batch: int
-    """How many batches the loader had given by then."""
+    """Number of batches that the loader had given before the move."""
     before: int
-    """Workers."""
+    """Number of workers before the move."""
     after: int
     step_before_ms: float
     wait_before_ms: float
     step_expected_ms: float | None
-    """None: it was not made for speed."""
+    """Time of a step expected after the move; None: it was not made for speed."""
     why: str
     step_seen_ms: float | None = None
-    """None: not known yet."""
+    """Time of a step measured after the move; None: not known yet."""
     outcome: Outcome = "tried"
 
     def __str__(self) -> str:
@@ -187,7 +186,7 @@ class Proposal(NamedTuple):
 
     workers: int
     step_ms: float | None
-    """What a step is expected to take; None: it is not made for speed."""
+    """Expected time of a step; None: the change is not proposed for speed."""
     why: str
 
 
@@ -204,10 +203,10 @@ _WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
 
 
 class Tuner:
-    """Tunes a loader, and those that take its place: what it has learned, it keeps.
+    """Tunes a loader, and those that take its place; it keeps what it has learned.
 
-    It may use ``most_workers`` as memory and open files allow, and ``cpus`` with them; ``tell``
-    takes each move in words.
+    It uses at most ``most_workers``, as memory and open files allow, and ``cpus`` with them.
+    ``tell`` takes each move in words, ``pressure`` returns what the machine is short of.
     """
 
     def __init__(
@@ -220,12 +219,12 @@ class Tuner:
     ) -> None:
         self.most_workers = most_workers
         self.moves: list[Move] = []
-        """All that were made, the newest last."""
+        """Moves that were made, the newest last."""
         self.workers: int | None = None
-        """The number that this tuner has come to; None: that of the plan."""
+        """Number of workers that this tuner has come to; None: that of the plan."""
         self.phase = Phase.MEASURING
         self.spent_s = 0.0
-        """What decisions took so far, the start of processes included."""
+        """Seconds that decisions took so far, the start of processes included."""
         self.tell = tell
         self._cpus = cpus
         self._pressure = PressureReader() if pressure is None else pressure
@@ -240,7 +239,8 @@ class Tuner:
         self._rest, self._rested_until, self._differed = _REST, 0, False
         self._open, self._again = ALL_NUMBERS, False
         self._ahead = self._paused_at = 0
-        """Batches that the loader is ahead; and when the training has paused."""
+        """Number of batches that the loader is ahead, and number of batches that it had given
+        before the last pause of the training."""
 
     def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
         """Return the batches of an epoch of a loader, watched as they are taken."""
@@ -263,7 +263,7 @@ class Tuner:
             self.spent_s += took_s
             self._dearest_s = max(self._dearest_s, took_s)
         if self._watch.requested() and self._batches - self._paused_at > 2 * self._ahead:
-            # What was made meanwhile is not waited for, which says nothing of the steps to come.
+            # Batches made in the pause are not waited for, which says nothing of the steps to come.
             self._paused_at = self._batches
             self._cold = max(self._cold, _COLD + self._ahead)
 
@@ -303,7 +303,7 @@ class Tuner:
             self._look(loader, window)
 
     def _look(self, loader: Tunable, window: Window) -> None:
-        """Measure again if batches are late, or if the machine runs short of something."""
+        """Measure again after a rest, or if the CPU quota is short; halve workers if memory is."""
         self._watch.clear(costs=False)
         pressure = self._pressed()
         if pressure.memory and loader.num_workers > 1:
@@ -373,9 +373,9 @@ class Tuner:
         self.tell(str(move))
 
     def _set(self, loader: Tunable, workers: int) -> bool:
-        """Return whether so many are had now; else the number stays, and the loader is left alone.
+        """Set the number of workers, and return whether that was possible; else it stays.
 
-        The training can do without what the system, or the dataset, refuses.
+        The training can do without workers that the system, or the dataset, refuses.
         """
         before = loader.num_workers
         try:
@@ -447,7 +447,7 @@ class _Watched:
 
 
 class Pressure(NamedTuple):
-    """What the machine has no more of."""
+    """What the machine is short of."""
 
     memory: bool = False
     throttled: bool = False
@@ -478,20 +478,20 @@ class StepWatch:
         self._waits: list[int] = []
         self._owns: list[int] = []
         self._spent: SpentMeter | None = None
-        """In steps, from delivery to request; None: it is not measured."""
+        """Meter of what steps use from delivery to request; None: it is not measured."""
         self._usual_ns = 0.0
-        """A typical time from delivery to the next request."""
+        """Typical time from delivery to the next request."""
         self._requested_ns = self._delivered_ns = 0
         self._wait_ns: int | None = None
-        """Of the batch that was delivered last; None: it does not count."""
+        """Wait for the batch that was delivered last; None: it does not count."""
 
     @property
     def steps(self) -> int:
-        """Steps that were timed."""
+        """Number of steps that were timed."""
         return len(self._waits)
 
     def clear(self, *, costs: bool) -> None:
-        """Forget all steps, and measure from now on what batches cost, or no longer."""
+        """Forget all steps; from now on measure what batches cost, or do not (``costs``)."""
         self._waits.clear()
         self._owns.clear()
         self.stamps.clear()
@@ -582,14 +582,14 @@ def propose(
     """Return the number of workers that pays; None: the present one is good.
 
     More workers have to make a step shorter. Fewer have to do so, too, as where the training gets
-    more of the CPUs; or leave it as it is, also if samples came to take a quarter longer. Each
-    number takes the model milliseconds, so that no more are looked at than it takes; of
-    ``numbers`` the smallest comes first. ``setup_with``: as of :class:`Tunable`.
+    more of the CPUs; or leave it as it is, also if samples came to take a quarter longer. The model
+    takes milliseconds for each number, so that no more are looked at than needed. The smallest of
+    ``numbers`` comes first. ``setup_with`` is that of :class:`Tunable`.
     """
     here = setup_with(now)
     if not costs or here is None:
         return None
-    if _computes(costs) and here.scheduling != "actors":  # which have CPUs of their own
+    if _computes(costs) and here.scheduling != "actors":  # actors have CPUs of their own
         # More would share the same CPUs; what they seem to gain is noise, or taken from others.
         numbers = [number for number in numbers if number <= max(now, math.ceil(here.cpus))]
 

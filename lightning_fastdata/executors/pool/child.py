@@ -48,18 +48,18 @@ from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.types import SampleKey
 
 _BEGAN_WITHIN_S = 0.05
-"""As the first batch of the epoch waits for it."""
+"""CPU seconds for noting what is read as an epoch begins; its first batch waits for that."""
 _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
-"""How a task ended, and open files that go with it."""
+"""How a task ended, and descriptors of open files that go with it."""
 
 
 class Inherited(NamedTuple):
-    """What a fork copied; nothing of a process that was started otherwise."""
+    """What a fork copied into this process; empty if it was started otherwise."""
 
     wires: tuple[int, ...] = ()
-    """Descriptors of this process's siblings and of its parent's end, to be closed."""
+    """Descriptors to close: the queue, wires of siblings, and the parent's end of the own wire."""
     files: tuple[OpenFile, ...] = ()
-    """That the training process may read, with their positions when it was forked."""
+    """Files that the training process may read, with their positions when it was forked."""
 
 
 def child_main(
@@ -73,8 +73,8 @@ def child_main(
 ) -> None:
     """Fetch what the training process asks for until it closes the wire.
 
-    The arguments are those of :class:`.ChildProcess`.
-    ``parent`` is the process that this one ends with; 0: it ends with the wire only.
+    The arguments are those of :class:`.ChildProcess`. ``parent`` is the id of the process that this
+    one ends with; 0: it ends with the wire only.
     """
     open_anew(inherited.files)
     for descriptor in inherited.wires:
@@ -104,7 +104,7 @@ def child_main(
 
 
 def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
-    """Set this process up to read for a plan, as one of so many; return the plan as it reads it."""
+    """Set this process up as one of ``processes`` that read a plan; return the plan it reads by."""
     tell_rank(plan.rank)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
@@ -130,7 +130,7 @@ class Child:
         self.runner = runner
         self.wire = runner.wire
         self.sent: deque[bytes] = deque()
-        """Tasks that came over the wire."""
+        """Packets of tasks that came over the wire."""
         self.queue = queue
         self.closed = False
         self.files = ListedFiles(runner.plan.dataset)
@@ -150,12 +150,12 @@ class Child:
             self.runner.do(*task)
 
     def _coming(self) -> Sequence[Any]:
-        """Return the samples of the task after the present one, if it is here."""
+        """Return the indices of the task after the present one, if that has come."""
         if not self.sent:
             return ()
         try:
             coming: Sequence[Any] = request_in(self.sent[0]).indices
-        except Exception:  # it is told when the task is taken
+        except Exception:  # the error is told when the task is taken
             return ()
         return coming
 
@@ -183,7 +183,7 @@ class Child:
             if failure is not None:
                 runner.send(protocol.TaskEnded(number, 0, None, (), failure))
                 continue
-            # What it rests on was sent before it was queued, but may still be on its way.
+            # What the task needs was sent before it was queued, but may still be on its way.
             self._read_wire()
             while self._lacks(task) and not self.closed:
                 self._read_wire(wait=True)
@@ -230,8 +230,8 @@ class Child:
             case protocol.SetStamps(wanted):
                 runner.stamped = wanted
             case protocol.AskTaken(inquiry):
-                # Not read from the memory later: an answer may be on its way then, and the next
-                # task noted.
+                # The training process cannot read this from the memory later: by then an answer may
+                # be on its way, and the next task noted.
                 runner.send(protocol.TaskTaken(inquiry, runner.progress.state))
             case protocol.AskState(within_s):
                 runner.send(runner.state(within_s))
@@ -250,9 +250,9 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
 def _write_image_of(
     dataset: Any, layout: SampleLayout, memory: mmap, rows: int, epoch: int
 ) -> Callable[[int, int], None] | None:
-    """Return what decodes into a row of the batch the sample of an index, if that is possible.
+    """Return what decodes the sample of an index into a row of the batch, if that is possible.
 
-    ``memory`` is that of a batch of ``rows`` samples.
+    ``memory`` holds a batch of ``rows`` samples.
     """
     if not decodes_in_place(dataset):
         return None
@@ -273,7 +273,7 @@ class _FirstSample(NamedTuple):
 
     batch: int
     start: int
-    """Its position in the batch, which is that of its task."""
+    """Position of the sample in the batch, at which its task starts."""
     sample: object
 
 
@@ -284,19 +284,19 @@ class TaskRunner:
     wire: Wire
     plan: FetchPlan
     number: int
-    """Of the process."""
+    """Number of the process."""
     progress: protocol.ProgressMemory
     epoch: int | None
-    """The one that ``set_epoch`` of the dataset was called with; None: it is called here."""
+    """Epoch that ``set_epoch`` of the dataset was called with last; None: it is called here."""
     forked: bool
-    """It is a copy of the training process, where all lies at the same addresses."""
+    """Whether this is a copy of the training process, with everything at the same addresses."""
     stamped: bool = False
     layout: SampleLayout | None = None
     maps: dict[int, mmap] = field(default_factory=dict)
     kept: _FirstSample | None = None
     awaits_rest: bool = False
-    """The last task read a first sample only. What is to become of the rest is on its way, and goes
-    before all other tasks."""
+    """Whether the last task read a first sample only. A message on the rest is on its way then, and
+    goes before all other tasks."""
 
     def __post_init__(self) -> None:
         self.fetcher = fetcher_of(self.plan)
@@ -356,18 +356,18 @@ class TaskRunner:
             os.close(descriptor)
 
     def state(self, within_s: float) -> protocol.StateTold:
-        """Return what is read, as it is here after all that was read, within so many seconds."""
+        """Return the state of what is read, found within ``within_s`` CPU seconds."""
         now = self._digest(within_s)
         if self.forked:
             return protocol.StateTold(now, same=False)
         return protocol.StateTold(None, same=now is not None and now == self._began)
 
     def _note_state(self) -> None:
-        """Note what is read as an epoch begins, where the training process cannot tell."""
+        """Note the state of what is read as an epoch begins, where others cannot tell."""
         self._began = None if self.forked else self._digest(_BEGAN_WITHIN_S)
 
     def _digest(self, within_s: float) -> bytes | None:
-        """Return what is read, as it is now; None: it cannot be compared, or nobody asks."""
+        """Return a digest of what is read now; None: it cannot be, or is not, compared."""
         now = self.plan.state(within_s)
         return None if now is None else now.own
 
@@ -377,13 +377,13 @@ class TaskRunner:
 
     def _fetch(self, task: protocol.TaskRequest) -> _Outcome:
         steps = {"first": self._first, "rows": self._rows, "whole": self._whole}
-        self.fetcher.faults.clear()  # of an attempt before
+        self.fetcher.faults.clear()  # those of an attempt before
         self.progress.read(task.batch, task.start)
         return steps[task.kind](task)
 
     @property
     def _by_index(self) -> Fetcher:
-        """What reads single samples: no task of a stream asks for them."""
+        """The fetcher of single samples; no task of a stream asks for them."""
         assert isinstance(self.fetcher, Fetcher)
         return self.fetcher
 

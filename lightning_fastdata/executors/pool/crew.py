@@ -2,7 +2,7 @@
 
 Tasks wait in one queue, from which a side process takes the next one when it is free, so that
 nothing waits behind a slow sample. A process notes what it took in memory that outlives it. Should
-it die between the two, the others are asked whether they have it before it is done again.
+it die before it does so, the others are asked whether they have the task before that is done again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, Wait
 from lightning_fastdata.types import Batch
 
 _CROWDED_S: Final = 0.001
-"""Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
+"""Seconds to wait where a wire has room, but other processes have to read before it can send."""
 _DEATHS_AT_START: Final = 3
 
 
@@ -47,14 +47,14 @@ class EpochRun:
     """An epoch whose batches are being fetched."""
 
     number: int
-    """Part of the key of its randomness."""
+    """Number of the epoch, part of the key of its randomness."""
     generation: int
     source: Iterator[Any]
     """The batches of indices that are still to be fetched."""
     exhausted: bool = False
-    """The source has ended."""
+    """Whether the source has ended."""
     begun: int = 0
-    """Batches that were begun."""
+    """Number of batches that were begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,58 +62,58 @@ class PendingBatch:
     """A batch that is under way; the docstring of :mod:`.protocol` draws its states."""
 
     number: int
-    """Counts all batches of the executor."""
+    """Number of the batch among all batches of the executor, from 1."""
     run: EpochRun
-    """The epoch that it belongs to."""
+    """Epoch that the batch belongs to."""
     place: int
-    """Counts the batches of the epoch."""
+    """Number of the batch in its epoch, from 0."""
     indices: Any
-    """What the plan gave, but for samples that are left out or replaced before they are read."""
+    """Indices that the plan gave, but for samples left out or replaced before they are read."""
     slots: memory.SlotPool
-    """Where its memory is from."""
+    """Pool from which the batch's memory is."""
     pin_thread: PinThread | None
-    """Copies it into page-locked memory; None: it stays as it is."""
+    """Thread that copies the batch into page-locked memory; None: no copy is made."""
     batched: bool = True
-    """The indices are several; False: a single one."""
+    """Whether ``indices`` are several; False: a single one."""
     slot: memory.Slot | None = None
-    """Where it is written; None until it has a place."""
+    """Slot in which the batch is written; None: it has none."""
     layout: memory.SampleLayout | None = None
-    """By which its samples are written in place; None: they are collated."""
+    """Layout by which samples are written in place; None: they are collated."""
     open_tasks: int = 0
-    """Tasks whose answers are still to come."""
+    """Number of tasks whose answers are still to come."""
     packed: memory.Packed = field(init=False)
-    """Its parts, if it was collated by a side process."""
+    """Parts of the batch, if it was collated by a side process."""
     error: tuple[int, BaseException] | None = None
-    """Of its first failing sample, with its position."""
+    """Position of the first failing sample, and its error; None: none has failed."""
     is_empty: bool = False
-    """All of its samples are left out."""
+    """Whether all samples of the batch are left out."""
     misfit: bool = False
-    """Its samples cannot be written in place; to be collated as a whole when all tasks ended."""
+    """Whether samples do not fit in place; the batch is collated whole when all tasks ended."""
     stamps: list[TaskStamps] = field(default_factory=list)
-    """Of its tasks, if stamps are recorded."""
+    """Stamps of the batch's tasks; empty if none are recorded."""
     faults: dict[tuple[int, int | str], bad_samples.Fault] = field(default_factory=dict)
-    """By position and index: samples that could not be read at once."""
+    """Faults of samples that could not be read at once, by position and index."""
     pinning: Future[Pinned] | None = None
-    """Its copy into page-locked memory; None: there is none, or it has not begun."""
+    """Copy into page-locked memory; None: there is none, or it has not begun."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be delivered, or raise its error."""
+        """Whether the batch can be delivered, or raise its error."""
         return not self.open_tasks
 
     @property
     def comes_at_once(self) -> bool:
-        """Whether it, which is ready, can be delivered without waiting for a copy of it."""
+        """Whether the batch, if it is ready, can be delivered without waiting for its copy."""
         return self.pinning is None or self.pinning.done()
 
     def pin(self) -> None:
-        """Begin its copy into page-locked memory, if it is ready and nothing was wrong with it."""
+        """Begin the copy into page-locked memory, if the batch is ready and nothing was wrong."""
         wrong = self.error is not None or self.is_empty or self.faults
         if self.pin_thread is not None and self.is_ready and self.pinning is None and not wrong:
             self.pinning = self.pin_thread.pin(self._whole())
 
     def note(self, faults: Iterable[bad_samples.Fault]) -> None:
-        """Note what happened to samples; what a task that is done again tells again counts once."""
+        """Note what happened to samples; what a repeated task tells again counts once."""
         self.faults.update({(fault.position, fault.index): fault for fault in faults})
 
     def index_at(self, at: int) -> object:
@@ -121,13 +121,13 @@ class PendingBatch:
         return self.indices[at] if self.batched else self.indices
 
     def give_up(self, at: int, plan: FetchPlan, error: WorkerError) -> bool:
-        """Have another index in the place of one that no process can read, or raise the error.
+        """Put another index in place of one that no process can read, or note the error.
 
         Returns:
             Whether there is another one.
         """
         index, quarantine = self.index_at(at), plan.faults.quarantine
-        # What kills whatever is read, as a collation may, would go on for ever.
+        # If every sample kills, as with a collation that does, replacing would go on for ever.
         tried = sum(fault.position == at for fault in self.faults.values())
         allowed = tried < bad_samples.STAND_INS and len(quarantine) < plan.faults.allowed
         goes_on = plan.guard.policy != "raise" and type(index) is not bad_samples.Gone and allowed
@@ -138,16 +138,16 @@ class PendingBatch:
             return False
         quarantine.add(bad_samples.plain_index(index))
         other = plan.guard.in_place_of(index, self.run.number, quarantine)
-        if self.batched:  # a list of the sampler is the sampler's
+        if self.batched:  # the list may still be used by the sampler
             self.indices = [*self.indices[:at], other, *self.indices[at + 1 :]]
         else:
             self.indices = other
         return True
 
     def report(self, faults: bad_samples.FaultLog) -> None:
-        """Have what happened to the samples counted, as the batch is handed over.
+        """Have the faults of the batch counted, as it is handed over.
 
-        It gets an error if there were too many bad ones.
+        The batch gets an error if there were too many bad samples.
         """
         if self.layout is not None and self.kept_rows() == []:
             self.is_empty = True
@@ -188,7 +188,7 @@ class PendingBatch:
         return self.pinning.result().batch
 
     def _whole(self) -> Callable[[], Batch]:
-        """Return what puts it together, in any thread."""
+        """Return a function that puts the batch together, in any thread."""
         slot, self.slot = self.slot, None
         if slot is None:
             return partial(memory.unpack, self.packed, None)
@@ -229,7 +229,7 @@ class Task:
     kind: protocol.TaskKind
     batch: PendingBatch
     start: int
-    """Position in the batch of its first sample."""
+    """Position in the batch of the task's first sample."""
     indices: Any
 
     @property
@@ -267,9 +267,9 @@ class Task:
 class ChildProcess:
     """A side process, the wire to it, and what it was given to do.
 
-    If it is forked it closes ``inherited_fds``, what it would hold of its siblings. ``epoch`` is
-    the one that ``set_epoch`` of the dataset was called with; None: it is called there. Without a
-    ``queue`` it is sent each of its tasks.
+    If it is forked it closes ``inherited_fds``: the queue, and wires of its siblings. ``epoch`` is
+    the one that ``set_epoch`` of the dataset was called with; None: the process calls it. Without a
+    ``queue`` the process is sent each of its tasks.
     """
 
     def __init__(
@@ -284,19 +284,19 @@ class ChildProcess:
     ) -> None:
         self.number = number
         self.tasks: dict[int, Task] = {}
-        """Those that were sent to it alone, and not taken from the queue."""
+        """Tasks, by number, that were sent to this process alone, and not taken from the queue."""
         self.outbox: deque[tuple[protocol.ToChild, tuple[int, ...] | memory.Slot]] = deque()
-        """Messages for which its wire had no room."""
+        """Messages for which the wire had no room."""
         self.answers = 0
-        """Tasks that it has ended."""
+        """Number of tasks that the process has ended."""
         self.failure: BaseException | None = None
-        """What its ``worker_init_fn`` raised."""
+        """Error that ``worker_init_fn`` raised in the process; None: none."""
         self.asked = False
-        """It has still to tell what it reads."""
+        """Whether the process has still to tell the state of what it reads."""
         self.state: protocol.StateTold | None = None
-        """What it has told of that last; None: it was not asked."""
+        """State of what it reads, as it told last; None: it has not told since it last read."""
         self.hang: watches.Hang | None = None
-        """Why it was killed."""
+        """What the process got nowhere with, and was killed for; None: it was not."""
         self.retiring = self.retired = False
         ours, theirs = protocol.wire_pair()
         ours.setblocking(False)
@@ -305,7 +305,7 @@ class ChildProcess:
             context = multiprocessing.get_context(context)
         # The kernel takes the end of the thread that forked a child for the end of its parent.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        # A forked child holds its siblings' wires too, and they would never see them closed.
+        # A forked child holds copies of its siblings' wires, too, which would keep these open.
         inherited = Inherited()
         if forks(context):
             inherited = Inherited((ours.fileno(), *inherited_fds), files_being_read())
@@ -320,21 +320,21 @@ class ChildProcess:
         finally:
             theirs.close()
         self.wire = protocol.Wire(ours)
-        # The end of its wire shows its end, too, but not while a process that was forked beside it
-        # holds a copy.
+        # The end of the wire shows the end of the process, too, but not while a process that was
+        # forked meanwhile holds a copy of the wire.
         self._pidfd: tuple[int, ...] = ()
         self._life = select.poll()
         with contextlib.suppress(OSError):  # a kernel or container that has no such descriptors
             self._pidfd = (os.pidfd_open(self.pid),)
             self._life.register(self._pidfd[0], select.POLLIN)
         self._files = [*self._pidfd]
-        """To be closed when it has ended."""
+        """Descriptors to be closed when the process has ended."""
         try:
             self.progress = protocol.ProgressMemory.create()
             self._files.append(self.progress.descriptor)
             self.stacks = memory.create_shared_memory(1)
             self._files.append(self.stacks)
-        except (OSError, WorkerError):  # no more files may be open
+        except (OSError, WorkerError):  # no more files may be opened
             self.stop(0)
             raise
         os.ftruncate(self.stacks, 0)
@@ -343,41 +343,41 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self.process.pid or 0
 
     @property
     def exitcode(self) -> int | None:
-        """How it ended: its exit code, or less the signal; None: it lives."""
+        """Exit code, or the signal that ended the process as a negative number; None: it lives."""
         code: int | None = self.process.exitcode
         return code
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Descriptors that become readable when it sends something or dies: the wire first."""
+        """Descriptors that become readable when the process sends or dies; the wire is first."""
         return (self.wire.fileno(), *self._pidfd)
 
     @property
     def began(self) -> bool:
-        """Whether it has got so far as to wait for tasks."""
+        """Whether the process has got so far as to wait for tasks."""
         return self.progress.state >= protocol.State.WAITING
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has not even got so far as to show its stacks."""
+        """Whether the process has not even got so far as to show its stacks."""
         return self.progress.state == protocol.State.STARTING
 
     @property
     def load(self) -> int:
-        """Samples it still has to read."""
+        """Number of samples in the tasks that were sent to this process alone."""
         asked = (task.indices for task in self.tasks.values())
         return sum(len(each) if isinstance(each, list) else 1 for each in asked)
 
     def send(self, message: protocol.ToChild, files: tuple[int, ...] | memory.Slot = ()) -> None:
-        """Send now, or as soon as the process has read enough of what it has.
+        """Send a message now, or as soon as the process has read enough of the earlier ones.
 
-        ``files``: Open ones that go with it, and stay open until the process ends; or the slot that
-        it is to map, of which nothing is sent if the slot is given up before.
+        ``files``: open files that go with it, and stay open until the process ends; or the slot to
+        map, for which nothing is sent if it was given up by then.
         """
         self.outbox.append((message, files))
         if len(self.outbox) == 1:
@@ -406,8 +406,8 @@ class ChildProcess:
         return True
 
     def messages(self) -> Iterator[tuple[protocol.FromChild, list[int]] | None]:
-        """Yield what it has sent, with the files that came along; None at last if it is gone."""
-        # Asked first: what it sent before is there by now.
+        """Yield what the process has sent, with the files that came along; None if it is gone."""
+        # Asked first: what the process sent before its end is there by now.
         gone = bool(self._pidfd and self._life.poll(0))
         while True:
             try:
@@ -421,7 +421,7 @@ class ChildProcess:
                 return
 
     def stack(self, wait_s: float = 3.0) -> str:
-        """Return the Python stacks of its threads, asked for through SIGUSR1."""
+        """Return the Python stacks of the process's threads, asked for through SIGUSR1."""
         if self.is_stopped():
             return f"(no stack: the process is stopped, state {self._state()}; send it SIGCONT)"
         if self.is_starting:  # it knows nothing of SIGUSR1, and would die of it
@@ -441,7 +441,7 @@ class ChildProcess:
         return f"(no stack within {wait_s:g} s, state {self._state()})"
 
     def is_stopped(self) -> bool:
-        """Return whether it was stopped by a signal, as SIGSTOP does."""
+        """Return whether the process was stopped by a signal, as SIGSTOP does."""
         return self._state().startswith("T")
 
     def stop(self, patience_s: float = 1.0) -> None:
@@ -465,14 +465,14 @@ class ChildProcess:
 
 
 class Side(Protocol):
-    """Who does tasks, as those see it who gave them."""
+    """A process that does tasks, as seen by whoever gives them."""
 
     number: int
     hang: watches.Hang | None
 
     @property
     def exitcode(self) -> int | None:
-        """How it ended; None: it lives, or that is not known."""
+        """Exit code; None: the process lives, or that is not known."""
 
 
 class Answer(NamedTuple):
@@ -485,7 +485,7 @@ class Answer(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A side process died, and took tasks with it, which are not done."""
+    """A side process died with tasks that are not done."""
 
     child: Side
     tasks: list[Task]
@@ -498,7 +498,7 @@ class _Inquiry:
     """Tasks that a process took from the queue, where none has noted that it did."""
 
     number: int
-    """Deaths before."""
+    """Number of the inquiry: how many side processes had died before."""
     tasks: set[int]
     asked: set[int]
     """Numbers of the side processes that have not answered yet."""
@@ -509,7 +509,7 @@ class _Inquiry:
 class Crew:
     """Side processes and what they have to do.
 
-    Where they read a stream, each reads one of its own: there is no queue, and no process takes the
+    Of a stream each process reads a copy of its own: there is no queue, and no process takes the
     place of a dead one before the next epoch.
     """
 
@@ -535,7 +535,7 @@ class Crew:
         self._streams = isinstance(plan.dataset, IterableDataset)
         self._queue: protocol.TaskQueue | None = None
         with contextlib.suppress(OSError):  # without one, each process is sent its tasks beforehand
-            # One that reads ahead has to know them, too.
+            # A process that reads ahead has to know them, too.
             self._queue = (
                 None if self._streams or reads_ahead(plan.dataset) else protocol.TaskQueue()
             )
@@ -543,7 +543,7 @@ class Crew:
 
     @property
     def owing(self) -> list[ChildProcess]:
-        """Processes that have something to do, which others can do, or to answer."""
+        """Processes with something to do that others can do, or with a question to answer."""
         if self._streams:
             return []
         return [
@@ -558,7 +558,7 @@ class Crew:
 
     @property
     def under_way(self) -> int:
-        """Tasks that were given and not answered."""
+        """Number of tasks that were given and not answered."""
         return len(self._tasks) + sum(len(child.tasks) for child in self.children.values())
 
     def start_epoch(self, generation: int, epoch: int) -> None:
@@ -569,7 +569,7 @@ class Crew:
         self._spawn_missing(epoch)
 
     def resize(self, processes: int) -> None:
-        """Have so many processes from now on; those too many finish what they have taken."""
+        """Have ``processes`` of them from now on; surplus ones finish what they have taken."""
         self.wanted = processes
         for number, child in list(self.children.items()):
             if number >= processes and not child.retiring:
@@ -583,7 +583,7 @@ class Crew:
         self._send_all(setting)
 
     def ask_states(self, generation: int, within_s: float) -> None:
-        """Ask each process what it reads, and have it do nothing of older generations."""
+        """Ask each process for the state of what it reads, and have it skip older generations."""
         for child in self.children.values():
             child.progress.generation = generation
             child.asked, child.state = True, None
@@ -617,7 +617,7 @@ class Crew:
     def go_on(self, number: int, rest: Task | None) -> None:
         """Let a process go on that has read the first sample of a task; None: drop that sample.
 
-        Before it is sent this, it takes nothing from the queue.
+        Until then the process takes nothing from the queue.
         """
         child, packet = self.children[number], None
         if rest is not None:
@@ -642,11 +642,11 @@ class Crew:
             child.send(message, slot)
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
-        """Wait for events and return them; None if there is none until then (``monotonic``).
+        """Wait for events and return them; None: there was none ``until`` then (``monotonic``).
 
         Raises:
             WorkerError: Processes die before they do anything.
-            Exception: Whatever ``worker_init_fn`` raised; of streams it is kept with the process.
+            Exception: Whatever ``worker_init_fn`` raised; for streams it is kept with the process.
         """
         if not self.children and not self._streams:
             self._spawn_missing()
@@ -694,7 +694,7 @@ class Crew:
             case protocol.Retired():
                 child.retired = True
                 if self._queue is not None:
-                    self._queue.numbers()  # wakes others for what it was woken for
+                    self._queue.numbers()  # wakes others for tasks that it was woken for
             case protocol.InitFailed(kind, text):
                 child.failure = as_error(kind, child.number, text)
                 if not self._streams:
@@ -737,7 +737,7 @@ class Crew:
         if not (child.tasks or child.progress.state in self._tasks):
             self._forget(child)
             child.stop()
-            yield from self._resolve(child)  # it has taken nothing else, and is not to be asked
+            yield from self._resolve(child)  # it has taken nothing else, and need not be asked
             self._spawn_missing()  # its number may be wanted again by now
 
     def discard(self, child: ChildProcess) -> None:
@@ -802,14 +802,14 @@ class Crew:
     def _resolve(
         self, child: ChildProcess, inquiry: int | None = None, taken: int = -1
     ) -> Iterator[Loss]:
-        """Settle what waited for a process, which has answered an inquiry, or is gone (None)."""
+        """Settle inquiries that waited for a process, which has answered one or is gone (None)."""
         for each in list(self._inquiries):
             if inquiry in (None, each.number):
                 each.asked.discard(child.number)
                 each.tasks.discard(taken)
             if not each.asked:
                 self._inquiries.remove(each)
-                # Of several, each was taken by another process that died meanwhile.
+                # Of several tasks, each was taken by another process that died meanwhile.
                 for number in sorted(each.tasks & self._tasks.keys(), reverse=True):
                     task = self._tasks.pop(number)
                     yield Loss(each.dead, [task], task.first_sample)

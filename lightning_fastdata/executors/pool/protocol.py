@@ -84,11 +84,11 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 _PIPE_BYTES: Final = 2**20
-"""What an unprivileged process may ask for; each packet takes a page."""
+"""Bytes of the pipe of tasks, of which a packet takes a page: as many as any user may ask for."""
 _NUMBER: Final = struct.Struct("<q")
 _LARGE_BYTES: Final = 48 * 1024
 _CROWDED: Final = (errno.ETOOMANYREFS, errno.ENOBUFS)
-"""A user without privileges has no more descriptors in unread messages than ``ulimit -n`` says."""
+"""Errors of sending while a user's unread messages hold as many descriptors as ``ulimit -n``."""
 _CROWDED_S: Final = 0.005
 _CUT_OFF: Final = int(socket.MSG_CTRUNC)  # arithmetic with the flags themselves takes 2 us
 _NO_DESCRIPTORS: Final = (
@@ -96,7 +96,7 @@ _NO_DESCRIPTORS: Final = (
     "(ulimit -n), or use fewer workers or a smaller prefetch_factor."
 )
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
-"""Read one sample and keep it; write samples into the slot; read and collate the whole batch."""
+"""Work of a task: read and keep one sample, write samples into the slot, or collate all of them."""
 
 
 class TaskRequest(NamedTuple):
@@ -106,13 +106,13 @@ class TaskRequest(NamedTuple):
     generation: int
     batch: int
     epoch: int
-    """Part of the key of its randomness."""
+    """Number of the epoch, part of the key of its randomness."""
     start: int
     """Position in the batch of the first sample of the task."""
     indices: Any
-    """Of the samples: a list, a single index, or the request for a batch of a stream."""
+    """Indices of the samples: a list, a single index, or the request for a batch of a stream."""
     rows: int
-    """Samples of the whole batch; 0 where they are not written in place."""
+    """Number of samples in the whole batch; 0 where they are not written in place."""
     slot: int | None
 
 
@@ -148,7 +148,7 @@ class DropSlot(NamedTuple):
 
 
 class SetLayout(NamedTuple):
-    """All samples have this layout; None: they have none, and are collated whole."""
+    """All samples have this layout; None: they have none, and batches are collated whole."""
 
     layout: SampleLayout | None
 
@@ -166,7 +166,7 @@ class AskTaken(NamedTuple):
 
 
 class AskState(NamedTuple):
-    """Answer with :class:`StateTold`, within so many seconds of a CPU."""
+    """Answer with :class:`StateTold`, within ``within_s`` CPU seconds."""
 
     within_s: float
 
@@ -176,7 +176,7 @@ class Retire(NamedTuple):
 
 
 Setting: TypeAlias = SetLayout | SetStamps
-"""What holds for processes that are still to come, too."""
+"""Messages that are also sent to processes that are started later."""
 ToChild: TypeAlias = (
     Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | AskState | Retire
 )
@@ -199,7 +199,7 @@ class Collated(NamedTuple):
 
     packed: Packed
     note: StreamNote | None = None
-    """What a stream tells of its position."""
+    """What a stream tells of its position; None: it is no stream."""
 
 
 class NothingLeft(NamedTuple):
@@ -211,7 +211,7 @@ class Misfit(NamedTuple):
 
 
 class TaskError(NamedTuple):
-    """An exception was raised at the sample of this position; where, and its traceback."""
+    """An exception was raised at the sample of this position; ``text``: where, and traceback."""
 
     position: int
     kind: type[BaseException]
@@ -238,24 +238,24 @@ class TaskEnded(NamedTuple):
     spent_ns: int
     stamps: TaskStamps | None
     faults: tuple[Fault, ...]
-    """Of its samples, each with its position in the batch."""
+    """Faults of the task's samples, each with its position in the batch."""
     result: TaskResult
 
 
 class TaskTaken(NamedTuple):
-    """The number of the task that it had taken last when it was asked."""
+    """The number of the task that the process had taken last when it was asked."""
 
     inquiry: int
     number: int
 
 
 class StateTold(NamedTuple):
-    """What the process reads, as it is there after all it has read."""
+    """The state of what the process reads, after all that it has read."""
 
     digest: bytes | None
-    """Of a forked process, as the training process would have it; None: it cannot be compared."""
+    """Digest from a forked process, as the training process would have it; None: there is none."""
     same: bool
-    """Of any other process: it is as it was when the epoch began."""
+    """Whether what a process that was not forked reads is as it was when the epoch began."""
 
 
 class Retired(NamedTuple):
@@ -294,13 +294,13 @@ def decode(encoded: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class State(IntEnum):
-    """How far a side process has got; a larger number is that of the task it took last."""
+    """Progress of a side process; a number above these is that of the task it took last."""
 
     STARTING = -2
     INITIALISING = -1
-    """It shows its stacks when it is asked."""
+    """The process shows its stacks when it is asked."""
     WAITING = 0
-    """It takes tasks."""
+    """The process takes tasks."""
 
 
 class ProgressMemory(ctypes.Structure):
@@ -308,13 +308,13 @@ class ProgressMemory(ctypes.Structure):
 
     _fields_ = tuple((n, ctypes.c_int64) for n in ("batch", "position", "state", "generation"))
     batch: int
-    """Of the sample that is being read; -1: none is."""
+    """Batch number of the sample that is being read; -1: none is."""
     position: int
-    """Of that sample in its batch."""
+    """Position in its batch of the sample that is being read; -1: none is."""
     state: int
     """One of :class:`State`, or the number of the task that the process took last."""
     generation: int
-    """That of the present epoch; tasks of a smaller one need not be done."""
+    """Generation of the present epoch; tasks of a smaller one need not be done."""
     descriptor: int
 
     @classmethod
@@ -348,7 +348,7 @@ class ProgressMemory(ctypes.Structure):
         return self.batch, self.position, self.state
 
 
-# How it travels
+# How messages travel
 
 
 class Wire:
@@ -398,7 +398,7 @@ class Wire:
     def receive(self, *, wait: bool = True) -> tuple[Any, list[int]] | None:
         """Return the next message and its open files; None when the sender is gone.
 
-        It waits for one if it is to, and the end is a blocking one.
+        It waits for a message if ``wait`` is set and the end is a blocking one.
 
         Raises:
             BlockingIOError: There is none (without waiting).
@@ -409,7 +409,7 @@ class Wire:
             # socket.recv_fds takes flags, and ignores them.
             data, attached, flags_out, _ = self.end.recvmsg(65536, self._ancillary_bytes, flags)
         except ConnectionResetError:
-            # It died with messages unread: an error that comes once, before what it sent itself.
+            # The sender died with unread messages: this error comes once, before what it had sent.
             return self.receive(wait=wait)
         except ConnectionError:
             return None
@@ -456,7 +456,7 @@ class TaskQueue:
 
         self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
         self.descriptors = self.reading, self._writing
-        # Users may have only so many pages in pipes; the default holds 16 packets.
+        # The pages of a user's pipes are limited; the default size holds 16 packets.
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
@@ -471,7 +471,7 @@ class TaskQueue:
     def numbers(self) -> set[int]:
         """Return the numbers of the tasks that no process has taken yet.
 
-        They are queued anew, which wakes a waiting process for each that another left.
+        They are queued anew, which wakes a waiting process for each task that another one left.
         """
         packets = []
         while (packet := read_packet(self.reading)) is not None:
@@ -498,12 +498,12 @@ def read_packet(reading: int) -> bytes | None:
 
 
 def number_in(packet: bytes) -> int:
-    """Return the number of a task."""
+    """Return the number of the task in a packet."""
     return int(_NUMBER.unpack_from(packet)[0])
 
 
 def request_in(packet: bytes) -> TaskRequest:
-    """Return what is to be done.
+    """Return the request in a packet.
 
     Raises:
         Exception: Whatever unpickling the indices raises.

@@ -43,20 +43,20 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitW
 from lightning_fastdata.types import Batch
 
 _TASK_NS: Final = 2_000_000
-"""Cheap samples share a task of about this length, as a message costs some 20 us."""
+"""Length of a task that cheap samples share, in ns, as a message costs some 20 us."""
 _LONG_TASK_NS: Final = 25_000_000
-"""Of a batch that is not needed soon: each task costs the training process some 40 us."""
+"""Most ns of a task that is not needed soon: each costs the training process some 40 us."""
 _TASKS_PER_WORKER: Final = 3
-"""Of all batches under way, so that no process has to wait for one that takes long."""
+"""Number of tasks for each process in all batches under way, so that none waits for a long one."""
 _TIMES: Final = 2
 _KILLS: Final = 4
-"""So many crash or hang with a sample that is given up; SIGKILL may come from outside."""
+"""Deaths by SIGKILL, maybe from outside, that give a sample up; ``_TIMES`` counts other deaths."""
 
 
 class _CrewExecutor(ABC):
-    """Fetches in the side processes of a crew: what is asked of them comes back, and is delivered.
+    """Fetches in the side processes of a crew: gives tasks, takes answers, and delivers batches.
 
-    Whose turn it is, and what is done about losses, is said by the two kinds below.
+    The two classes below say which batch is next, and what is done about losses.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class _CrewExecutor(ABC):
         self._records: deque[BatchStamps] | None = None
         self._first, self._count = True, 0
         self._whole_bytes = 0
-        """Size of the largest batch so far that was collated as a whole."""
+        """Bytes of the largest batch so far that was collated as a whole."""
 
     def _start_crew(self, processes: int) -> Crew | Any:
         return Crew(self.plan, self._slots, processes=processes)
@@ -91,7 +91,7 @@ class _CrewExecutor(ABC):
 
     def __next__(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
-        if self._pin_thread is not None:  # what has come since goes there before it is its turn
+        if self._pin_thread is not None:  # begins to copy what has come
             self._receive(waiting=False)
         ahead = -1
         while True:
@@ -123,10 +123,10 @@ class _CrewExecutor(ABC):
         return self._end() is not None if batch is None else batch.comes_at_once
 
     def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each delivered batch from now on; None: no more."""
+        """Append the stamps of each delivered batch to ``records`` from now on; None: stop."""
         self._records = records
         if records is None:
-            self._trial.given_up()  # without stamps it would never end
+            self._trial.given_up()  # without stamps the trial would never end
         self._crew.configure(protocol.SetStamps(records is not None))
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class _CrewExecutor(ABC):
 
     @abstractmethod
     def _fill(self) -> None:
-        """Begin batches, as far ahead as the plan says, and give what is to be done."""
+        """Begin batches, as far ahead as the plan says, and give their tasks to processes."""
 
     @abstractmethod
     def _first_ready(self) -> PendingBatch | None:
@@ -149,11 +149,11 @@ class _CrewExecutor(ABC):
 
     @abstractmethod
     def _end(self) -> BaseException | None:
-        """Return what is raised as no batch is to come: an error, or StopIteration."""
+        """Return an error or StopIteration to raise if no batch will come; None: one will."""
 
     @abstractmethod
     def _deliver(self, batch: PendingBatch) -> Batch:
-        """Return what a batch holds, and have it no longer; or raise its error."""
+        """Return the data of a batch, which is then no longer under way; or raise its error."""
 
     @abstractmethod
     def _reads(self, child: ChildProcess) -> str | None:
@@ -161,7 +161,7 @@ class _CrewExecutor(ABC):
 
     @abstractmethod
     def _redo(self, loss: Loss) -> None:
-        """Do what follows from tasks that a side process died with."""
+        """Deal with the tasks that a side process died with."""
 
     def _new_batch(self, indices: Any, *, batched: bool = True) -> PendingBatch:
         self._count += 1
@@ -220,7 +220,7 @@ class _CrewExecutor(ABC):
 
 
 class PoolExecutor(_CrewExecutor):
-    """Fetches batches by index in ``processes`` side processes, which share out each of them."""
+    """Fetches batches by index in ``processes`` side processes, which share out their samples."""
 
     def __init__(
         self,
@@ -232,20 +232,20 @@ class PoolExecutor(_CrewExecutor):
     ) -> None:
         super().__init__(plan, processes=processes, pin_thread=pin_thread, trial=trial)
         self._batches: deque[PendingBatch] = deque()
-        """Of the epoch, in its order."""
+        """Batches of the epoch that are under way, in its order."""
         self._todo: deque[Task] = deque()
         self._deaths: Counter[tuple[int, int]] = Counter()
-        """Of side processes, by batch number and position of what was being read then."""
+        """Number of deaths by what was being read then: batch number and position."""
         samples = plan.default_collation and plan.batched and not reads_together(plan.dataset)
         self._is_known = not samples
-        """Whether samples are written in place; False until the first one was read."""
+        """Whether it is known if samples are written in place, which a first sample shows."""
         self._layout: SampleLayout | None = None
-        """Of all samples, by which they are written in place; None: they are collated."""
+        """Layout by which all samples are written in place; None: they are collated."""
         self._sample_ns: float | None = None
 
     @property
     def respawned(self) -> int:
-        """Side processes that died and were replaced."""
+        """Number of side processes that died and were replaced."""
         return self._crew.respawned
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
@@ -261,7 +261,7 @@ class PoolExecutor(_CrewExecutor):
         self._batches.clear()
         self._crew.start_epoch(self._now.generation, epoch)
         for child in self.children.values():
-            child.state = None  # which holds until they read again
+            child.state = None  # known only until it reads again
         self._deaths.clear()
         self._trial.given_up()
         self._fill()
@@ -271,20 +271,20 @@ class PoolExecutor(_CrewExecutor):
         return self._now.begun, tuple(batch.place for batch in self._batches)
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Have so many side processes, and batches ahead; those too many finish their work."""
+        """Have ``workers`` side processes, and ``look_ahead``; surplus ones finish their work."""
         if look_ahead is not None:
             self.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
         self._trial = self._trial.with_workers(workers)
 
     def ask_states(self, within_s: float) -> None:
-        """Ask each side process what it reads: the epoch is over."""
+        """Ask each side process for the state of what it reads, as the epoch is over."""
         self._crew.ask_states(self._now.generation + 1, within_s)
 
     def read_the_same(self, digest: bytes, within_s: float) -> bool:
-        """Return whether what side processes have read has changed nothing of what they read.
+        """Return whether what the side processes read is still as the training process has it.
 
-        ``digest``: What the training process would have them read.
+        ``digest``: Digest of what they should read, from the training process.
         """
         if any(child.state is None and not child.asked for child in self.children.values()):
             self.ask_states(within_s)
@@ -347,7 +347,7 @@ class PoolExecutor(_CrewExecutor):
     # How a batch is divided, and where its samples are written
 
     def _begin(self, indices: Any) -> PendingBatch:
-        """Return a batch that begins, with none of the samples in quarantine."""
+        """Begin a batch without the samples in quarantine, and return it."""
         plan = self.plan
         if isinstance(indices, np.ndarray):
             indices = list(indices)
@@ -376,7 +376,7 @@ class PoolExecutor(_CrewExecutor):
         return self._layout is None or self._slots.may_grow(size)
 
     def _place(self, batch: PendingBatch) -> bool:
-        """Return whether the samples of a batch have a place to be written to.
+        """Return whether a batch has a slot to write its samples to, and take one if need be.
 
         Raises:
             WorkerError: There is no memory for it.
@@ -390,7 +390,7 @@ class PoolExecutor(_CrewExecutor):
         """Return the tasks of one of the batches under way; none if there is no memory for it."""
         try:
             tasks = self._split(batch)
-        except WorkerError as error:  # raised when it is its turn
+        except WorkerError as error:  # raised when the batch is delivered
             batch.error, tasks = (0, error), []
         batch.open_tasks = len(tasks)
         return tasks
@@ -399,7 +399,7 @@ class PoolExecutor(_CrewExecutor):
         indices = batch.indices
         several = batch.batched and len(indices) > 0  # a single index may be a tensor
         if several and not self._is_known:
-            # Workers may wait for each other in their first samples: there is one for each.
+            # Workers may wait for each other in their first samples: each gets one.
             free = max(1, self._crew.wanted - self._open_tasks())
             return _parts("first", batch, -(-len(indices) // free))
         if several and self._place(batch):
@@ -434,9 +434,9 @@ class PoolExecutor(_CrewExecutor):
         self._finish_if_ready(task.batch)
 
     def _learn(self, layout: SampleLayout | None, task: Task) -> Task | None:
-        """Return what the process that read the first sample of a task, and kept it, is to do next.
+        """Return the next task of the process that has read and kept the first sample of a task.
 
-        The first layout that is found is that of all samples.
+        The first layout that is found is that of all samples. None: the process drops its sample.
         """
         batch = task.batch
         if not self._is_known:
@@ -446,7 +446,7 @@ class PoolExecutor(_CrewExecutor):
             return None
         try:
             placed = self._place(batch)
-        except WorkerError as error:  # no memory for it, which is raised when it is its turn
+        except WorkerError as error:  # no memory: raised when the batch is delivered
             batch.error = 0, error
             return None
         if not placed:
@@ -479,7 +479,7 @@ class PoolExecutor(_CrewExecutor):
             self._deaths[loss.suspect] += 1
             if known or self._deaths[loss.suspect] >= times:
                 killer = loss.suspect
-                del self._deaths[killer]  # of this sample, and not of what takes its place
+                del self._deaths[killer]  # they are not those of the index in its place
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
             if killer is not None and killer[0] == batch.number and task.reads(killer[1]):
@@ -531,13 +531,13 @@ class _Lane:
 
     child: ChildProcess
     batches: deque[PendingBatch] = field(default_factory=deque)
-    """Asked for and not delivered, the oldest first."""
+    """Batches asked for and not delivered, the oldest first."""
     delivered: int = 0
-    """Batches of this epoch that were handed over."""
+    """Number of batches of this epoch that were handed over."""
     ended: bool = False
-    """Its stream has no more batches than those in ``batches``."""
+    """Whether the stream has no more batches than those in ``batches``."""
     dead: bool = False
-    """It died before the end of its stream."""
+    """Whether the process died before the end of its stream."""
 
     @property
     def ready(self) -> bool:
@@ -551,7 +551,7 @@ class _Lane:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it makes no batch that it was not asked for yet, before its end; None: it does."""
+        """Why the process makes no further batch before its end; None: it does."""
         child = self.child
         if child.failure is not None or not self.dead:
             return child.failure
@@ -582,7 +582,7 @@ class StreamExecutor(_CrewExecutor):
     def __init__(
         self, plan: FetchPlan, *, processes: int, pin_thread: PinThread | None = None
     ) -> None:
-        # What one process is asked for no other can read, so that half of them show nothing.
+        # No process can read what another was asked for, so that a trial of half shows nothing.
         super().__init__(
             plan, processes=processes, pin_thread=pin_thread, trial=watches.CrewTrial(0)
         )
@@ -591,16 +591,16 @@ class StreamExecutor(_CrewExecutor):
         self._turn = 0
         self._lanes: list[_Lane] = []
         self.history = StreamHistory(plan.dataset)
-        """Where the stream was behind each of the last batches."""
+        """Positions of the stream after each of its last batches."""
         self._resume: dict[int, LanePosition] = {}
-        """Where processes go on that were not asked for a batch yet, by their numbers."""
+        """Positions at which processes resume that were not asked for a batch yet, by number."""
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: Sequence[LanePosition] | None = None
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped.
 
-        ``resume``: go on there, with the first epoch.
+        ``resume``: positions at which the processes resume; None: they do not.
         """
         source, workers = iter(batches), self._processes
         self._samples = next(source)
@@ -613,7 +613,7 @@ class StreamExecutor(_CrewExecutor):
                     batch.release()
             lane.batches.clear()
         if self._lanes:
-            self._receive(waiting=False)  # one that died after its last batch is found here
+            self._receive(waiting=False)  # this finds a process that died after its last batch
         for lane in self._lanes:
             child = lane.child
             lives = self.children.get(child.number) is child
@@ -696,10 +696,10 @@ class StreamExecutor(_CrewExecutor):
         elif isinstance(result, protocol.Collated):
             self.history.made(answer.child.number, result.note or StreamNote())
         elif isinstance(result, protocol.StreamEnd):
-            lane.ended = True  # what it was asked for besides will be answered likewise
+            lane.ended = True  # its other tasks will be answered likewise
             lane.batches = deque(b for b in lane.batches if b.is_ready and b is not batch)
             batch.release()
 
     def _redo(self, loss: Loss) -> None:
-        """Have no more of a stream whose process has died: nobody can read what was lost."""
+        """Give up a stream whose process has died: nobody can read what was lost."""
         self._lanes[loss.child.number].drop(loss.tasks)

@@ -33,47 +33,47 @@ _LIMIT_TASKS: Final = 20
 _TIMES_KEPT: Final = 1000
 _STALL_LOOK_S: Final = 0.5
 _MOST_LOOKS: Final = 5
-"""A look that comes late counts for so many: the whole program may have been stopped meanwhile."""
+"""Most looks that a late one counts for: the whole program may have been stopped meanwhile."""
 _BUSY_SHARE: Final = 0.05
-"""Processes that compute have so much of a CPU, even where other programs take the CPUs."""
+"""Share of a CPU above which a process computes, even where other programs take the CPUs."""
 _BUSY_WEIGHT: Final = 0.1
-"""While processes start, or compute as one that builds an index does, time counts for so much."""
+"""Weight of the time in which processes start, or compute as one that builds an index does."""
 _LONG_LOOKS: Final = 5
-"""Who computes for so many looks without a new sample may be what the others wait for."""
+"""Number of looks after which others may wait for a process that computes on the same sample."""
 _IDLE_SHOWN: Final = 4
 _MINUTE_S: Final = 60.0
 _MOST_DEATHS: Final = 30
 _FEWEST_TASKS: Final = 2
-"""Processes that get less than that done before they die get nowhere."""
+"""Least number of tasks done for each death: processes that get less done get nowhere."""
 _LOOK_S: Final = 5.0
 _SMALL_BYTES: Final = 256 * 2**20
-"""Growth of a process by less than this is none."""
+"""Bytes by which a process has to grow for its growth to count."""
 _RENEW: Final = 4
 _MIB: Final = 2**20
 MAIN: Final = (
     'With the start methods "spawn" and "forkserver" the script needs `if __name__ == "__main__":`.'
 )
 _ROUNDS: Final = 3
-"""Tasks that each of the workers in the trial does."""
+"""Number of tasks that each worker does in a trial."""
 _KEPT: Final = 6
-"""Tasks of each worker before the trial that it is compared with."""
+"""Number of tasks of each worker before a trial that the trial is compared with."""
 _MOST_OF_RUN: Final = 0.03
-"""Part of the time so far that a trial may cost; it is made once, so that most runs lose less."""
+"""Share of the time so far that a trial may cost; it is made once, so that most runs lose less."""
 _REQUESTS: Final = 16
 _LATE: Final = 12
-"""Of the newest 16 batches, so many have to be late: else the training sets the pace."""
+"""Number of the newest 16 batches that have to be late: else the training sets the pace."""
 _BLOCKED: Final = 0.3
-"""Part of the time to read: where workers wait for less, nothing that is shared costs much."""
+"""Share of reading that is waiting, below which nothing that workers share costs much."""
 
 
 class Hang(NamedTuple):
-    """What a side process gets nowhere with."""
+    """A sample, or other work, with which a side process gets nowhere."""
 
     sample: tuple[int, int] | None
-    """Batch number and position; None: it reads none, or which is not known."""
+    """Batch number and position of the sample; None: none is read, or which one is not known."""
     seconds: float
     doing: str = ""
-    """With its stack, in words."""
+    """What the process was doing, in words, with its stack."""
 
 
 @dataclass(slots=True)
@@ -82,19 +82,19 @@ class _Noted:
 
     words: tuple[int, int, int]
     looks: int = 0
-    """So many times it was the same."""
+    """Number of later looks that found the same."""
     still_s: float = 0.0
-    """For so long, as it counts."""
+    """Seconds for which the same was noted; slow ones count less."""
     cpu_s: float = 0.0
-    """CPU time of the process and what it started, at the last look that found the same."""
+    """CPU seconds of the process and its children at the last look that found the same."""
 
 
 class StallWatch:
     """Notices that side processes get nowhere while the training process waits for them.
 
     Args:
-        limit_s: How long that may go on; 0: for ever; None: 60 s, or 20 times the 99th percentile
-            of the times of tasks if that is more.
+        limit_s: Seconds for which that may go on; 0: for ever; None: 60 s, or 20 times the 99th
+            percentile of the times of tasks if that is more.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -108,12 +108,12 @@ class StallWatch:
 
     @property
     def next_look_s(self) -> float | None:
-        """When :meth:`look` is due, on the clock; None: there is no limit."""
+        """Time of ``clock.monotonic`` when :meth:`look` is due; None: there is no limit."""
         return None if self._given == 0 else self._looked_s + self._step_s
 
     @property
     def limit_s(self) -> float:
-        """How long a process may get nowhere; 0: for ever."""
+        """Seconds for which a process may get nowhere; 0: for ever."""
         if self._given is not None:
             return self._given
         times = sorted(self._times)
@@ -121,7 +121,7 @@ class StallWatch:
         return max(_LIMIT_S, _LIMIT_TASKS * long_ns / 1e9)
 
     def note_task(self, task_ns: int) -> None:
-        """Note that a task has ended, which took so long."""
+        """Note that a task has ended, and how long it took."""
         self._stalled_s = 0.0
         self._times.append(task_ns)
 
@@ -131,18 +131,18 @@ class StallWatch:
         doing: Callable[[], list[str]],
         owing: Collection[ChildProcess] = (),
     ) -> list[tuple[ChildProcess, Hang]]:
-        """Look how far the processes are, if that is due; warn if none moves.
+        """Look how far the processes have got, if that is due; warn if none moves.
 
         Args:
-            children: All of them.
-            doing: Returns in words what they do.
-            owing: Those that have something to do which others can do in their place.
+            children: All side processes.
+            doing: Returns in words what the processes do.
+            owing: Processes with something to do that others can do in their place.
 
         Returns:
-            Those of ``owing`` that got nowhere for too long.
+            The processes of ``owing`` that got nowhere for too long, and with what.
 
         Raises:
-            WorkerError: Nothing at all has moved for too long, though no process owes anything.
+            WorkerError: Nothing at all has moved for too long.
         """
         now_s = clock.monotonic()
         if self.next_look_s is None or now_s < self.next_look_s:
@@ -192,7 +192,7 @@ class StallWatch:
         return moved
 
     def _computes(self, child: ChildProcess, long_s: float) -> bool:
-        """Return whether a process that has noted nothing new computes, or what it started."""
+        """Return whether a process that noted nothing new, or one that it started, computes."""
         noted = self._noted[child.pid]
         if not noted.looks:
             return False
@@ -252,7 +252,7 @@ def cannot_start(number: int, error: OSError) -> WorkerError:
 def doing(
     children: Sequence[ChildProcess], reads: Callable[[ChildProcess], str | None]
 ) -> list[str]:
-    """Return what side processes are doing: what they read, as they are asked, and their stacks."""
+    """Return what side processes are doing: what they read, as ``reads`` says, and their stacks."""
     reading = {child: reads(child) for child in children}
     busy = [child for child in children if reading[child] or child.tasks or child.is_stopped()]
     # Where no process seems to have anything to do, some of them show what they do instead.
@@ -266,7 +266,7 @@ def doing(
 def lost_sample(index: object, child: Side, times: int) -> WorkerError:
     """Return the error for a sample that kills or holds up every process that reads it.
 
-    ``child`` was the last of so many.
+    ``child`` is the last of ``times`` processes to which that happened.
     """
     hang = child.hang
     if hang is None:
@@ -288,7 +288,7 @@ def lost_sample(index: object, child: Side, times: int) -> WorkerError:
 def _threads() -> str:
     """Return the names of the program's other threads, if there are any."""
     main = threading.main_thread()
-    # Those of this package hold no lock of the user's.
+    # Threads of this package hold no lock of the user's.
     others = [
         each.name
         for each in threading.enumerate()
@@ -311,7 +311,7 @@ class _Death(NamedTuple):
     at_s: float
     code: int | None
     tasks: int
-    """That all processes had done before."""
+    """Number of tasks that all processes had done before."""
 
 
 class Deaths:
@@ -330,13 +330,13 @@ class Deaths:
         """Note a death.
 
         Args:
-            code: With which the process ended.
-            tasks: Done by all processes so far.
-            pids: Of the processes that live, by their numbers.
+            code: Exit code of the process.
+            tasks: Number of tasks that all processes have done so far.
+            pids: Process ids of the living processes, by their numbers.
 
         Raises:
-            WorkerError: There were more than 30 within a minute, and fewer than two tasks were done
-                for each.
+            WorkerError: More than 30 deaths came within a minute, and fewer than two tasks were
+                done for each.
         """
         now_s = clock.monotonic()
         self.warn_of_memory(code, pids, "It is replaced, and its samples are read again.")
@@ -355,9 +355,9 @@ class Deaths:
             )
 
     def warn_of_memory(self, code: int | None, pids: Mapping[int, int], then: str) -> None:
-        """Warn with the figures of a death, and what comes then, if the kernel killed for memory.
+        """Warn of a death if the kernel killed for memory, with figures and ``then``, what follows.
 
-        ``pids``: As of :meth:`note`.
+        ``pids``: As in :meth:`note`.
         """
         kills = self._oom_kills()
         if code != -signal.SIGKILL or kills is None or kills <= (self._killed or 0):
@@ -388,12 +388,12 @@ def _memory_of(pids: Mapping[int, int]) -> str:
 class Growth:
     """How much memory side processes have come to take since they were first looked at.
 
-    A process is told of (once an executor) when it has grown by more than is left for each process,
-    and makes place for a new one when it has grown by four times as much: before the kernel kills.
+    A warning (one for each executor) names a process that has grown by more than is left for each.
+    If it has grown by four times as much, a new process takes its place, before the kernel kills.
 
     Args:
         own_bytes: Returns the memory of a process that it shares with no other; None: not known.
-        left_bytes: Returns what is left on this machine, or in this container.
+        left_bytes: Returns the memory that is left on this machine, or in this container.
     """
 
     def __init__(
@@ -440,18 +440,17 @@ class Growth:
 
 
 class CrewTrial:
-    """Says how many tasks may be under way, and compares what is read with all and with half.
+    """Compares how much all workers read with what half of them read, which it limits for that.
 
-    What workers wait for may be there for each of them, as the latency of a network is, or be
-    shared by all, as a lock or a full line is. With all of them at work all the time, both look the
-    same. So once in a run, while batches are waited for anyway, only half of them are given tasks
-    for a moment.
+    Each worker may wait for itself, as for the latency of a network, or all for something that they
+    share, as a lock or a full line. While all of them work, both look the same. So once in a run,
+    while batches are waited for anyway, only half of the workers are given tasks for a moment.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.limit: int | None = None
-        """Tasks that may be under way; None: as many as there are."""
+        """Most tasks that may be under way; None: no limit."""
         self._began_ns: int | None = None
         self._late: deque[bool] = deque(maxlen=_REQUESTS)
         self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * workers)
@@ -460,7 +459,7 @@ class CrewTrial:
         self._over = workers < 2
 
     def with_workers(self, workers: int) -> CrewTrial:
-        """Return the trial of as many workers; none if it was made already."""
+        """Return a trial for another number of workers, which is over if one was made already."""
         other = CrewTrial(workers)
         other._over = other._over or (self._over and self.workers > 1)
         return other
@@ -476,14 +475,14 @@ class CrewTrial:
             self.limit = self.workers // 2
 
     def answered(self, task: TaskStamps | None, under_way: int) -> ReadRates | None:
-        """Note a task that has ended, beside those still under way; return what a trial found."""
+        """Note a task that has ended, beside others still under way; return what a trial found."""
         if self._over or task is None or not task.samples:
             return None
         if self.limit is None:
             self._with_all.append(task)
             return None
         if self._since_ns is None:
-            if under_way < self.limit:  # those given before the trial have ended
+            if under_way < self.limit:  # tasks given before the trial have ended
                 self._since_ns = clock.monotonic_ns()
             return None
         if task.began_ns >= self._since_ns:
@@ -493,7 +492,7 @@ class CrewTrial:
         half, before = self._with_half, list(self._with_all)
         # Between two tasks of the trial a worker may wait for the training to give it the next.
         busy_ns = _length_ns(half) // self.limit
-        # With all at work, those that a lock leaves waiting longest have not ended yet.
+        # With all at work, the tasks that a lock leaves waiting longest have not ended yet.
         span_ns = before[-1].ended_ns - before[0].ended_ns
         rates = ReadRates(
             self.limit, _per_s(half, busy_ns), self.workers, _per_s(before[1:], span_ns)
