@@ -1,15 +1,15 @@
 """The user's own pipeline of Albumentations or torchvision: draws by sample, pixels on the device.
 
-- A front end (:mod:`transform`, which lists them, :mod:`torchvision`) knows the pipelines of one
-  library. In a worker it runs one for a sample without its pixel work, and writes down the
-  operations, with what was drawn, as a tape.
-- The tapes of a batch are packed into draws, which travel beside it (:mod:`replay.program`).
-- They are carried out where the batch lies (:mod:`replay.torch`), by the operations of the front
-  end, whose law is the pixels of its own library.
-- Where that is, workers or device, is measured by the plugin.
+- A front end (:mod:`transform` lists them) knows the pipelines of one library. In a worker it runs
+  a pipeline for a sample without its pixel work, and writes down the operations, with what was
+  drawn, as a tape.
+- The tapes of a batch are packed into draws, which travel beside the batch (:mod:`replay.program`).
+- Draws are carried out where the batch lies (:mod:`replay.torch`), by the operations of the front
+  end, which have to make the pixels that its own library makes.
+- The plugin measures whether pixels are better computed in the workers or on the device.
 
-Other rooms import these names, and nothing inside. They are loaded on first use, so that importing
-the package stays light.
+Other rooms import the names below, and nothing inside. They are loaded on first use, so that
+importing the package stays light.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOME = {
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
-# Type checkers would take any name for one of the package's.
+# If type checkers saw this function, they would accept any name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """The fields of a sample or a batch: where image and mask are, their form, what lies beside them.
 
-What lies beside an image that is moved, and is not moved itself, would stay behind: masks, other
-images, boxes. That is an error, or a warning.
+If an image is moved, and a mask, another image or boxes beside it are not, they no longer fit the
+image. That is an error, or a warning.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _Entry = TypeVar("_Entry", bound="int | str | None")
 _USUAL: Final = frozenset({"uint8", "float32"})
 _HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 _NUMBERS: Final = "biuf"
-"""NumPy's kinds of numbers, of which images may be."""
+"""Kinds of NumPy dtypes that images may have: bool, signed and unsigned integer, float."""
 _TOO_WIDE: Final = frozenset({"int64", "uint64"})
 CHANNELS: Final = frozenset({1, 3, 4})
-"""Of an image, as most have them."""
+"""Numbers of channels that images usually have."""
 _WIDE: Final = 16
-"""An image with so many channels has more than 4 rows."""
+"""Height and width from which a shape ``[1, 3 or 4, height, width]`` is read as channels first."""
 _PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
 _PIL_NUMBERS: Final = frozenset({"F", "I", "I;16", "I;16B", "I;16L", "I;16N"})
-"""Modes of PIL with one number of more than a byte for each pixel."""
+"""PIL modes whose pixels are single numbers of more than one byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,15 @@ class Fields:
     """Which fields of a sample or batch hold the image and the mask, by key or index."""
 
     image: int | str | None = None
-    """None finds it: the key ``"image"``, or the first element that looks like an image."""
+    """Key or index of the image; None: ``"image"``, or the first element that looks like one."""
     mask: int | str | None = None
-    """None takes the key ``"mask"`` where there is one."""
+    """Key or index of the mask; None: ``"mask"``, where there is such a key."""
     stays: tuple[int | str, ...] = ()
-    """Others that are left as they are, though the image beside them is moved."""
+    """Keys or indices of fields that are left as they are, though the image beside them moves."""
 
 
 def listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
-    """Return keys or numbers that were given as one, as several, or not."""
+    """Return a tuple of the keys or numbers given: one, a sequence of several, or None."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int | str) else tuple(value)
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
     image: Location
     mask: Location
-    """None: there is none."""
+    """Key or index of the mask; None: there is no mask."""
 
 
 def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
@@ -82,7 +82,7 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
     if mapping and "image" in item:
         return Found("image", mask)
     if isinstance(item, list | tuple):
-        # Other dtypes last, and of these such with channels first: masks and tables have them, too.
+        # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
         for looks in (looks_like_image, _has_channels, may_be_image):
             for index, value in enumerate(item):
                 if looks(value, batched=batched):
@@ -112,7 +112,7 @@ def target_places(
 ) -> dict[str, Location]:
     """Return where the images and masks with these names in a pipeline are in a sample or batch.
 
-    In a tuple, ``"2"`` names the position.
+    In a tuple, the name ``"2"`` means the field at position 2.
 
     Raises:
         BatchError: as :func:`find_fields`.
@@ -127,9 +127,9 @@ def target_places(
 
 
 def named_places(item: Batch, names: Collection[str]) -> dict[str, Location]:
-    """Return where a sample or batch has what a pipeline knows by other names than its image.
+    """Return the places of the fields of a sample or batch that a pipeline knows by these names.
 
-    In a mapping under these names; in a tuple, ``"2"`` names the position.
+    In a mapping these names are the keys; in a tuple, the name ``"2"`` means position 2.
     """
     if isinstance(item, Mapping):
         return {name: name for name in item if name in names and item[name] is not None}
@@ -176,7 +176,7 @@ def looks_like_image(value: object, *, batched: bool = False) -> bool:
 
 
 def may_be_image(value: object, *, batched: bool = False) -> bool:
-    """Whether a value is PIL, or numbers of any dtype of NumPy with 2 or 3 dimensions."""
+    """Whether a value is a PIL image, or has numbers of any NumPy dtype in 2 or 3 dimensions."""
     if looks_like_image(value, batched=batched):
         return True
     return _dimensions(value) - batched in {2, 3}
@@ -194,7 +194,7 @@ def _dimensions(value: object) -> int:
 
 
 def has_numpy_dtype(value: object) -> bool:
-    """Whether a value is an array or a tensor of numbers that NumPy has, too."""
+    """Whether a value is an array or tensor of numbers whose dtype NumPy has, too."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in _NUMBERS
     try:
@@ -217,10 +217,10 @@ def to_hwc(value: object) -> np.ndarray:
             first in doubt.
 
     Returns:
-        An array ``[H, W]`` or ``[H, W, C]`` of the dtype it had.
+        An array ``[H, W]`` or ``[H, W, C]``; arrays and tensors keep their dtype.
 
     Raises:
-        BatchError: it is no image, or has no numbers, or another number of dimensions.
+        BatchError: the value is no image, holds no numbers, or has other than 2 or 3 dimensions.
     """
     if not isinstance(value, np.ndarray | torch.Tensor):
         if isinstance(value, PilImage):
@@ -262,9 +262,10 @@ def mask_to_numpy(value: object) -> np.ndarray:
 
 
 def mask_as_given(mask: Batch, given: Batch) -> Batch:
-    """Return a mask, or a list of them, in its 64-bit integers again if OpenCV made int32 of them.
+    """Return a mask, or a list of masks, with its 64-bit dtype again if OpenCV made it int32.
 
-    Only what moves pixels by OpenCV does that: samples of one batch would differ by what they drew.
+    Only operations that move pixels with OpenCV change the dtype, so that the samples of a batch
+    would differ by what they drew.
     """
     if isinstance(mask, list | tuple):
         return type(mask)(mask_as_given(one, given) for one in mask)
@@ -283,9 +284,9 @@ def _dtype_name(value: object) -> str:
 
 
 def channels_first(shape: tuple[int, ...]) -> bool:
-    """Whether ``[a, b, c]`` is read as ``[C, H, W]``: unless only the last can be channels.
+    """Whether a shape ``[a, b, c]`` is read as ``[C, H, W]``, not as ``[H, W, C]``.
 
-    Channels are the smaller of the first and the last dimension, and the first in doubt.
+    The smaller of its first and last dimension is taken for the channels; if equal, the first.
     """
     return shape[0] <= shape[2]
 
@@ -320,20 +321,20 @@ def size_of(images: torch.Tensor) -> tuple[int, int]:
 
 
 _MOST_PARTS: Final = 16
-"""Of a list within a sample that are looked at: it may hold thousands of tokens."""
+"""Most elements of a list that are looked at, as a list may hold thousands of tokens."""
 _PLAIN: Final = (numbers.Number, str, bytes, type(None))
 _warned: set[str] = set()
 
 
 class Mover(NamedTuple):
-    """What moves the pixels of an image."""
+    """A transform that moves the pixels of an image."""
 
     name: str
-    """As messages call it."""
+    """Name of the transform in messages."""
     takes_boxes: bool
-    """Whether it knows boxes: what looks like some is no concern then."""
+    """Whether the transform moves boxes, too; if so, fields that look like boxes get no warning."""
     library: Literal["albumentations", "torchvision", "kornia", "mixing"] = "albumentations"
-    """Whose pipeline it is: how a field gets a role."""
+    """Library for which messages explain how a field is given a role."""
 
 
 def check_beside(
@@ -344,16 +345,16 @@ def check_beside(
     *,
     samples: int | None = None,
 ) -> None:
-    """Raise BatchError if a field of the height and width of the image would stay where it is.
+    """Raise BatchError if a field with the height and width of the image would not move with it.
 
-    Boxes that would stay are a FastDataWarning, once; so are keypoints that are called so.
+    A field that looks like boxes, or is named like keypoints, raises a FastDataWarning, once.
 
     Args:
         item: a sample, or a batch.
-        known: fields that move, too, or that are said to stay.
+        known: places of the fields that move, too, or that the user said stay as they are.
         size: height and width of the image in pixels.
-        mover: what moves its pixels.
-        samples: of a batch; None for a sample.
+        mover: the transform that moves its pixels.
+        samples: number of samples if ``item`` is a batch; None: it is a sample.
     """
     if isinstance(item, list | tuple):
         known = {place % len(item) for place in known if isinstance(place, int)}
@@ -373,7 +374,7 @@ def check_beside(
 def _arrays(
     value: Batch, path: Path, samples: int | None
 ) -> Iterator[tuple[Path, Batch, tuple[int, ...]]]:
-    """Yield the arrays in a field, with where each is and the shape that it has in one sample."""
+    """Yield the path of each array in a field, the array, and its shape in one sample."""
     if isinstance(value, np.ndarray | torch.Tensor):
         shape = tuple(value.shape)
         yield path, value, shape[1:] if samples is not None and shape[:1] == (samples,) else shape
@@ -385,7 +386,7 @@ def _arrays(
         if width:
             yield path, value, (len(value), width)
             return
-        # The parts of a list in a batch are of one sample each.
+        # In a batch, a list with as many parts as samples has one part for each sample.
         of_each = None if samples == len(value) else samples
         for place, part in enumerate(islice(value, _MOST_PARTS)):
             yield from _arrays(part, (*path, place), of_each)
@@ -394,7 +395,7 @@ def _arrays(
 
 
 def _width_of_rows(value: list[Batch] | tuple[Batch, ...]) -> int:
-    """Return how many numbers each row of a list has, of which the first is asked; 0: no rows."""
+    """Return how many numbers the first row of a list has; 0: it is no list of rows."""
     first: Any = value[0] if value else None
     rows = isinstance(first, list | tuple)
     return len(first) if rows and all(isinstance(one, numbers.Number) for one in first) else 0
@@ -421,7 +422,7 @@ _GIVEN: Final = {
 
 
 def _role_of(path: Path, mover: Mover) -> str:
-    """Return how to say what a field is."""
+    """Return the part of a message that tells how to give a field a role."""
     place = path[0]
     if mover.library == "kornia":
         return (
@@ -475,7 +476,7 @@ def _warn_of(targets: tuple[str, ...], path: Path, value: Batch, mover: Mover) -
         f"pixels of the image without them. {how} If they are no {word}, or are to stay as they "
         f"are, say augment=as_batch_transform({_GIVEN[mover.library]}, stays=[{path[0]!r}])."
     )
-    # By name: the numbers of boxes differ from sample to sample.
+    # Once for each name, not each text: the numbers of boxes differ between samples.
     told = f"{mover.name} {_name(path)}"
     if told not in _warned:
         _warned.add(told)

@@ -1,10 +1,10 @@
 """The front end for Kornia: the workers draw, Kornia itself computes.
 
 A module draws its parameters by ``forward_parameters(batch_shape)`` and takes them as ``params=``.
-So they are drawn once for the whole batch, which settles what belongs to the batch: which modules
-run, in which order, who is mixed with whom, and what is the same on the batch. Then each module
-draws again for each sample as for a batch of one, in the order of the modules, and what has a row
-for each sample is put together of these rows.
+They are first drawn once for the whole batch, which settles what belongs to the batch: which
+modules run, in which order, which samples are mixed, and what all samples share. Then each module,
+in their order, draws again for each sample as for a batch of one. Parameters with a row for each
+sample are put together from these draws.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Params: TypeAlias = Any
 """A dict of tensors, or a list of named items that hold such dicts, lists or None."""
 
 _OF_BATCH: Final = frozenset({"MixAugmentationBaseV2", "OperationBase"})
-"""Bases of modules that draw for a batch: mixing, and the policies of AutoAugment and its kin."""
+"""Names of base classes of modules that draw for a batch: mixing, and policies (AutoAugment)."""
 _IMAGES: Final = frozenset({"INPUT", "IMAGE"})
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "MASK": ("mask", "masks"),
@@ -62,10 +62,10 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "CLASS": ("class", "label", "labels"),
     "LABEL": ("label", "labels", "class"),
 }
-"""Names of fields that one of Kornia's data keys may stand for, the likeliest first."""
+"""Names of the fields that each of Kornia's data keys may stand for, the likeliest first."""
 _HOME: Final = "kornia.augmentation"
 _KINDS: Final = ("AugmentationBase2D", "MixAugmentationBaseV2", "ImageSequential")
-"""What one module is, and sequences, of which AugmentationSequential is one."""
+"""Base classes of single modules and of sequences, such as ``AugmentationSequential``."""
 _UNKEYED: Final = (
     *("PatchSequential", "VideoSequential"),
     *("ManyToManyAugmentationDispather", "ManyToOneAugmentationDispather"),
@@ -73,12 +73,12 @@ _UNKEYED: Final = (
 
 
 def stage_transform(transform: object, fields: Fields) -> KorniaTransform | None:
-    """Return the transform of batches that a module of Kornia is; None: it is none.
+    """Return the batch transform of a module of Kornia; None: ``transform`` is no such module.
 
-    An ``nn.Sequential`` that begins with one is taken for a sequence of Kornia.
+    An ``nn.Sequential`` that begins with a module of Kornia is taken for a sequence of Kornia.
 
     Raises:
-        TransformError: it is or holds a container whose draws cannot be told apart by sample.
+        TransformError: the module is or holds a container that cannot draw for each sample.
     """
     unkeyed = loaded_classes(_HOME, *_UNKEYED)
     kinds = loaded_classes(_HOME, *_KINDS) + loaded_classes(f"{_HOME}.auto", "PolicyAugmentBase")
@@ -100,19 +100,19 @@ def stage_transform(transform: object, fields: Fields) -> KorniaTransform | None
 
 
 class _Drawn(NamedTuple):
-    """What a sample brings along: the batch draws with the keys of its samples."""
+    """What a batch has to know of a sample to draw its parameters."""
 
     key: SampleKey
     shape: tuple[int, ...] | None
-    """Of its image, ``[C, H, W]``; None: another one when it is collated."""
+    """Shape ``[C, H, W]`` of the image; None: it is not known before the batch is collated."""
 
 
 class KorniaTransform(PipelineTransform):
     """A module of Kornia, or a sequence of them; see :func:`as_batch_transform`.
 
-    Kornia computes it on the whole batch, with parameters of which each sample has drawn its own.
-    Images of bytes become float32 in [0, 1] first, as Kornia takes no bytes, and images with the
-    channels last are turned: they come out as ``[n, C, H, W]``.
+    Kornia computes the whole batch, with parameters that were drawn for each sample. Bytes become
+    float32 in [0, 1] first, as Kornia takes no bytes. Images with the channels last are permuted,
+    so that all come out as ``[n, C, H, W]``.
     """
 
     library = "Kornia"
@@ -120,15 +120,15 @@ class KorniaTransform(PipelineTransform):
     def take_in(self) -> None:
         """Take the module as it is now."""
         super().take_in()
-        # A copy computes, as a module keeps what it drew last: it would seem to have changed.
+        # A copy computes: a module keeps what it drew last, so the original would seem to change.
         self._copy = copy.deepcopy(self.pipeline)
 
     def behind(self) -> StageTransform:
-        """Return the module as what draws for whole batches, by their numbers."""
+        """Return the module as a callable, which draws for a whole batch by the batch's number."""
         return CallableTransform(self.pipeline, self._fields)
 
     def check_sample(self, sample: Batch) -> None:
-        """Raise BatchError if a sample has no image, or something that would stay behind it."""
+        """Raise BatchError if a sample has no image, or a field that would not move with it."""
         place = find_fields(sample, self._fields, batched=False).image
         size = to_hwc(get_field(sample, place)).shape[:2]
         moving = loaded_classes(_HOME, "GeometricAugmentationBase2D")
@@ -139,19 +139,19 @@ class KorniaTransform(PipelineTransform):
         check_beside(sample, {*moved, *self._fields.stays}, size, mover)
 
     def in_worker(self, *, on_device: bool) -> KorniaWorker:
-        """Return what draws for each sample, and computes there if no device does."""
+        """Return the part in the workers: it draws for a sample, and computes if no device does."""
         return KorniaWorker(self.pipeline, self._fields, on_device=on_device)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Return the batch as Kornia makes it of the parameters that were drawn."""
+        """Return the batch as Kornia computes it with the parameters that were drawn."""
         if not isinstance(draws, BatchDraws):
             return batch
         return _computed(self._copy, self._fields, batch, *draws.values)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
-        """Draw for a batch of another loader as Kornia does, for all of it at once, and compute.
+        """Draw for a batch of another loader as a whole, as Kornia does, and compute it.
 
-        It draws by the key of the first sample: to draw for each one takes as long as the step.
+        The key of the first sample decides: drawing for each sample would take as long as the step.
         """
         return _computed(self._copy, self._fields, batch, None, [key])
 
@@ -164,20 +164,20 @@ class KorniaTransform(PipelineTransform):
 
 
 class KorniaWorker(WorkerTransform):
-    """What draws for a module of Kornia in a side process, and computes if no device does."""
+    """The part of a Kornia module in a side process: it draws, and computes if no device does."""
 
     needs_batches = True
 
     def __init__(self, module: Any, fields: Fields, *, on_device: bool) -> None:
         self._module = copy.deepcopy(module).cpu()
         for part in self._module.modules():
-            if hasattr(part, "set_rng_device_and_dtype"):  # which a container does not pass on
+            if hasattr(part, "set_rng_device_and_dtype"):  # a container does not pass this on
                 part.set_rng_device_and_dtype(torch.device("cpu"), torch.get_default_dtype())
         self._fields = fields
         self._on_device = on_device
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, _Drawn]:
-        """Return the sample with its image ``[C, H, W]``, and what the batch draws with."""
+        """Return the sample with its image as ``[C, H, W]``, and what its batch needs to draw."""
         place = find_fields(sample, self._fields, batched=False).image
         value = get_field(sample, place)
         if not isinstance(value, Tensor) or value.ndim != 3 or not channels_first(value.shape):
@@ -188,7 +188,7 @@ class KorniaWorker(WorkerTransform):
         return sample, _Drawn(key, tuple(value.shape))
 
     def collate(self, drawn: Sequence[_Drawn]) -> BatchDraws | None:
-        """Return the parameters of the batch, or what they are drawn with once it is collated."""
+        """Return the batch's parameters, or only the keys to draw them later; None: no device."""
         if not self._on_device:
             return None
         keys, shapes = zip(*drawn, strict=True)
@@ -202,7 +202,7 @@ class KorniaWorker(WorkerTransform):
     def stacks(
         self, samples: Sequence[Batch], drawn: Sequence[_Drawn], batch: Batch = None
     ) -> bool:
-        """Return whether the images make one tensor of the shape that is drawn for."""
+        """Return whether the images make one tensor of the shape for which parameters are drawn."""
         shapes = {one.shape for one in drawn}
         if batch is None or len(shapes) > 1:
             return len(shapes) == 1
@@ -212,11 +212,11 @@ class KorniaWorker(WorkerTransform):
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[_Drawn]
     ) -> tuple[list[Batch], list[_Drawn]]:
-        """Return samples that the batch draws for once it is collated, whatever that makes."""
+        """Return the samples, to be drawn for once the batch is collated, whatever its shape."""
         return list(samples), [one._replace(shape=None) for one in drawn]
 
     def finish(self, batch: Batch, drawn: Sequence[_Drawn]) -> Batch:
-        """Return a batch that was collated here, computed; for where no device takes part."""
+        """Compute a batch that was collated here; used where no device takes part."""
         keys = [one.key for one in drawn]
         return _computed(self._module, self._fields, batch, None, keys)
 
@@ -224,9 +224,9 @@ class KorniaWorker(WorkerTransform):
 def _computed(
     module: Any, fields: Fields, batch: Batch, params: Any, keys: Sequence[SampleKey]
 ) -> Batch:
-    """Return a batch as Kornia makes it.
+    """Return a batch as Kornia computes it.
 
-    ``params`` None: they are drawn here, with a key for each sample or with one for all.
+    ``params`` are the drawn parameters; None: they are drawn here, as :func:`draw` says.
     """
     with plain_tensors():
         place = find_fields(batch, fields, batched=True).image
@@ -237,7 +237,7 @@ def _computed(
         given = [images if where == place else get_field(batch, where) for _, where in targets]
         told = {"data_keys": [key for key, _ in targets]} if hasattr(module, "data_keys") else {}
         follow(module, images.device)
-        # What a module draws while it computes belongs to the batch.
+        # Numbers that a module draws while it computes belong to the batch.
         with keyed_draws(key_of_batch(keys[0])), device_draws(images.device):
             # Not its __call__, which may copy the images back to the CPU.
             made = module.forward(*given, params=params, **told)
@@ -264,13 +264,13 @@ def _as_kornia_takes(images: Batch) -> Tensor:
 def _targets(
     module: Any, fields: Fields, item: Batch, image: Location
 ) -> list[tuple[str, Location]]:
-    """Return what a module transforms of a sample or batch: Kornia's key and where it is.
+    """Return the fields of a sample or batch that a module transforms: Kornia's key, and the place.
 
     Raises:
-        BatchError: there is no such field.
+        BatchError: a field that the module transforms is missing.
     """
     keys = getattr(module, "data_keys", ["INPUT"])
-    if keys is None and isinstance(item, Mapping):  # it goes by the names of fields
+    if keys is None and isinstance(item, Mapping):  # Kornia goes by the names of fields
         names = [name for name in item if isinstance(name, str) and name != image]
         known = ((name, [key for key in _NAMES if name.upper().startswith(key)]) for name in names)
         return [("INPUT", image), *((keys[0], name) for name, keys in known if keys)]
@@ -300,11 +300,11 @@ def _place_of(key: str, fields: Fields, item: Batch, before: Sequence[Location])
 def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params:
     """Return the parameters of a module for a batch of images ``[n, C, H, W]``.
 
-    ``keys``: of its samples, which draw for themselves; or of the first one alone, and the batch
-    draws as a whole.
+    ``keys`` has the key of each sample, by which it draws for itself; or only that of the first
+    sample, by which the batch draws as a whole.
 
     Raises:
-        TransformError: what it draws has no row for each sample.
+        TransformError: a parameter cannot be drawn for each sample.
     """
     with keyed_draws(key_of_batch(keys[0]), ("torch",)):
         drawn = module.forward_parameters(Size(shape))
@@ -317,7 +317,7 @@ def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params
             for (own, of_batch), drawn_alone in zip(alone, rows, strict=True):
                 drawn_alone.append(own.forward_parameters(_as_one(own, of_batch)))
     for (own, of_batch), drawn_alone in zip(alone, rows, strict=True):
-        # Releases before 0.9 have rows for those samples alone that a module is applied to.
+        # Releases before 0.9 have rows only for the samples to which a module is applied.
         counts = len(keys), int((of_batch["batch_prob"] > 0.5).sum())
         for name, value in of_batch.items():
             if isinstance(value, Tensor):
@@ -335,7 +335,7 @@ def is_of_batch(module: Any) -> bool:
 
 
 def _drawing(module: Any, drawn: Params) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the modules that have drawn, in the order in which they run, and what for the batch."""
+    """Yield the modules that have drawn, in the order in which they run, with what they drew."""
     if isinstance(drawn, dict):
         yield module, drawn
     elif drawn is not None:
@@ -356,9 +356,9 @@ def _as_one(module: Any, drawn: dict[str, Any]) -> Size:
 def _put_together(
     together: Tensor, ones: Sequence[Tensor], counts: Sequence[int], what: str
 ) -> Tensor:
-    """Return the rows of samples as a batch has them, or what the batch drew if it has no rows.
+    """Return a parameter put together from those of the samples; the batch's if it has no rows.
 
-    ``counts``: how many rows a batch may have.
+    ``counts``: the numbers of rows that a parameter of the batch may have.
     """
     form = together.shape[1:]
     rows = together.ndim > 0 and all(len(one) <= 1 and one.shape[1:] == form for one in ones)

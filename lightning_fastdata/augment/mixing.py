@@ -58,7 +58,7 @@ def partners(order: Tensor) -> Tensor:
 
 
 def _blended(values: Tensor, kept: Tensor, other: Tensor) -> Tensor:
-    """Return floats ``[n, ...]``, of which ``kept``, float64 ``[n]``, is the sample's own share."""
+    """Return each sample blended with its partner; ``kept``, float64 ``[n]``, is its own share."""
     own, rest = (
         share.to(values.dtype).view(-1, *[1] * (values.ndim - 1)) for share in (kept, 1 - kept)
     )
@@ -93,15 +93,15 @@ class MixUp(_Mix):
     """
 
     count: ClassVar[int] = 2
-    """Numbers that are drawn for each sample."""
+    """Number of random numbers that are drawn for each sample."""
     alpha: float = 0.2
 
     def draw(self, generator: np.random.Generator) -> list[float]:
-        """Return whether (a uniform number) and the share."""
+        """Return a uniform number, which decides whether the sample is blended, and the share."""
         return [generator.random(), generator.beta(self.alpha, self.alpha)]
 
     def mix(self, image: Tensor, numbers: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return blended images, and the share of its own that each sample keeps."""
+        """Return blended images, and each sample's own share in its image."""
         share = torch.where(numbers[:, 0] < self.p, numbers[:, 1], 1.0)
         # Half precision would round the shares, so that they no longer add up to 1.
         wide = image if image.dtype == torch.float64 else image.float()
@@ -111,11 +111,11 @@ class MixUp(_Mix):
 
 @dataclass(frozen=True)
 class CutMix(_Mix):
-    """Replace a rectangle of each sample by that of a partner; labels by the shares of the area.
+    """Replace a rectangle of each sample by its partner's; mix labels by the shares of the area.
 
     After Yun et al., "CutMix: regularization strategy to train strong classifiers with localizable
     features" (ICCV 2019), with torchvision's rectangle: its middle is anywhere in the image, and
-    what would be outside is cut off.
+    its part outside the image is cut off.
 
     Args:
         alpha: the share of the area that is kept is drawn from Beta(alpha, alpha) for each sample.
@@ -126,16 +126,16 @@ class CutMix(_Mix):
     """
 
     count: ClassVar[int] = 4
-    """Numbers that are drawn for each sample."""
+    """Number of random numbers that are drawn for each sample."""
     alpha: float = 1.0
 
     def draw(self, generator: np.random.Generator) -> list[float]:
-        """Return whether, the share, and where the middle is in parts of the sides."""
+        """Return a number that decides whether, the share, and the middle as parts of the sides."""
         share = generator.beta(self.alpha, self.alpha)
         return [generator.random(), share, *generator.random(2)]
 
     def mix(self, image: Tensor, numbers: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images with rectangles, and the share of its own that each sample keeps."""
+        """Return images with rectangles, and each sample's own share in its image."""
         height, width = size_of(image)
         left, top, right, bottom = cut_boxes(numbers, height, width, p=self.p)
         y = torch.arange(height, device=numbers.device)
@@ -155,7 +155,8 @@ def cut_boxes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return left, top, right and bottom of the rectangles to cut, int64 ``[n]`` each.
 
-    ``numbers`` is what `CutMix` drew, float64 ``[n, 4]``; without a rectangle all four are equal.
+    ``numbers`` is what `CutMix` drew, float64 ``[n, 4]``. Without a rectangle, left equals right
+    and top equals bottom.
     """
     whether, share, across, down = numbers.unbind(1)
     half = torch.where(whether < p, 0.5 * (1 - share).clamp(min=0).sqrt(), 0.0)
@@ -167,15 +168,15 @@ def cut_boxes(
 
 
 MixStep: TypeAlias = MixUp | CutMix
-"""One way to change a batch whose samples see each other: how many numbers it draws for each, the
-numbers, and what it makes of images ``[n, C, H, W]``, ``[n, H, W, C]`` or ``[n, H, W]`` by them and
-each sample's partner ``other``, int64 ``[n]``."""
+"""A way to mix the samples of a batch. ``draw`` returns the ``count`` numbers of a sample; ``mix``
+takes images ``[n, C, H, W]``, ``[n, H, W, C]`` or ``[n, H, W]``, the numbers of all samples, and
+the position of each sample's partner, ``other``, int64 ``[n]``."""
 
 
 class Mixer:
-    """Runs steps on whole batches, wherever their fields are.
+    """Mixes whole batches by steps, and finds their images and labels.
 
-    ``label`` is where the labels of whole images are; None: to be found.
+    ``label`` is the key or index of the labels, one for each image; None: it is found.
     """
 
     library = "torch"
@@ -195,8 +196,9 @@ class Mixer:
     def check_classes(self, sample: Batch) -> None:
         """Raise BatchError if a class of a sample is none of ``num_classes``.
 
-        It would train as if it had no label: so would -100, which a loss leaves out, as a share of
-        a mixture it cannot. On the device a look at it would have to wait.
+        Such a sample would train as if it had no label. Class -100 is refused, too: a loss ignores
+        it, but cannot ignore a share of a mixture. Samples are checked, as the host would have to
+        wait for the labels of a batch on a device.
         """
         if self._num_classes is None:
             return
@@ -208,13 +210,13 @@ class Mixer:
             _check_class(int(value), self._num_classes, f"The label {place!r} of a sample")
 
     def draw(self, key: SampleKey) -> Any:
-        """Return what a sample draws."""
+        """Return what a sample draws by its key."""
         return draw_numbers(self.steps, key)
 
     def pack(
         self, drawn: Sequence[Any], inner: WorkerTransform | None, tapes: Sequence[Any]
     ) -> Draws:
-        """Return what the samples of a batch have drawn, beside the tapes of a pipeline."""
+        """Pack what the samples of a batch have drawn, beside the tapes of the pipeline before."""
         if inner is None:
             return compile_tapes([{}] * len(drawn), stack_drawn(drawn))
         return cast("TapedWorker", inner).collate(tapes, stack_drawn(drawn))
@@ -264,7 +266,7 @@ class Mixer:
                 )
 
     def _check_beside(self, batch: Batch, known: Collection[Location], image: Tensor) -> None:
-        """Raise BatchError if something of the images' size would not be mixed."""
+        """Raise BatchError if a field of the images' size would not be mixed."""
         mover = Mover(_name(self.steps[0]), takes_boxes=False, library="mixing")
         known = {*known, *self.fields.stays}
         check_beside(batch, known, size_of(image), mover, samples=len(image))
@@ -303,7 +305,7 @@ class Mixer:
         if labels.device.type == "cpu" and len(labels):
             for value in labels.long().aminmax():
                 _check_class(int(value), self._num_classes, "A label of the batch")
-        # By comparison: one_hot would ask the device for the largest class.
+        # Not by one_hot, for which the host would wait for the largest class on the device.
         return (labels[:, None] == torch.arange(self._num_classes, device=device)).float()
 
 
@@ -334,7 +336,7 @@ def mixed(
         steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then
             ``MixUp`` or ``CutMix``, in the order in which they run.
         image: key or index of the image in a sample and in a batch; None finds it.
-        stays: what is left as it is, as :func:`as_batch_transform` takes it.
+        stays: fields that are left as they are, as :func:`as_batch_transform` takes it.
         label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
@@ -370,7 +372,7 @@ def mixed(
 
 
 def _check_all_is_mixed(pipeline: BatchTransform) -> None:
-    """Refuse to mix images whose keypoints, boxes or further images would stay behind."""
+    """Refuse to mix images whose keypoints, boxes or further images would not be mixed."""
     names = {"bboxes": "boxes", "keypoints": "keypoints"}
     moved = [what for name, what in names.items() if name in pipeline.compose.processors]
     others = sorted(pipeline.compose.additional_targets)
@@ -383,10 +385,10 @@ def _check_all_is_mixed(pipeline: BatchTransform) -> None:
 
 
 class MixedTransform(StageTransform):
-    """A pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
+    """A pipeline, if there is one, and the steps that mix its batches; see :func:`mixed`.
 
     Attributes:
-        pipeline: what runs on each sample before the mixing, or None.
+        pipeline: the pipeline that runs on each sample before the mixing, or None.
     """
 
     def __init__(self, pipeline: StageTransform | None, mixer: Mixer) -> None:
@@ -403,16 +405,16 @@ class MixedTransform(StageTransform):
             find_fields(sample, self._mixer.fields, batched=False)
 
     def for_samples(self, samples: Iterable[Any]) -> Self:
-        """Return the transform for a dataset, of which these are samples from all over it."""
+        """Return the transform for a dataset, given samples from all over it."""
         return self if self.pipeline is None else self._behind(self.pipeline.for_samples(samples))
 
     def made_of(self) -> tuple[object, ...]:
-        """Return the pipeline, and what mixes."""
+        """Return the pipeline, if there is one, and the steps that mix."""
         before = () if self.pipeline is None else self.pipeline.made_of()
         return (*before, *self._mixer.steps)
 
     def renewed(self) -> Self:
-        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        """Return the transform for the pipeline as it is now; itself if that has not changed."""
         return self if self.pipeline is None else self._behind(self.pipeline.renewed())
 
     def _behind(self, pipeline: StageTransform) -> Self:
@@ -475,14 +477,14 @@ class MixedWorker(WorkerTransform):
         return self._mixer.pack(own, self._inner, tapes)
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
-        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        """Return whether what waits for the device can be stacked, or is stacked in ``batch``."""
         tapes = [tape for tape, _ in drawn]
         return self._inner is None or self._inner.stacks(samples, tapes, batch)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return samples of which only the mixing waits for the device, and what it drew."""
+        """Finish the pipeline on each sample; return the samples, and the draws for the mixing."""
         if self._inner is None:
             return list(samples), list(drawn)
         tapes, numbers = zip(*drawn, strict=True)
@@ -490,15 +492,15 @@ class MixedWorker(WorkerTransform):
         return done, list(zip(left, numbers, strict=True))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
-        """Return a batch that was collated here, mixed; for where nothing runs on the device."""
+        """Mix a batch that was collated here; used where nothing runs on the device."""
         draws = self._mixer.pack([own for _, own in drawn], None, ())
         return self._mixer.carry_out(batch, draws)
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:
-    """Return all numbers of one sample: those of the steps, and one to find partners by per step.
+    """Return all numbers of one sample: those of the steps, and one per step that decides partners.
 
-    They belong to the key, and to no other key; the pipeline's own draws are independent of them.
+    They follow from the key alone, and are independent of the pipeline's own draws.
     """
     text = b"mixing %d,%d,%d" % key
     digest = hashlib.blake2b(text, digest_size=16).digest()

@@ -21,9 +21,9 @@ from lightning_fastdata.errors import TransformError, require
 
 _REGISTERED: Final[dict[type, DeviceOp]] = {}
 _SHAPE: Final = (24, 40, 3)
-"""Of the image on which a table is tried; no side of it is that of the ramp."""
+"""Shape of the image on which a table is tried; no side is 16, as those of the ramp are."""
 _TRIES: Final = 4
-"""Draws with which a table is tried: a transform may draw what it does."""
+"""Number of draws with which a table is tried, as a transform may draw what it does."""
 
 
 def register(
@@ -42,28 +42,28 @@ def register(
     Images and masks keep their shape and dtype.
 
     Args:
-        kind: a subclass of ``A.ImageOnlyTransform`` or ``A.DualTransform``, without its own
-            subclasses.
-        table: for an image-only transform whose ``apply`` makes each uint8 value from itself and
-            its channel alone, with the same for every pixel: its own ``apply`` makes a table of
-            256 entries for each sample. Whether it is such a transform is tried out on random
-            pixels when a pipeline is built. Images of float32 go through the transform itself.
+        kind: a subclass of ``A.ImageOnlyTransform`` or ``A.DualTransform``; classes derived from it
+            are not meant.
+        table: for an image-only transform whose ``apply`` makes each uint8 value from that value
+            and its channel alone, alike for every pixel: its own ``apply`` makes a table of 256
+            entries for each sample. When a pipeline is built, random pixels show whether it is
+            such a transform. Images of float32 go through the transform itself.
         encode: ``(transform, params, shape, dtype) -> Encoded | None``, called for each sample
             with what the transform drew; None leaves that sample to the transform itself.
         image: ``(images, static, arrays) -> images``, uint8 or float32 ``[n, H, W, C]``; it must
             not write to what it is given.
-        mask: the same for masks, ``[n, H, W]`` or ``[n, H, W, C]``; needed for a ``DualTransform``.
+        mask: like ``image``, for masks ``[n, H, W]`` or ``[n, H, W, C]``; a DualTransform needs it.
         reads_pixels: whether ``get_params_dependent_on_data`` looks at the values of pixels. None:
-            if the class or a parent of it outside Albumentations' core has such a method, or an
-            ``update_transform_params``. A sampler that looks only at shapes may be declared False,
-            which spares the CPU the pixels.
+            it does if the class, or a parent outside Albumentations' core, has this method or
+            ``update_transform_params``. False for a sampler that looks only at shapes spares the
+            CPU the pixels.
 
     Returns:
-        A function that takes it back, for pipelines that are built after that.
+        A function that undoes the registration, for pipelines that are built after that.
 
     Raises:
-        TransformError: it is no class of a transform; there is neither a table nor ``encode`` and
-            ``image``, or both; or a transform that changes masks has no form for them.
+        TransformError: ``kind`` is no transform class; neither a table nor both ``encode`` and
+            ``image`` were given, or all; or a transform that changes masks has no form for them.
     """
     _check_class(kind)
     whole = encode is not None and image is not None
@@ -99,7 +99,7 @@ def register(
 def registered_forms(compose: Node, known: Mapping[str, DeviceOp]) -> dict[str, DeviceOp]:
     """Return the registered forms of the transforms of a pipeline, each under a name of its own.
 
-    It keeps those ``known`` from when it was built, under their names: batches may be on their way.
+    Forms ``known`` since it was built keep their names, as batches with them may be on their way.
 
     Raises:
         TransformError: a transform that was registered with ``table=True`` is not pointwise.
@@ -108,7 +108,7 @@ def registered_forms(compose: Node, known: Mapping[str, DeviceOp]) -> dict[str, 
     for leaf in list_leaves(compose):
         kind = type(leaf.transform)
         if kind not in forms and (op := _REGISTERED.get(kind)) is not None:
-            # Two classes of one name, e.g. made by a function, are two classes.
+            # Classes made by a function may share one name: the number tells their forms apart.
             forms[kind] = replace(op, name=f"{op.name}#{len(forms)}")
         if kind in forms and forms[kind].encode is encode_table:
             check_pointwise(leaf.transform)
@@ -119,7 +119,7 @@ def check_pointwise(transform: Node) -> None:
     """Try out whether a transform makes each value of an image from itself and its channel alone.
 
     Raises:
-        TransformError: it does not, or makes something else than uint8 of the same shape.
+        TransformError: it does not, or its result is not uint8 of the same shape.
     """
     name = type(transform).__name__
     transform = copy.deepcopy(transform)

@@ -41,10 +41,10 @@ class OpPlacement(NamedTuple):
     name: str
     """Class name of the transform."""
     where: Where
-    """``worker``: through its own library on the CPU. ``device``: on the batch. ``either``: on the
-    device, except in samples in which a later operation needs real pixels."""
+    """Place where it runs. ``worker``: by its own library on the CPU. ``device``: on the batch.
+    ``either``: on the device, except in samples in which a later operation needs real pixels."""
     why: str
-    """The reason, in a few words."""
+    """Reason for this place, in a few words."""
 
     @property
     def on_device(self) -> bool:
@@ -57,7 +57,7 @@ class Placements:
     """Where every operation of one pipeline runs, whatever library it is of."""
 
     placements: tuple[OpPlacement, ...]
-    """One per leaf transform, in the order in which they are written."""
+    """One placement for each leaf transform, in the order in which they are written."""
 
     @property
     def defers(self) -> bool:
@@ -69,38 +69,38 @@ class WorkerTransform:
     """The part of a stage transform that runs on each sample in the side process; picklable."""
 
     needs_batches = False
-    """Whether something is left to do once samples are collated, even with nothing on a device."""
+    """Whether something is left to do once samples are collated, even if no device takes part."""
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
-        """Return the sample as the worker leaves it, and what it drew for the device."""
+        """Return the sample as the worker leaves it, and what was drawn for it."""
         raise NotImplementedError
 
     def collate(self, drawn: Sequence[Any], /) -> Draws | None:
-        """Return what was drawn for the samples of a batch, in their order.
+        """Return what was drawn for the samples of a batch, packed in their order.
 
         None: nothing is deferred to the device, and :meth:`finish` makes the batch complete.
         """
         raise NotImplementedError
 
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:  # noqa: ARG002
-        """Return a collated batch, complete, where no device takes part."""
+        """Complete a collated batch and return it; used where no device takes part."""
         return batch
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
-        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        """Return whether what waits for the device can be stacked, or is stacked in ``batch``."""
         raise NotImplementedError
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any], /
     ) -> tuple[list[Any], list[Any]]:
-        """Return samples of which nothing waits for the device, and what else was drawn."""
+        """Finish in each sample what waits for the device; return the samples, and other draws."""
         raise NotImplementedError
 
 
 class TapedWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample, and notes what a device does; picklable.
 
-    What a thread keeps for itself, in ``_local``, does not travel with it.
+    The state that each thread keeps in ``_local`` is not pickled.
     """
 
     fuses_steps = False
@@ -126,20 +126,20 @@ class TapedWorker(WorkerTransform):
         raise NotImplementedError
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
-        """Return a sample after what its tape says."""
+        """Return a sample after the operations on its tape."""
         raise NotImplementedError
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
     ) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
+        """Return the tapes of a batch, packed in the order of its samples, and those ``beside``."""
         fuse = registry.fuse() if self.fuses_steps else None
         return compile_tapes([tape or {} for tape in tapes], beside, fuse)
 
     def stacks(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None
     ) -> bool:
-        """Return whether the tensors that wait for the device can be stacked; in a batch, are so.
+        """Return whether the tensors that wait for the device can be stacked, or are in ``batch``.
 
         They cannot if some samples lack one, or have it in another shape or dtype. A
         ``collate_fn`` may keep them in lists, pad, sort or convert them, or leave them out.
@@ -162,7 +162,7 @@ class TapedWorker(WorkerTransform):
     def finish_each(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
     ) -> tuple[list[Batch], list[Tape]]:
-        """Return samples of which nothing waits for the device, for their batch is no tensor."""
+        """Carry out the tape of each sample here, as the batch cannot be one tensor."""
         with plain_tensors():
             done = [
                 self.finished(sample, tape or {})
@@ -174,13 +174,13 @@ class TapedWorker(WorkerTransform):
 class StageTransform:
     """What a data module runs on a batch once it is on the device.
 
-    One that starts in the workers has an :meth:`in_worker`.
+    If a part of it runs in the workers, :meth:`in_worker` returns that part.
     """
 
     name: str
-    """How messages and reports call it."""
+    """Name of the transform in messages and reports."""
     library = ""
-    """Whose pipeline it is, as texts call it: who makes its pixels in the workers."""
+    """Name of the library that computes its pixels in the workers, for texts; empty: none does."""
     starts_in_worker = True
     """Whether it has a part that runs on each sample in the side process."""
 
@@ -190,14 +190,14 @@ class StageTransform:
         return True
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
-        """Return the transform for a dataset, of which these are samples from all over it.
+        """Return the transform for a dataset, given samples from all over it.
 
-        It may do less in the workers, and has to be right for any other sample, too.
+        The result may do less in the workers, and has to be right for any other sample, too.
         """
         return self
 
     def behind(self) -> StageTransform:
-        """Return what runs on batches behind another transform: itself, if it has to be first."""
+        """Return what runs on batches behind another transform; itself if it has to be first."""
         return self
 
     def made_of(self) -> tuple[object, ...]:
@@ -205,11 +205,11 @@ class StageTransform:
         return ()
 
     def renewed(self) -> Self:
-        """Return the transform as what it is made of is now: itself, if nothing has changed."""
+        """Return the transform for what :meth:`made_of` is now; itself if nothing has changed."""
         return self
 
     def check_sample(self, sample: Batch) -> None:
-        """Raise BatchError if a sample of the dataset has not what the transform needs."""
+        """Raise BatchError if a sample of the dataset lacks what the transform needs."""
 
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:  # noqa: ARG002
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
@@ -232,16 +232,16 @@ class PipelineTransform(StageTransform):
     """A pipeline that draws for each sample, and that its user may change between epochs.
 
     Attributes:
-        pipeline: as it was given.
+        pipeline: the pipeline that the user gave.
     """
 
     pipeline: Any
     plan: Placements | None = None
-    """Where its operations run; None: all of them on the device."""
+    """Where the operations run; None: all of them on the device."""
     _state: Fingerprint | None = None
-    """What the pipeline was when it was planned for; None: that cannot be told."""
+    """Fingerprint of the pipeline when it was planned; None: it has no fingerprint."""
     _epoch: int | None = None
-    """Of the last batch of another loader."""
+    """Epoch of the last batch of another loader; None: no such batch since it was planned."""
 
     def __init__(self, pipeline: Any, fields: Fields) -> None:
         self.name = type(pipeline).__name__
@@ -259,7 +259,7 @@ class PipelineTransform(StageTransform):
         return table(self.rows())
 
     def rows(self) -> Sequence[tuple[str, str, str]]:
-        """Return operation, place and reason of each."""
+        """Return the name, the place and the reason of each operation."""
         return () if self.plan is None else self.plan.placements
 
     def made_of(self) -> tuple[object, ...]:
@@ -267,7 +267,7 @@ class PipelineTransform(StageTransform):
         return (self.pipeline,)
 
     def renewed(self) -> Self:
-        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        """Return the transform for the pipeline as it is now; itself if that has not changed."""
         if not self._has_changed():
             return self
         twin = copy.copy(self)
@@ -280,11 +280,11 @@ class PipelineTransform(StageTransform):
         self._epoch = None
 
     def state(self) -> Fingerprint | None:
-        """Return what the pipeline is now."""
+        """Return the fingerprint of the pipeline as it is now; None: it has none."""
         return fingerprint(self.pipeline, with_globals=False)
 
     def follow(self, epoch: int | None = None) -> None:
-        """Plan anew if the pipeline has changed; with an epoch, once in each."""
+        """Plan anew if the pipeline has changed; with an epoch, only where another epoch begins."""
         if (epoch is None or self._epoch not in (None, epoch)) and self._has_changed():
             self.take_in()
         self._epoch = epoch
@@ -297,8 +297,8 @@ class PipelineTransform(StageTransform):
 class CallableTransform(StageTransform):
     """A callable or ``nn.Module`` that runs on the batch on the device.
 
-    A module whose parameters or buffers are elsewhere is moved to the batch's device, once. What it
-    draws and needs, it alone knows.
+    A module whose parameters or buffers are elsewhere is moved to the batch's device. The callable
+    draws its own random numbers.
     """
 
     starts_in_worker = False
@@ -306,7 +306,7 @@ class CallableTransform(StageTransform):
     def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
         self.name = name_of(function)
         self.spelled = self.name if hasattr(function, "__name__") else f"{self.name}(...)"
-        """How it is written in code."""
+        """The callable as it is written in code, for messages."""
         self._function = function
         self._fields = fields
 
@@ -342,7 +342,7 @@ class CallableTransform(StageTransform):
 
 def follow(module: torch.nn.Module, device: torch.device | None) -> None:
     """Move a module whose parameters or buffers are elsewhere to a device, if there is one."""
-    # Looked up each time, as others may move the module; it ends at the first tensor.
+    # Checked each time, as others may move the module; only its first tensor is looked at.
     own = next(itertools.chain(module.parameters(), module.buffers()), None)
     if own is not None and device is not None and own.device != device:
         module.to(device)

@@ -1,7 +1,7 @@
 """Transforms of a batch on the device, whatever they were written with.
 
 The module of a front end has one function ``stage_transform(transform, fields)``, which returns the
-transform of batches, or None of what is no pipeline of its library. That of Albumentations is here.
+transform of batches, or None if that is no pipeline of its library. Albumentations' is here.
 """
 
 from __future__ import annotations
@@ -64,14 +64,13 @@ from lightning_fastdata.tree import is_a
 from lightning_fastdata.types import Batch, SampleKey
 
 OnCpu: TypeAlias = Literal["albumentations", "torch"]
-"""What makes the pixels of a batch that lies on the CPU: Albumentations itself, or what would make
-them on a device."""
+"""What computes pixels of a batch on the CPU: Albumentations, or torch, as it does on a device."""
 _FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
     ("torchvision.transforms", "lightning_fastdata.augment.torchvision.transform"),
     ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )
-"""What a pipeline of a library has been imported from, and the module of its front end."""
+"""For each library: the module that its pipelines have imported, and its front end's module."""
 
 
 def as_batch_transform(
@@ -94,12 +93,12 @@ def as_batch_transform(
         mask: key or index of the mask; None takes the key ``"mask"``. For more of them, and for
             other images, Albumentations has ``additional_targets``, such as ``{"depth": "mask"}``;
             in tuples ``{"2": "image"}`` names the third element.
-        stays: for a pipeline, keys or indices of what is to stay as it is beside an image that
-            is moved. Anything else of the image's height and width is an error.
+        stays: for a pipeline, keys or indices of fields that are to stay as they are beside an
+            image that is moved. Any other field of the image's height and width is an error.
         same_pixels: without effect: pixels are those of the pipeline's own library in any case.
 
     Raises:
-        TransformError: it is none of these, or a pipeline that cannot be taken.
+        TransformError: ``transform`` is none of these, or a pipeline that cannot be taken.
     """
     fields = Fields(image=image, mask=mask, stays=listed(stays))
     if isinstance(transform, StageTransform):
@@ -124,7 +123,7 @@ def as_batch_transform(
 
 
 def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
-    """Return the transform of batches of an Albumentations pipeline; None: it is none."""
+    """Return the batch transform of an Albumentations pipeline; None: it is no such pipeline."""
     if not is_a(transform, "albumentations"):
         return None
     return BatchTransform(transform, fields)
@@ -133,13 +132,13 @@ def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
 class BatchTransform(PipelineTransform):
     """An Albumentations pipeline for batches, for ``FastDataModule(augment=...)`` or to be called.
 
-    :meth:`from_albumentations` makes one to call. Not for several threads at once.
+    :meth:`from_albumentations` makes one to call. Only one thread at a time may use it.
     """
 
     library = "Albumentations"
     plan: Plan
     _drawn = 0
-    """Samples that calls without a key have drawn for."""
+    """Number of samples for which calls without a key have drawn."""
 
     def __init__(self, compose: Node, fields: Fields, *, on_cpu: OnCpu = "albumentations") -> None:
         import albumentations
@@ -155,11 +154,11 @@ class BatchTransform(PipelineTransform):
         self._on_cpu = on_cpu
         self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
-        """Channels and dtype of the images that the plan is for."""
+        """Number of channels (None: ``[H, W]``) and dtype of the images that the plan is for."""
         self._unfitted: BatchTransform | None = None
-        """What :meth:`for_samples` has made this of; it runs on the device."""
+        """Transform that :meth:`for_samples` made this of, and that runs on the device; or None."""
         self._why_not: str | None = None
-        """Why nothing of it runs on a device; None: something may."""
+        """Reason why no operation runs on a device; None: some may."""
         self.take_in()
 
     @classmethod
@@ -179,14 +178,14 @@ class BatchTransform(PipelineTransform):
             compose: an ``A.Compose`` or any single Albumentations transform.
             image: key or index of the image in batches that are no bare tensor; None finds it.
             mask: key or index of the mask; None takes the key ``"mask"``.
-            stays: what is left as it is, as :func:`as_batch_transform` takes it.
+            stays: fields that are left as they are, as :func:`as_batch_transform` takes it.
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
-                ``"torch"``, as on a device, to see without one what it would do; that takes many
-                times as long.
+                ``"torch"``, to see without a device what one would do; that takes many times as
+                long.
             same_pixels: without effect: pixels are Albumentations' in any case.
 
         Raises:
-            TransformError: it is no pipeline.
+            TransformError: ``compose`` is no pipeline.
             OptionsError: ``on_cpu`` is something else.
         """
         if isinstance(compose, type) or not is_a(compose, "albumentations"):
@@ -200,14 +199,14 @@ class BatchTransform(PipelineTransform):
     ) -> Any:
         """Return a batch transformed by the pipeline, where it lies.
 
-        On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise; so
-        it does, on a device, on samples for which an operation without a device form was drawn,
-        and where there is no form for images of their dtype.
+        On the CPU Albumentations itself runs on each sample, unless ``on_cpu`` says otherwise. For
+        batches on a device, it runs on the samples that drew an operation without a device form,
+        and on all images of a dtype without device forms.
 
         Args:
-            images: uint8, float32 in [0, 1], or what else Albumentations takes of NumPy's dtypes,
-                ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict or
-                tuple that holds them.
+            images: uint8, float32 in [0, 1], or another of NumPy's dtypes that Albumentations
+                takes, ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict
+                or tuple that holds them.
             masks: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, if ``images`` is a tensor.
             key: sample ``i`` draws with ``key.index + i``. None: with the seed of torch
                 (``torch.initial_seed()``), epoch 0 and a number that counts all samples this object
@@ -245,8 +244,8 @@ class BatchTransform(PipelineTransform):
         return self.pipeline
 
     def state(self) -> Fingerprint | None:
-        """Return what the pipeline is now."""
-        # Globals have no part in what a device can do, nor what somebody drew from the pipeline.
+        """Return the fingerprint of the pipeline as it is now; None: it has none."""
+        # What a device can do depends neither on globals nor on what the pipeline drew before.
         return fingerprint(self.compose, with_globals=False, instead=lasting([self.compose]))
 
     def take_in(self) -> None:
@@ -257,9 +256,9 @@ class BatchTransform(PipelineTransform):
         self._copy: Any = None
         """A copy of the pipeline, for batches that another loader has collated."""
         self._recorders: dict[object, Recorder | None] = {}
-        """By the form of their images; None: nothing may be deferred."""
+        """Recorders for such batches, by the form of the images; None: nothing may be deferred."""
         self._looked = False
-        """Whether values of images on a device were looked at, for which the host waits."""
+        """Whether values of images on a device were checked, which is done once: the host waits."""
 
     def _plan_for(
         self,
@@ -280,7 +279,7 @@ class BatchTransform(PipelineTransform):
         )
 
     def renewed(self) -> Self:
-        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        """Return the transform for the pipeline as it is now; itself if that has not changed."""
         twin = super().renewed()
         if twin is not self and self._unfitted is not None:
             self._unfitted.take_in()
@@ -292,7 +291,7 @@ class BatchTransform(PipelineTransform):
         return DEVICE_OPS | self._registered
 
     def check_sample(self, sample: Batch) -> None:
-        """Raise BatchError if a sample holds no image, or something that would stay behind it."""
+        """Raise BatchError if a sample holds no image, or a field that would not move with it."""
         self.in_worker(on_device=False).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
@@ -312,7 +311,7 @@ class BatchTransform(PipelineTransform):
         return ComposeWorker(self.compose, self._fields, plan, self._registered)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
-        """Return the transform for a dataset, of which these are samples from all over it.
+        """Return the transform for a dataset, given samples from all over it.
 
         What a device can do depends on channels and dtypes of the images.
         """
@@ -341,9 +340,9 @@ class BatchTransform(PipelineTransform):
         return fitted
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Compute what was drawn on images ``[n, H, W, C]`` or ``[n, H, W]`` of the workers.
+        """Compute what was drawn, on images ``[n, H, W, C]`` or ``[n, H, W]`` from the workers.
 
-        They come out as ``[n, C, H, W]`` behind ``ToTensorV2``, else as ``[n, H, W, C]``.
+        Images come out as ``[n, C, H, W]`` after ``ToTensorV2``, else in the layout of the workers.
 
         Raises:
             BatchError: the image field is missing, or has another number of samples than was drawn.

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def left_undone(
     training: Iterable[object], other: Iterable[object], sample: Batch, image: int | str | None
 ) -> str | None:
-    """Return what training does to all images and another stage does not; None: nothing is seen.
+    """Return what training does to all images and another stage does not; None: nothing is found.
 
-    That is how they are made floating point and normalised.
+    Only operations that make images floating point, or normalise them, are looked for.
 
     Args:
         training: transforms of the training.
         other: transforms of the other stage.
-        sample: of its dataset, which may have done all of it already.
-        image: key or index of the image in it; None finds it.
+        sample: a sample of the other stage's dataset, which may have done all of it already.
+        image: key or index of the image in the sample; None finds it.
     """
     trained, others = _names(training), _names(other)
     try:
@@ -52,7 +52,7 @@ def _in_unit_range(pixels: np.ndarray) -> bool:
 
 
 def _names(transforms: Iterable[object]) -> set[str]:
-    """Return which operations of pipelines make floats of all images."""
+    """Return the class names of the operations that make floats of images, or normalise them."""
     transforms = list(transforms)
     leaves = [leaf for compose in find_composes(transforms) for leaf in list_leaves(compose)]
     names = {type(leaf.transform).__name__ for leaf in leaves} & {"Normalize", "ToFloat"}

@@ -1,7 +1,7 @@
-"""A batch that another loader has collated: checked, drawn for and computed, for its pipeline.
+"""Run an Albumentations pipeline on a batch that another loader has collated.
 
-Images are ``[n, C, H, W]``, ``[n, H, W, C]`` or ``[n, H, W]``, masks likewise; sample ``i`` draws
-with ``key.index + i``.
+The batch is checked, drawn for and computed. Images are ``[n, C, H, W]``, ``[n, H, W, C]`` or
+``[n, H, W]``, masks likewise; sample ``i`` draws with ``key.index + i``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location
     """Return where the images and masks of a batch are, by the pipeline's names for them.
 
     Raises:
-        BatchError: there is no image, or something of its size beside it would not be moved.
+        BatchError: there is no image, or a field of its size beside it would not be moved.
     """
     found = find_fields(batch, fields, batched=True)
     places: dict[str, Location] = {"image": found.image}
@@ -60,9 +60,9 @@ def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location
 def channels_behind(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Return images and masks as ``[n, H, W, ...]``, and the names of those that were turned.
+    """Return images and masks as ``[n, H, W, ...]``, and the names of those that were permuted.
 
-    They are ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, of the size of the image.
+    They are given as ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, of the image's size.
     """
     size = size_of(tensors["image"])
     turned = frozenset(
@@ -88,8 +88,8 @@ def channels_as_given(
 ) -> dict[str, torch.Tensor]:
     """Return results in the layout in which they were given, unless the pipeline chose another.
 
-    They are ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that; ``turned`` are the names of
-    those that were given as ``[n, C, H, W]``.
+    Results are ``[n, H, W, ...]``, or what ``ToTensorV2`` made of that. ``turned`` has the names of
+    the images and masks that were given as ``[n, C, H, W]``.
     """
     roles = target_roles(compose)
     masks_are_chw = images_are_chw and any(
@@ -106,7 +106,7 @@ def channels_as_given(
 
 
 def check_images(image: object, *, values: bool) -> None:
-    """Raise BatchError for no batch of images, or, with ``values``, floats outside of [0, 1]."""
+    """Raise BatchError for no batch of images; with ``values``, also for floats outside [0, 1]."""
     ok = has_numpy_dtype(image) and isinstance(image, torch.Tensor) and image.ndim in {3, 4}
     if not ok or not isinstance(image, torch.Tensor) or len(image) == 0:
         raise BatchError(
@@ -125,7 +125,7 @@ def check_images(image: object, *, values: bool) -> None:
 
 
 def check_samples(given: Mapping[str, Batch], places: Mapping[str, Location]) -> None:
-    """Raise BatchError if a mask or another image is no tensor of as many samples as the images."""
+    """Raise BatchError if a mask or another image is no tensor with one row for each sample."""
     samples = len(given["image"])
     for name, value in given.items():
         if not isinstance(value, torch.Tensor) or len(value) != samples:
@@ -139,7 +139,7 @@ def check_samples(given: Mapping[str, Batch], places: Mapping[str, Location]) ->
 def run_each(
     tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Run a pipeline on every sample on the CPU; also say whether images came out as CHW."""
+    """Run a pipeline on each sample on the CPU; return the results and whether images are CHW."""
     device = tensors["image"].device
     arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     outs: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
@@ -166,11 +166,11 @@ def replay_all(
     recorder: Recorder,
     ops: Mapping[str, DeviceOp],
 ) -> tuple[dict[str, torch.Tensor], bool] | None:
-    """Draw every sample here, and compute the draws where the batch lies.
+    """Draw for each sample on the host, and compute on the device of the batch.
 
-    Samples in which an operation needs real pixels are fetched one by one and put back. None: by
-    then they have another shape or dtype than the others, so that nothing can be left to the
-    device.
+    Samples in which an operation needs real pixels are fetched one by one and put back. Returns
+    the results and whether images are CHW; None if fetched samples have another shape or dtype than
+    the others, so that nothing can be left to the device.
     """
     samples = len(tensors["image"])
     shown = {
@@ -212,7 +212,7 @@ def _as_tensor(made: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return a batch in which some samples, or all, are replaced."""
+    """Return a batch in which some samples, or all, are replaced by ``rows``."""
     if not rows:
         return tensor
     stacked = torch.stack(list(rows.values())).to(tensor.device)

@@ -1,27 +1,27 @@
 """What an Albumentations pipeline is made of, and where each operation of it runs.
 
-Its tree has containers and leaves; images have a size and a dtype at each place of it. Device forms
-are for bytes, and some for float32, which ``Normalize`` and ``ToFloat`` make. A batch is one
-tensor: all of its images have one dtype when they leave the worker.
+A pipeline is a tree of containers and leaves; at each place in it, images have a size and a dtype.
+All device forms take bytes, and some take float32, which ``Normalize`` and ``ToFloat`` make. A
+batch is one tensor: all of its images have one dtype when they leave the worker.
 
 Where operations run is decided before any sample. The rules, in order:
 
 1. Everything up to and including the operation that makes the image size the same for all samples
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
-   A pipeline without such an operation can only be collated when the dataset's images already have
-   one size, so nothing is held back for it.
-2. All of a pipeline runs in the worker where an operation changes the dtype of some samples only
+   Without such an operation, batches can only be collated if the dataset's images already have one
+   size, so nothing is kept in the worker for this reason.
+2. The whole pipeline runs in the worker if an operation changes the dtype of some samples only
    (``ToFloat(p=0.5)``): a batch is one tensor.
 3. An operation without a device form runs in the worker on real pixels, and so do the ones before
-   it, but only in samples that drew it. A form is for certain dtypes: colours and blurs for uint8
-   alone.
+   it, but only in samples that drew it. A device form takes certain dtypes: those of colours and
+   blurs take uint8 alone.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
-5. An operation whose pixels may be a level off runs in the worker where one after it makes more of
-   that (``HueSaturationValue``, ...), or may, as it is registered. So the bound of whole pipelines
-   is that of their operations, to which the tests hold each form on photographs. OpenCV 4 rounds
-   the positions that a warp reads from to 1/32 of a pixel and blends in integers, so that its warps
-   can be equalled. OpenCV 5 blends in float32, in an order that depends on the CPU.
+5. An operation whose pixels may be a level off runs in the worker if a later operation enlarges
+   that error (``HueSaturationValue``, ...), or may do so because a user registered it. So the error
+   bound of a pipeline is that of its operations; tests check it for each form on photographs.
+   OpenCV 4 rounds the positions that a warp reads to 1/32 of a pixel and blends in integers, so
+   that its warps can be equalled. OpenCV 5 blends in float32, in an order that depends on the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from albumentations import BaseCompose, BasicTransform
 
 Node: TypeAlias = "BaseCompose | BasicTransform"
-"""A container or a transform of a pipeline; a pipeline itself."""
+"""A container or a transform of a pipeline, or the pipeline itself."""
 
 SEQUENCES: Final = frozenset({"Compose", "ReplayCompose", "Sequential"})
 """Containers that call all their children in the order written."""
@@ -56,7 +56,7 @@ class Leaf(NamedTuple):
 
     transform: BasicTransform
     conditional: bool
-    """Whether some samples skip it: ``p < 1``, or a choice above it."""
+    """Whether some samples skip it: it or a container around it has ``p < 1``, or is a choice."""
 
 
 def is_container(node: object) -> bool:
@@ -110,9 +110,10 @@ def in_sequence(node: Node) -> bool:
 
 
 def last_opaque(node: Node, *, group_end: int | None = None, first: int = 0) -> int:
-    """Return the last leaf that must run unobserved, or -1.
+    """Return the number of the last leaf that must run unobserved, or -1 for none.
 
-    ``first``: number of the first leaf of the node; ``group_end``: of the last in a group around.
+    ``first`` is the number of the node's first leaf. ``group_end`` is the number of the last leaf
+    of the outermost group around the node; None: there is no group around it.
     """
     name, own = type(node).__name__, is_albumentations(node)
     end = first + len(list_leaves(node)) - 1
@@ -153,7 +154,7 @@ CHANGES_SIZE: Final = (
 )
 """Transforms whose output size usually differs from their input size."""
 _FITS_IN_ITS_INPUT: Final = frozenset({"SafeRotate"})
-"""Says ``fit_output``, and means that its output fits in the size of its input."""
+"""Transforms with a ``fit_output`` setting whose output nonetheless has the size of the input."""
 _ONE_CHILD: Final = frozenset({"OneOf", "OneOrOther"})
 
 
@@ -169,11 +170,11 @@ class Size(NamedTuple):
 def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> tuple[int, list[Size]]:
     """Follow what is known of the image size through a pipeline.
 
-    Classes in ``keeps`` keep the size, whatever else would be thought of them.
+    Transforms of the classes in ``keeps`` are known to keep the size.
 
     Returns:
         The number of the last leaf of the operation that makes the size static, or -1 for none; and
-        per leaf what is known of its input.
+        for each leaf what is known of the size of its input.
     """
     boundary = -1
     sizes: list[Size] = []
@@ -261,7 +262,7 @@ def _exactly(height: int, width: int) -> Size:
 
 
 def _padded_length(length: int, least: int | None, divisor: int | None) -> int:
-    """Return the length of an axis that is padded to a length, or to a multiple of one."""
+    """Return the length of an axis after padding to ``least``, or to a multiple of ``divisor``."""
     if least is not None:
         return max(least, length)
     return length + -length % divisor if divisor else length
@@ -286,7 +287,7 @@ def _padded(transform: BasicTransform, before: Size) -> Size:
 
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
 CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
-"""Transforms that are there to change the dtype."""
+"""Transforms whose purpose is to change the dtype or the layout of images."""
 _OF_FLOATS: Final = frozenset(
     {
         *("CenterCrop", "D4", "HorizontalFlip", "NoOp", "PadIfNeeded", "RandomCrop"),
@@ -308,7 +309,7 @@ MASKS: Final = frozenset(
 
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
-    """Return whether a device form knows images of a dtype."""
+    """Return whether a device form takes images of a dtype."""
     of_floats = op.owner is not None or op.name in _OF_FLOATS
     return dtype == BYTES or (dtype == FLOATS and of_floats)
 
@@ -324,11 +325,11 @@ def why_no_forms(images: Iterable[DType], masks: Iterable[DType]) -> str | None:
 def follow_dtypes(leaves: Iterable[Leaf], given: DType) -> list[DType] | None:
     """Return the dtype that images have before each transform.
 
-    What transforms of users make is not known before they run: images of another dtype are then
-    computed in the worker, and so is their batch.
+    Transforms that users wrote are taken to keep the dtype. If one of them does not, the worker
+    computes its images, and so their whole batch.
 
     Returns:
-        None: some samples only may change their dtype, and a batch has one.
+        One dtype for each transform; None if only some samples may change it, as a batch has one.
     """
     before: list[DType] = []
     for leaf in leaves:
@@ -341,7 +342,7 @@ def follow_dtypes(leaves: Iterable[Leaf], given: DType) -> list[DType] | None:
 
 
 def dtype_after(transform: Node, dtype: DType) -> DType:
-    """Return which dtype an image of one has after a transform was applied."""
+    """Return the dtype of an image after a transform, given its dtype before."""
     name = type(transform).__name__
     if name not in CASTS or not is_albumentations(transform):
         return dtype
@@ -355,7 +356,7 @@ def changes_form(transform: Node) -> bool:
         return False
     if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
         return True
-    # ToRGB is there for images of one channel.
+    # ToRGB takes images of one channel, and so changes their shape.
     return name == "ToRGB" or bool(name == "ToGray" and transform.num_output_channels != 3)
 
 
@@ -363,7 +364,7 @@ _ROLES: Final[tuple[Role, ...]] = ("image", "mask")
 
 
 def target_roles(compose: BaseCompose) -> dict[str, Role]:
-    """Return the names that a pipeline takes images and masks under, with what each one is."""
+    """Return the names under which a pipeline takes images and masks, each with its role."""
     roles: dict[str, Role] = {role: role for role in _ROLES}
     return roles | {name: kind for name, kind in _added(compose).items() if kind in _ROLES}
 
@@ -371,10 +372,10 @@ def target_roles(compose: BaseCompose) -> dict[str, Role]:
 def argument_names(compose: BaseCompose) -> frozenset[str]:
     """Return the names of everything that a pipeline takes from a sample beside its image.
 
-    Boxes and keypoints only where it knows their format; without that they mean nothing to it.
+    Boxes and keypoints are among them only if the pipeline knows their format.
     """
     kinds = {name: name for name in ("masks", *compose.available_keys)} | _added(compose)
-    # A version of Albumentations without that name runs whole on the CPU.
+    # A version of Albumentations without `processors` runs whole on the CPU.
     known = getattr(compose, "processors", kinds) if is_container(compose) else kinds
     return frozenset(
         name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in known
@@ -392,23 +393,23 @@ def _added(node: Node) -> dict[str, Role]:
 
 
 def drawn_parameters(transform: BasicTransform, data: dict[str, Any]) -> dict[str, Any]:
-    """Return what a transform draws for a sample, as when it is called."""
+    """Return what a transform draws for a sample, as it does when it is called."""
     params: dict[str, Any] = transform.update_transform_params(transform.get_params(), data)
     params.update(transform.get_params_dependent_on_data(params=params, data=data))
     return params
 
 
 _MASK_FILLS: Final = ("fill_mask", "mask_drop_value")
-"""Where dropouts keep what they write to a mask; None: they leave it as it is."""
+"""Attributes of dropouts with the value to write to a mask; None there: the mask is unchanged."""
 
 
 def mover_of(compose: Node) -> Mover | None:
-    """Return what moves pixels in a pipeline; None if all of it leaves them at their places."""
+    """Return the first transform of a pipeline that moves pixels; None: no transform does."""
     import albumentations
 
     for leaf in list_leaves(compose):
         transform = leaf.transform
-        # A Lambda is a NoOp, too: what it does to masks is the user's own.
+        # A Lambda is a NoOp, too: its user answers for what it does to masks.
         if not isinstance(transform, albumentations.DualTransform) or isinstance(
             transform, albumentations.NoOp
         ):
@@ -420,16 +421,16 @@ def mover_of(compose: Node) -> Mover | None:
 
 
 _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
-"""Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
+"""Names of affine warps, in which the device blends bytes as OpenCV does on most CPUs."""
 _OFF: Final = frozenset(
     {
         *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
         *("Blur", "GaussianBlur", "MotionBlur", "HueSaturationValue"),
     }
 )
-"""Off by a level in a few pixels; ``tests/augment/bounds.py`` has by how much."""
+"""Transforms whose device form may be a level off in some pixels: ``tests/augment/bounds.py``."""
 MOST_PER_LEVEL: Final = 3
-"""So many levels may become of one that is off: contrast and gamma of usual strengths."""
+"""Most levels that one level of error may become; usual contrast and gamma stay within that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,13 +438,12 @@ class Plan(Placements):
     """Where every operation of an Albumentations pipeline runs."""
 
     conditional: tuple[bool, ...]
-    """Per leaf: whether some samples may go without it on the device, where those that do not go
-    without have to keep their form."""
+    """For each leaf, whether some samples may skip it; on a device it must then keep the form."""
     sees_pixels: tuple[bool, ...]
-    """Per leaf: whether its sampler must be given the real image."""
+    """For each leaf, whether its sampler must be given the real image."""
     opaque_until: int
-    """Number of the last leaf that must run unobserved, because something calls its transforms in
-    its own way; -1 for none."""
+    """Number of the last leaf that must run unobserved, because it or a container around it has its
+    own way of calling; -1 for none."""
 
 
 def analyse(
@@ -455,10 +455,10 @@ def analyse(
     channels: int | None = 3,
     dtype: DType = BYTES,
 ) -> Plan:
-    """Decide where each operation of a pipeline runs, of whose images size and dtype are known.
+    """Decide where each operation of a pipeline runs, given the size and dtype of its images.
 
-    ``size``: ``(height, width)`` when all have it. ``channels``: None for images ``[H, W]``.
-    ``refusal``: a reason to run everything in the worker.
+    ``size`` is the ``(height, width)`` that all images have; None: they may differ. ``channels`` is
+    None for images ``[H, W]``. ``refusal`` is a reason to run everything in the worker, or None.
     """
     leaves = list_leaves(compose)
     before = follow_dtypes(leaves, dtype)
@@ -485,12 +485,12 @@ def analyse(
             why_worker = "up to the operation that makes the image size the same for all samples"
         why_worker = why_worker or _why_worker(leaf, op, sizes[index], given, barrier_after)
         if why_worker is None:
-            # What has no place yet may come after it, too, and may run on the device.
+            # An operation without a place yet may come after it, too, and may run on the device.
             others = (n for n in sorted(behind[index]) if n not in placed or placed[n].on_device)
             after = [(leaves[other].transform, forms[other]) for other in others]
             why_worker = _why_amplified(leaf, given, after)
         if why_worker is None and op is not None:
-            # What the worker has done by then, or may do for some samples, leaves one form.
+            # Up to the boundary the worker gives all images one form: only leaves after it count.
             earlier = leaves[boundary + 1 : index]
             size_here = sizes[index].exact or (64, 64)
             if not _has_form(earlier, leaf, op, size_here, channels, given):
@@ -519,8 +519,8 @@ def _where(
 ) -> tuple[Where, str]:
     """Return where an operation runs, and why.
 
-    ``barrier_after`` is the next operation that may need real pixels. Its sampler may need the
-    image (``sees``).
+    ``barrier_after`` is the next operation that may need real pixels. ``sees`` says whether the
+    sampler of this one needs the image.
     """
     if why_worker is not None:
         return "worker", why_worker
@@ -543,7 +543,7 @@ def _why_worker(
         return f"no device form for images of {given}"
     if op.owner is not None:
         return None
-    # Images of an unknown but common size are taken to be any, so not square.
+    # An arbitrary size that is not square stands for an unknown common one.
     one_size = before.exact or (64, 48)
     made = size_after(leaf.transform, Size(one_size, one_size)).exact
     if made is None:
@@ -565,7 +565,7 @@ def _why_worker(
 def _why_amplified(
     leaf: Leaf, given: DType, after: list[tuple[Node, DeviceOp | None]]
 ) -> str | None:
-    """Return why an operation may not be off at all: one of those after it makes more of that."""
+    """Return why an operation must be exact, as a later one enlarges errors; None: it need not."""
     if given != BYTES or not may_differ(leaf.transform):
         return None
     for other, op in after:
@@ -599,10 +599,11 @@ def _has_form(
     channels: int | None,
     given: DType,
 ) -> bool:
-    """Whether an operation has a device form for its settings, which is tried out.
+    """Return whether an operation has a device form for its settings; a few draws are tried.
 
-    Parameters without a form send one sample to the CPU. Behind a change of shape or dtype that
-    would leave images of two forms in one batch, so all that are drawn here need one, else any.
+    A sample whose parameters have no device form goes to the CPU. After a change of shape or dtype
+    that would leave images of two forms in one batch, so all draws must have a device form there;
+    otherwise one is enough.
     """
     if type(leaf.transform).__name__ in CHANGES_DTYPE_OR_LAYOUT:
         return True
@@ -615,8 +616,8 @@ def _has_form(
         found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(4))
         return all(found) if changes else any(found)
     except Exception:
-        # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
-        # one, too): Albumentations will say so, to a real one.
+        # The transform refuses images of this size or kind, with whatever error (a division by the
+        # size of a tiny image, too). Albumentations will raise it again for a real image.
         return True
 
 
@@ -626,7 +627,7 @@ def _encodes(transform: Node, op: DeviceOp, image: np.ndarray) -> bool:
 
 
 def may_differ(transform: Node) -> bool:
-    """Return whether the device may make other values of uint8 images, a few or by a little."""
+    """Return whether some uint8 values may differ between the device and the library."""
     if not is_albumentations(transform):
         return False
     name = type(transform).__name__
@@ -638,9 +639,9 @@ def may_differ(transform: Node) -> bool:
 
 
 def why_amplifies(transform: Node, op: DeviceOp) -> str | None:
-    """Return how a device form makes many levels of one that images are off; None: it does not."""
+    """Return how a transform makes many levels of an error of one level; None: it does not."""
     name = type(transform).__name__
-    if op.owner is not None:  # posterizing, say, which makes a whole step of a level
+    if op.owner is not None:  # such as posterizing, which makes a whole step of one level
         return "may make many levels of one, as it is registered"
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
@@ -649,13 +650,13 @@ def why_amplifies(transform: Node, op: DeviceOp) -> str | None:
 
 
 def _levels_of_one(transform: Node) -> float:
-    """Return how many levels contrast or gamma makes at most of one."""
+    """Return the most levels that contrast or gamma makes of one; 1 for other transforms."""
     name = type(transform).__name__
     if name == "RandomBrightnessContrast":
         return float(1 + max(transform.contrast_limit))
     if name == "ColorJitter":
         saturated = max(1, 2 * transform.saturation[1] - 1)
         return float(transform.brightness[1] * transform.contrast[1] * saturated)
-    if name == "RandomGamma":  # in the dark it is steepest
+    if name == "RandomGamma":  # gamma is steepest in the dark
         return float(round(255 * (1 / 255) ** (min(transform.gamma_limit) / 100)))
     return 1.0

@@ -1,21 +1,21 @@
 """Run a real Albumentations pipeline without its pixel work; write down what it would have done.
 
-The pipeline runs as always; only where a transform would touch the pixels of an image or mask, the
+The pipeline runs as always. Only where a transform would touch the pixels of an image or mask, the
 operation and its drawn parameters are noted, and a *phantom* (an empty array of the right shape and
 dtype) goes on in its place. Probabilities, choices, boxes, keypoints, labels and filters are
 therefore Albumentations' own. An operation that needs real pixels gets them: Albumentations runs
-what was noted so far, for that sample only.
+the operations that were noted so far, for that sample only.
 
-What is asked of Albumentations beyond its documentation:
+Internals of Albumentations that are used here:
 
-- ``_key2func`` of a transform: by the key of a target, the function that it calls with it.
+- ``_key2func`` of a transform: the function that it calls for a target, by the target's key.
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
   transform: replaced on the transforms of a copy of the pipeline, never on a class.
 
 ``tests/augment/test_albumentations_internals.py`` pins each against the installed Albumentations.
-Only the version that was tried is recorded: the last one that was released. With any other library
-under its name every operation stays on the CPU, where it gives what that library gives, and a
-warning says so.
+Pipelines are recorded only with the version that the tests use, which is the last one released.
+With any other version every operation stays on the CPU, where the installed library computes it,
+and a warning says so.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from lightning_fastdata.errors import FastDataWarning
 _Values: TypeAlias = "dict[str, Any]"
 """Parameters or data of a transform, by name."""
 KNOWN_VERSION: Final = "2.0.8"
-"""The version of Albumentations that device forms and recorder are tested with."""
+"""The version of Albumentations with which device forms and the recorder are tested."""
 
 
 @functools.cache
 def refusal() -> str | None:
     """Return why no pipeline may be recorded in this environment, or None.
 
-    The first call of a process warns if there is a reason.
+    If there is a reason, the first call in a process warns.
     """
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     version, of_x = _version("albumentations"), _version("albumentationsx")
-    if of_x is not None:  # which installs a package of the same name
+    if of_x is not None:  # it installs a package of the same name
         reason = f"`import albumentations` is AlbumentationsX {of_x}, which cannot be recorded"
     elif version == KNOWN_VERSION:
         return None
@@ -79,7 +79,7 @@ def refusal() -> str | None:
 
 
 def what_it_means(reason: str) -> str:
-    """Return what follows from a reason not to record, and what to do about it."""
+    """Return a message: what a reason not to record leads to, and what to do about it."""
     return (
         f"Albumentations pipelines run whole in the workers, on the CPU, because {reason}. They "
         "give what the installed library gives. To have a GPU run what it can: pip uninstall "
@@ -88,7 +88,7 @@ def what_it_means(reason: str) -> str:
 
 
 def _version(library: str) -> str | None:
-    """Return the version of an installed library; None: it is not there, or of no known version."""
+    """Return the version of a library; None: it is not installed, or its version is unknown."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
@@ -100,14 +100,14 @@ class Target:
     """An image or mask on its way through a pipeline."""
 
     real: Any
-    """Its pixels, or what fetches them."""
+    """The pixels before the pending operations, or a function that fetches them."""
     shown: Any
-    """What the pipeline handles in its place."""
+    """The array or tensor that the pipeline handles in its place: a phantom, or the pixels."""
     pending: list[tuple[TapeOp, Callable[[Any], Any]]] = field(default_factory=list)
-    """The operations that were noted, each with how Albumentations would run it."""
+    """The operations noted since ``real``, each with Albumentations' function that runs it."""
 
     def flush(self) -> Any:
-        """Return the pixels after what was noted, which Albumentations does now."""
+        """Have Albumentations run the pending operations now, and return the pixels."""
         if callable(self.real):
             self.real = self.real()
         for _, run in self.pending:
@@ -117,26 +117,26 @@ class Target:
 
 
 def contiguous(value: Any) -> Any:
-    """Return an array that lies in memory as NumPy's do; anything else as it is."""
+    """Return an array as a C-contiguous one; anything else as it is."""
     return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 class _Hooked(NamedTuple):
-    """A transform whose operations are noted, and what is known of it before any sample."""
+    """A transform whose operations are noted, with facts that are known before any sample."""
 
     leaf: int
     transform: Transform
     original: Callable[..., _Values]
-    """Its own ``apply_with_params``."""
+    """The transform's own ``apply_with_params``, which a hook replaces."""
     op: DeviceOp
     targets: tuple[tuple[str, bool], ...]
-    """The images and masks that it takes, images first, and whether each one is an image."""
+    """Keys of the images and masks that it takes, images first; each with whether it is one."""
     conditional: bool
-    """Whether some samples may go without it, so that it must not change the form of the others."""
+    """Whether some samples may skip it, so that it must not change the form of the others."""
 
 
 class Recorder:
-    """A copy of one pipeline, prepared to be recorded. Not for two threads at once."""
+    """A copy of one pipeline, prepared for recording. Only one thread at a time may use it."""
 
     def __init__(self, compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
         self.compose = copy.deepcopy(compose)
@@ -146,7 +146,7 @@ class Recorder:
         self._images_first = sorted(self._roles, key=lambda key: self._roles[key] != "image")
         self._targets: dict[str, Target] = {}
         self._strange: set[str] = set()
-        """Masks that came with a dtype that no device form takes, though OpenCV may change it."""
+        """Keys of masks that came with a dtype without device forms; OpenCV may change it later."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -154,11 +154,11 @@ class Recorder:
     def __call__(
         self, data: Mapping[str, Any], sources: Mapping[str, Callable[[], Any]] | None = None
     ) -> tuple[_Values, Tape]:
-        """Run the pipeline once and return what it returns, and what is still to be done.
+        """Run the pipeline once; return its result, and the tape of operations still to be run.
 
-        Images and masks of the result are as the real operations left them. Of those that have an
-        entry in ``sources``, ``data`` has only shape and dtype: the source fetches the pixels, at
-        most once, when an operation needs them, and is the result itself where none does.
+        Images and masks in the result are as the real operations left them. For a key in
+        ``sources``, ``data`` holds a phantom, and the source fetches the pixels, at most once, when
+        an operation needs them. If none does, the source itself stands in the result.
         """
         self._targets = {key: Target(source, data[key]) for key, source in (sources or {}).items()}
         self._strange = {
@@ -186,7 +186,7 @@ class Recorder:
             conditional = self._plan.conditional[index]
             hooked = _Hooked(index, transform, original, op, targets, conditional)
             run = functools.partial(self._record, hooked)
-        # Each hook is called in place of a method: an instance attribute shadows the class's.
+        # A hook is called in place of a method: an instance attribute shadows that of the class.
         transform.apply_with_params = run
         if self._plan.sees_pixels[index]:
             own = () if is_albumentations(transform) else ("update_transform_params",)
@@ -258,7 +258,7 @@ class Recorder:
     def _encode(
         self, hooked: _Hooked, params: _Values, data: _Values
     ) -> list[tuple[str, Encoded, Shape, DType]] | None:
-        """Return what to note for each image and mask, or None if this draw needs real pixels."""
+        """Return what to note of each image and mask, or None if this draw needs real pixels."""
         transform, op = hooked.transform, hooked.op
         noted: list[tuple[str, Encoded, Shape, DType]] = []
         size = None
@@ -292,15 +292,15 @@ class Recorder:
 
 
 def function_by_key(transform: Transform) -> Mapping[str, Callable[..., Any]]:
-    """Return what a transform calls with the value of each key of a sample that it knows."""
+    """Return the function that a transform calls on the value of each key of a sample, by key."""
     return transform._key2func  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=64)
 def phantom(shape: Shape, dtype: DType) -> np.ndarray:
     """Return a read-only array of this shape and dtype whose pixels mean nothing."""
-    # Zeroed pages that are never written to cost no memory. A zero-stride array would not do:
-    # Albumentations copies whatever is not contiguous. Read-only, so that a mistake is an error.
+    # Zeroed pages that are never written to cost no memory. A zero-stride array would not do, as
+    # Albumentations copies arrays that are not contiguous. Writing to a phantom is an error.
     array = np.zeros(shape, dtype)
     array.flags.writeable = False
     return array

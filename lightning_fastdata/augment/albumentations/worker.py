@@ -49,21 +49,21 @@ _MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
 
 
 class SampleForm(NamedTuple):
-    """What a plan depends on of the images and masks of a sample."""
+    """The properties of the images and masks of a sample on which a plan depends."""
 
     channels: int | None
-    """Of the image; None if it is ``[H, W]``."""
+    """Number of channels of the image; None if it is ``[H, W]``."""
     images: Mapping[str, DType]
-    """The dtype of each image, by the pipeline's name for it."""
+    """Dtype of each image, by the pipeline's name for the image."""
     masks: Mapping[str, DType]
-    """That of each mask."""
+    """Dtype of each mask, by the pipeline's name for the mask."""
 
 
 class ComposeWorker(TapedWorker):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline. It carries the forms that
-    were registered for the pipeline's own classes: a process that was spawned knows no others.
+    Several threads may call it: each has its own copy of the pipeline. It carries the device forms
+    registered for classes of this pipeline, as a spawned process knows of no registration.
     """
 
     fuses_steps = True
@@ -88,14 +88,14 @@ class ComposeWorker(TapedWorker):
         self._makes_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
-        """Return the sample as the worker leaves it, and what the device has still to do to it.
+        """Return the sample as the worker leaves it, and a tape of what the device has still to do.
 
         The tape is None when everything was done here. Images and masks of the sample are tensors
         ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
 
         Raises:
-            BatchError: the sample has no image, and neither frames nor volumes, or an image that
-                leaves something beside it behind.
+            BatchError: the sample has neither an image nor frames nor volumes, or a field beside
+                the image would not move with it.
         """
         data, places = self._arguments(sample)
         plan = self._plan if "image" in data else None
@@ -113,15 +113,15 @@ class ComposeWorker(TapedWorker):
         for name in data.keys() & self._masks:
             result[name] = mask_as_given(result[name], data[name])
         given = put_fields(sample, {places[name]: result[name] for name in places})
-        # What a pipeline adds (`replay`, `applied_transforms`) has a place where fields have names.
+        # Only a mapping has a place for what a pipeline adds (`replay`, `applied_transforms`).
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
     def form_of(self, sample: Batch) -> SampleForm | None:
-        """Return what the images and masks of a sample look like; None: it has volumes alone.
+        """Return the form of the images and masks of a sample; None: it has only frames or volumes.
 
         Raises:
-            BatchError: it has no image, and neither frames nor volumes.
+            BatchError: the sample has neither an image nor frames nor volumes.
         """
         data, _ = self._arguments(sample)
         if "image" not in data:
@@ -140,7 +140,7 @@ class ComposeWorker(TapedWorker):
     def waiting(
         self, item: Batch, names: Collection[str], *, batched: bool = False
     ) -> Mapping[str, torch.Tensor]:
-        """Return the images and masks of a sample or batch that are tensors, by these names.
+        """Return those images and masks of a sample or batch that are tensors, among these names.
 
         Raises:
             BatchError: a batch has no image.
@@ -154,7 +154,7 @@ class ComposeWorker(TapedWorker):
         return {name: found[name][1] for name in names if name in found}
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
-        """Return a sample after what its tape says."""
+        """Return a sample after the operations on its tape."""
         if self._has_volumes_alone(sample):
             return sample
         draws, values = compile_tapes([tape]), {}
@@ -169,10 +169,10 @@ class ComposeWorker(TapedWorker):
     def _tensors(
         self, item: Batch, *, batched: bool = False
     ) -> dict[str, tuple[Location, torch.Tensor]]:
-        """Return where the images and masks of a sample or batch are, and those that are tensors.
+        """Return the images and masks that are tensors, by name, each with its place.
 
         Raises:
-            BatchError: it has no image.
+            BatchError: the sample or batch has no image.
         """
         found = {}
         places = target_places(item, self._fields, self._roles, batched=batched)
@@ -183,7 +183,7 @@ class ComposeWorker(TapedWorker):
         return found
 
     def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], Callable[[SampleKey], None]]:
-        """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
+        """Return this thread's pipeline, or its recorder for a plan, and a function to seed it."""
         own: dict[int, tuple[Callable[..., Any], Callable[[SampleKey], None]]]
         own = vars(self._local).setdefault("by_plan", {})
         if id(plan) not in own:
@@ -196,7 +196,7 @@ class ComposeWorker(TapedWorker):
         return own[id(plan)]
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
-        """Return the arguments of the pipeline, and where each of them sits in the sample."""
+        """Return the arguments of the pipeline, and the place of each in the sample."""
         places: dict[str, Location] = {}
         if self._has_volumes_alone(sample):
             mask = self._fields.mask
@@ -230,7 +230,7 @@ class ComposeWorker(TapedWorker):
 
 
 def _fits(name: str, value: object) -> bool:
-    # Samples may use the names of volumes for something else: a loudness, file names.
+    # Samples may use the names of volumes for other things: a loudness, file names.
     if value is None or name not in _VOLUMES:
         return value is not None
     values = value if isinstance(value, list | tuple) and value else [value]
@@ -238,7 +238,7 @@ def _fits(name: str, value: object) -> bool:
 
 
 def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
-    """Return whether what is called frames is one image, with channels first or last."""
+    """Return whether the field of frames holds a single image, with channels first or last."""
     value = sample[name]
     if name != "images" or isinstance(value, list | tuple):
         return False
@@ -256,9 +256,9 @@ def _as_arrays(value: Batch, *, image: bool) -> Batch:
 
 
 def _own_if_gray(value: object) -> np.ndarray:
-    """Return an image; of one channel a copy, as Albumentations writes to one that it equalizes.
+    """Return an image as an array; a gray one is copied, as Albumentations may write to it.
 
-    The dataset may hand out the same array in each epoch.
+    It does so when it equalizes, and the dataset may hand out the same array in each epoch.
     """
     image = to_hwc(value)
     is_gray = not isinstance(value, PilImage) and (image.ndim == 2 or image.shape[2] == 1)
@@ -266,9 +266,9 @@ def _own_if_gray(value: object) -> np.ndarray:
 
 
 def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:
-    """Return an image ``[H, W, 1]`` as such, if an operation made ``[H, W]`` of it.
+    """Return an image with its channel axis again, if an operation made ``[H, W]`` of it.
 
-    OpenCV's inpainting does, in some samples; behind ``ToTensorV2`` a batch needs the channel.
+    OpenCV's inpainting drops the axis in some samples, and ``ToTensorV2`` on the device needs it.
     """
     lost = left is not None and left.role == "image" and pixels.ndim == 2 < given.ndim
     ends = lost and left is not None and any(op.name == "ToTensorV2" for op in left.ops)
@@ -278,6 +278,6 @@ def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> 
 def _own_tensor(array: np.ndarray) -> torch.Tensor:
     # The pipeline may hand back the dataset's own read-only array (a memory map).
     array = np.ascontiguousarray(array)
-    # NumPy takes a turned axis of one pixel for contiguous; torch does not.
+    # NumPy takes a reversed axis of one pixel for contiguous; torch does not.
     ready = array.flags.writeable and min(array.strides) >= 0
     return torch.from_numpy(array if ready else array.copy())

@@ -1,7 +1,7 @@
 """Operations that move pixels: symmetries, crops and pads, resizes, affine warps.
 
-Resizes and warps compute as OpenCV does. OpenCV 4 warps at positions on a grid of 1/32 pixel, and
-in integers; OpenCV 5 in floats.
+Resizes and warps compute as OpenCV does. OpenCV 4 warps in integers, at positions on a grid of 1/32
+pixel; OpenCV 5 warps in floats.
 """
 
 # ruff: noqa: ARG001 - all operations share one signature
@@ -37,7 +37,7 @@ _OPENCV_CHANNELS: Final = 4
 NEAREST: Final = 0
 LINEAR: Final = 1
 KNOWN: Final = frozenset({NEAREST, LINEAR})
-"""Interpolations that resizes and warps have a device form for."""
+"""OpenCV's ``INTER_*`` numbers for which resizes and warps have a device form."""
 _RESIZE_BITS: Final = 11
 """OpenCV resizes uint8 pixels with integer weights of this many bits."""
 
@@ -45,7 +45,7 @@ _RESIZE_BITS: Final = 11
 def fold(index: Tensor, length: int, mode: int) -> Tensor:
     """Map positions outside ``0 .. length - 1`` to inside, by OpenCV's ``borderInterpolate``.
 
-    For CONSTANT the nearest pixel is returned, for the caller to overwrite.
+    For CONSTANT the nearest position inside is returned; the caller overwrites such pixels.
     """
     if mode == WRAP:
         return index.remainder(length)
@@ -85,15 +85,15 @@ def read(batch: Tensor, y: Tensor, x: Tensor, mode: int, fill: Tensor) -> Tensor
 def _encode_fill(fill: object, count: int) -> np.ndarray | None:
     """Return OpenCV's border value, float32 ``[count]``, or None if it has no device form.
 
-    Albumentations makes a value for every channel of a float; of an integer OpenCV makes one for
-    the first channel, and 0 for the others.
+    Albumentations takes a float for every channel. OpenCV takes an integer for the first channel,
+    and 0 for the others.
     """
     if fill is not None and not isinstance(fill, int | float):
         fill = tuple(np.asarray(fill).ravel().tolist())
     return _border_value(fill, count)
 
 
-# The same for each sample. A number may be a float or not.
+# Cached, as each sample has the same fill; typed, as floats and integers make different values.
 @lru_cache(maxsize=64, typed=True)
 def _border_value(fill: float | tuple[float, ...] | None, count: int) -> np.ndarray | None:
     if fill is None or isinstance(fill, float):
@@ -107,9 +107,9 @@ def _border_value(fill: float | tuple[float, ...] | None, count: int) -> np.ndar
 
 
 def _places(count: int) -> list[int]:
-    """Return which number of a border value each of so many channels has.
+    """Return for each of ``count`` channels which number of a border value it has.
 
-    Albumentations calls OpenCV for four channels at a time, and for each of the last two.
+    Albumentations calls OpenCV for four channels at a time; of two that are left, for each alone.
     """
     places = [channel % _OPENCV_CHANNELS for channel in range(count)]
     if count > _OPENCV_CHANNELS and count % _OPENCV_CHANNELS == 2:
@@ -120,7 +120,7 @@ def _places(count: int) -> list[int]:
 def encode_fills(transform: Transform, shape: Shape) -> Values | None:
     """Return the fill of images and of masks, one number per channel, or None.
 
-    Masks may have other channels than the image beside them, so theirs covers at least four.
+    Masks may have more channels than the image beside them, so their fill has four numbers.
     """
     image = _encode_fill(transform.fill, channels(shape))
     mask = _encode_fill(transform.fill_mask, _OPENCV_CHANNELS)
@@ -139,12 +139,12 @@ def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
 
 _TURNS: Final = {"e": 0, "r90": 1, "r180": 2, "r270": 3}
 _TURNS_TRANSPOSED: Final = {"t": 0, "h": 3, "hvt": 2, "v": 1}
-"""Quarter turns by Albumentations' names of the symmetries; here after a transposition."""
+"""Quarter turns after a transposition, by the names of the symmetries that begin with one."""
 _FLIPS: Final = {"HorizontalFlip": "h", "VerticalFlip": "v", "Transpose": "t"}
 
 
 def _moves(transform: Transform, params: Values) -> tuple[bool, int]:
-    """Return whether an image is transposed, and by how many quarter turns it is turned then."""
+    """Return whether an image is transposed, and the number of quarter turns after that."""
     name = type(transform).__name__
     if name in ("NoOp", "RandomRotate90"):
         return False, int(params.get("factor", 0)) % 4
@@ -234,9 +234,9 @@ def _encode_resize(
     if not KNOWN.issuperset(kinds) or (smaller and transform.area_for_downscale is not None):
         return None
     if transform.area_for_downscale == "image_mask" and "crop_coords" in params:
-        return None  # Masks of a crop are always means of areas.
-    # Source pixels per output pixel, to the last bit, which decides at whole steps: OpenCV takes
-    # the reciprocal of a quotient.
+        return None  # Masks of a crop are then always resized by areas.
+    # Source pixels per output pixel. OpenCV takes the reciprocal of a quotient, and the last bit
+    # decides which pixel is read at whole steps.
     steps = 1.0 / (height / (bottom - top)), 1.0 / (width / (right - left))
     arrays = {"box": np.array(box, np.int32), "step": np.array(steps)}
     static = (
@@ -293,7 +293,7 @@ def _resample(setting: str, batch: Tensor, static: Values, arrays: Arrays) -> Te
         corners, *weights = _corners(images, rows, columns)
         out = _blend(corners, *weights)
         if images.dtype == torch.uint8 and images.shape[-1] == 2:
-            # Halved in another way than one, three or four channels are.
+            # OpenCV halves two channels in another way than one, three or four.
             halved = (bottom - top == 2 * height) & (right - left == 2 * width)
             mean = torch.stack(corners).float().mean(0)
             out = torch.where(halved[:, None, None, None], mean.round().byte(), out)
@@ -303,7 +303,7 @@ def _resample(setting: str, batch: Tensor, static: Values, arrays: Arrays) -> Te
 def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     """Return the mean of the pixels above left, above right, below left and below right.
 
-    ``across`` and ``down`` are the weights of the right and of the lower ones, float32 in [0, 1].
+    ``across`` and ``down`` are the weights of the right and lower pixels, float32 in [0, 1].
     """
     dtype = corners[0].dtype
     if dtype == torch.uint8:
@@ -316,21 +316,21 @@ def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     upper = corners[0] * (1 - across) + corners[1] * across
     lower = corners[2] * (1 - across) + corners[3] * across
     mixed = upper * (1 - down) + lower * down
-    # OpenCV rounds masks of other integers to the even number.
+    # OpenCV rounds masks of other integers with halves to even.
     return (mixed if dtype.is_floating_point else mixed.round()).to(dtype)
 
 
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
 _FAR: Final = 1 << 20
-"""No image is this wide: positions are limited to it before they become integers."""
+"""Limit of positions in pixels before they become integers; no image is this wide."""
 _IDENTITY: Final = np.eye(3)
 _BITS: Final = 5
 CELLS: Final = 1 << _BITS
-"""Positions per pixel."""
+"""Number of positions per pixel and axis on the grid at which OpenCV 4 reads."""
 _AFFINE: Final = 1024
-"""OpenCV adds up rows and columns of an affine warp in parts of a pixel."""
+"""Parts of a pixel in which OpenCV adds up the rows and columns of an affine warp."""
 _FAR_CELLS: Final = 1 << 15
-"""Positions are limited to this many pixels: OpenCV keeps them in 16 bits."""
+"""Limit of positions in pixels: OpenCV 4 keeps them in 16 bits."""
 _WARP_BITS: Final = 15
 
 
@@ -339,9 +339,9 @@ class Loop:
     """How OpenCV 5 goes through the columns of a row of a warp: in vectors, then one by one."""
 
     vector_columns: int
-    """So many columns fill a vector; 1: there is no column behind the last vector."""
+    """Number of columns in a vector; 1: no column is left behind the last vector."""
     rounds_once: bool
-    """Whether a product and a sum are rounded once behind the last vector, as they are in it."""
+    """Whether product and sum are rounded once behind the last vector, too, as within vectors."""
 
     def scalar_from(self, width: int) -> int:
         """Return the first column of a row that is behind the last vector, or the width."""
@@ -349,12 +349,12 @@ class Loop:
 
 
 _LOOPS: Final = (Loop(1, True), *(Loop(2**n, once) for n in range(2, 7) for once in (True, False)))
-"""What compilers make of the loop: vectors of 128 bits have eight columns, those of 256 sixteen."""
+"""Loops that compilers may make: vectors of 128 bits have 8 columns, those of 256 bits 16."""
 
 
 @cache
 def on_cells() -> bool:
-    """Return whether this OpenCV rounds positions to 1/32 pixel, as a third of a pixel shows."""
+    """Return whether the installed OpenCV rounds positions to 1/32 pixel; tried with a third."""
     import cv2
 
     ramp = np.arange(64, dtype=np.float32).reshape(1, 64)
@@ -364,7 +364,7 @@ def on_cells() -> bool:
 
 def invert(matrix: np.ndarray) -> np.ndarray:
     """Return the inverse of an affine 3x3 matrix, float64, in the order of OpenCV's operations."""
-    # Numbers, not arrays of two: a sample has one of these.
+    # Plain numbers, not arrays, for speed: this runs for each sample.
     (a, b, c), (d, e, f), _ = np.asarray(matrix, np.float64).tolist()
     by = 1 / (a * e - b * d)
     a, b, d, e = e * by, b * -by, d * -by, a * by
@@ -376,7 +376,7 @@ def cells_of_matrix(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows and columns that output pixels come from, int64 ``[n, height, width]``.
 
-    By float64 matrices ``inverse`` ``[n, 3, 3]``; in pixels if ``nearest``, else in 1/32 pixels.
+    ``inverse``: float64 matrices ``[n, 3, 3]``. Units are pixels if ``nearest``, else 1/32 pixels.
     """
     y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
     x = torch.arange(size[1], device=inverse.device, dtype=inverse.dtype)[None, :]
@@ -396,7 +396,7 @@ def cells_of_matrix(
 def sample_cells(
     images: Tensor, rows: Tensor, columns: Tensor, interpolation: int, mode: int, fill: Tensor
 ) -> Tensor:
-    """Return the values ``[n, h, w, C]`` at positions in 1/32 pixels; with NEAREST in whole pixels.
+    """Return the values ``[n, h, w, C]`` at positions in 1/32 pixels; for NEAREST, in whole pixels.
 
     ``rows`` and ``columns`` are int64 ``[n, h, w]``, also outside the image.
     """
@@ -404,7 +404,7 @@ def sample_cells(
         return read(images, rows, columns, mode, fill)
     y, x = rows >> _BITS, columns >> _BITS
     part = (rows & (CELLS - 1)) * CELLS + (columns & (CELLS - 1))
-    # Of other integers OpenCV takes the mean in float32.
+    # OpenCV averages other integers in float32.
     whole = images.dtype == torch.uint8
     table = _weights(whole, images.device)
     sums = torch.float64 if images.dtype == torch.float64 else table.dtype
@@ -422,7 +422,7 @@ def sample_cells(
 
 @cache
 def _weights(whole: bool, device: torch.device) -> Tensor:
-    """Return the weight of each neighbour for each part of a pixel, ``[4, 1024]``; made once."""
+    """Return the weights of the four neighbours for each position in a pixel, ``[4, 1024]``."""
     part = np.arange(CELLS, dtype=np.float32) / np.float32(CELLS)
     line = np.stack([1 - part, part], -1)
     table = (line[:, None, :, None] * line[None, :, None, :]).reshape(-1, 4).T
@@ -433,9 +433,9 @@ def _weights(whole: bool, device: torch.device) -> Tensor:
 
 @cache
 def loop() -> Loop:
-    """Return how the installed OpenCV goes through a row, as it warps a ramp of 16 x 63 pixels.
+    """Return how the installed OpenCV goes through a row; it is found by a warp of a ramp.
 
-    A ramp read linearly is the position that it is read at, to the last bit.
+    A ramp that is read linearly gives the position at which it is read, to the last bit.
     """
     import cv2
 
@@ -457,7 +457,7 @@ def loop() -> Loop:
 
 @cache
 def blends_alike() -> bool:
-    """Return whether the installed OpenCV blends neighbours as the device does, of noise of bytes.
+    """Return whether the installed OpenCV blends neighbours in noise of bytes as the device does.
 
     On CPUs that multiply and add in two instructions it may be a level off in some pixels.
     """
@@ -483,7 +483,7 @@ def _warped_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
 
 
 def _is_close(matrix: np.ndarray) -> bool:
-    """Whether a matrix is ``np.allclose`` to the identity, which takes some time to say so."""
+    """Return whether a matrix is near the identity, as the slower ``np.allclose`` says it."""
     return all(
         abs(value - (row == column)) <= 1e-8 + 1e-5 * (row == column)
         for row, values in enumerate(matrix.tolist())
@@ -527,8 +527,8 @@ def _positions(
 
     The columns are ``m00 x + (m01 y + m02)`` in float32, the first product and sum rounded once,
     as in the vectors of OpenCV 5 on CPUs that multiply and add in one instruction. Behind the last
-    vector, from the column ``scalar_from``, they are ``(m00 x + m01 y) + m02``, where the first
-    product and sum are rounded once if ``rounds_once``.
+    vector, from the column ``scalar_from`` on, they are ``(m00 x + m01 y) + m02``; there the first
+    product and sum are rounded once only if ``rounds_once``.
     """
     y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
     x = torch.arange(size[1], device=inverse.device, dtype=torch.float64)[None, :]
@@ -626,6 +626,7 @@ OPS = (
         for name in ("Affine", "Rotate", "ShiftScaleRotate")
     ),
 )
-"""Symmetries and windows are exact for every dtype, and what reads the nearest pixel is. A linear
-resize of uint8 is exact, or off by one level in a few pixels when it enlarges; of float32 it agrees
-to 1e-5. A linear warp of uint8 is exact with OpenCV 4, and at most a level off with OpenCV 5."""
+"""Device forms that move pixels. Symmetries, windows and reading the nearest pixel are exact for
+every dtype. A linear resize of uint8 is exact, or off by one level in a few pixels if it enlarges;
+one of float32 agrees to 1e-5. A linear warp of uint8 is exact with OpenCV 4, and at most a level
+off with OpenCV 5."""

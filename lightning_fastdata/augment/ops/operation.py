@@ -1,6 +1,6 @@
-"""What it takes for one Albumentations transform to run on a batch on the device.
+"""The device form of one Albumentations transform, and what is recorded of it for one sample.
 
-And what is recorded of it for one sample: the types that recording, packing and replaying share.
+Recording, packing and replaying share these types.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DType: TypeAlias = "np.dtype[Any]"
 Transform: TypeAlias = "BasicTransform"
 """An Albumentations transform; its settings are its attributes."""
 Values: TypeAlias = Mapping[str, Any]
-"""By name: what was drawn, the targets of a sample, or settings that all samples share."""
+"""Values by name: what was drawn, the targets of a sample, or settings that all samples share."""
 Arrays: TypeAlias = "Mapping[str, Tensor]"
-"""Numbers that differ between samples, stacked to ``[n, ...]``."""
+"""Arrays by name: numbers that differ between samples, stacked to ``[n, ...]``."""
 
 
 class Encoded(NamedTuple):
@@ -39,7 +39,7 @@ Encode: TypeAlias = "Callable[[Transform, Values, Shape, DType], Encoded | None]
 Run: TypeAlias = "Callable[[Tensor, Values, Arrays], Tensor]"
 
 
-# Functions with a name: what users register travels to other processes.
+# Named functions, not lambdas: forms that users register travel to other processes.
 def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  # noqa: ARG001
     return shape
 
@@ -62,8 +62,8 @@ def as_channels_last(batch: Tensor) -> Tensor:
 class DeviceOp:
     """One Albumentations transform, in the form that runs on ``n`` samples at once.
 
-    Images are ``[n, H, W, C]`` uint8, or of other dtypes that ``albumentations/plan.py`` names;
-    masks are ``[n, H, W]`` or ``[n, H, W, C]`` of any integer dtype or float32. The parameters were
+    Images are uint8 or float32, ``[n, H, W, C]``; masks are ``[n, H, W]`` or ``[n, H, W, C]``, of a
+    dtype in ``MASKS``. ``albumentations/plan.py`` says which form takes which. The parameters were
     drawn by Albumentations itself.
     """
 
@@ -75,17 +75,17 @@ class DeviceOp:
     image: Run
     """``(images, static, arrays) -> images``; each array is stacked to ``[n, ...]``."""
     mask: Run | None = None
-    """The same for masks; None leaves masks as they are."""
+    """``(masks, static, arrays) -> masks``, as for images; None: masks stay as they are."""
     _: KW_ONLY
     out_shape: Callable[[Transform, Values, Shape], Shape] = _same_shape
     """Shape of one image after the operation, given its shape before."""
     out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
     owner: type | None = None
-    """The class that it was registered for, and no other; None: Albumentations' class ``name``. It
-    keeps the shape and dtype of images and masks."""
+    """The class for which a user registered it; it then keeps the shape and dtype of images and
+    masks. None: it belongs to Albumentations' own class ``name``."""
     reads_pixels: bool = False
-    """With an owner: whether its sampler must be given the real image."""
+    """Whether the sampler of ``owner`` needs the real image; without an owner it is not used."""
 
 
 class TapeOp(NamedTuple):
@@ -96,18 +96,17 @@ class TapeOp(NamedTuple):
     name: str
     """Class name of the transform."""
     encoded: Encoded
-    """Its drawn parameters."""
+    """Drawn parameters of the operation."""
 
 
 class Track(NamedTuple):
     """All operations that the device has still to run on an image or mask of a sample, in order."""
 
     role: Role
-    """Whether they treat it as an image or as a mask."""
+    """Whether the operations treat the pixels as an image or as a mask."""
     ops: tuple[TapeOp, ...]
-    """The operations."""
+    """The operations, in the order in which they run."""
 
 
 Tape: TypeAlias = Mapping[Any, Track]
-"""One track per target: by its name, e.g. ``{"image": ..., "mask": ...}``, or by its path in the
-sample."""
+"""One track for each image or mask of a sample, by its name, e.g. ``"image"``, or by its path."""

@@ -39,7 +39,7 @@ share launches."""
 def look_up(images: Tensor, table: Tensor) -> Tensor:
     """Return ``table[i, value, channel]`` for every value of image ``i``.
 
-    Of uint8 ``[n, H, W, C]`` and a table ``[n, 256, C]``, or ``[n, 256, 1]`` for all channels.
+    Images are uint8 ``[n, H, W, C]``, tables ``[n, 256, C]``, or ``[n, 256, 1]`` for all channels.
     """
     n, _, count = table.shape
     first = torch.arange(n, device=images.device, dtype=torch.int32).view(n, 1, 1, 1) * 256
@@ -65,7 +65,7 @@ def ramp_table(transform: Transform, params: Values, count: int) -> np.ndarray:
 def encode_table(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    """Return what a transform makes of every byte, as a table; None for other images."""
+    """Return what a transform makes of every byte, as a table; None if images are not uint8."""
     if dtype != np.uint8:
         return None
     table = ramp_table(transform, params, channels(shape))
@@ -73,7 +73,7 @@ def encode_table(
 
 
 def run_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Run what `encode_table` encoded."""
+    """Look up the values of images in the tables that `encode_table` made."""
     return look_up(images, arrays["table"])
 
 
@@ -115,7 +115,7 @@ def hsv_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Tensor:
-    """Return uint8 RGB images of what `hsv_bytes` returns; `opencv_lanes` says how to round."""
+    """Return uint8 RGB images from what `hsv_bytes` returns; ``lanes`` as `opencv_lanes`."""
     sixths = hue.float() * (6.0 / 180)
     rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
     rgb = rgb * 255
@@ -129,10 +129,10 @@ def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Ten
 
 @cache
 def opencv_lanes() -> int:
-    """Return how many pixels OpenCV here converts from HSV at a time; 0: it rounds them all.
+    """Return how many pixels the installed OpenCV converts from HSV at a time; 0: it rounds all.
 
     Whole groups of that many pixels of a row are truncated to bytes, the rest is rounded. It is
-    read off a row of a color whose green is 173.67.
+    found with a row of a color whose green is 173.67.
     """
     import cv2
 
@@ -142,10 +142,10 @@ def opencv_lanes() -> int:
 
 
 def _hue_table(shift: float) -> np.ndarray:
-    """Return ``mod(hue + shift, 180)``, cut to a byte: uint8 ``[256]``."""
+    """Return ``mod(hue + shift, 180)`` of every byte, cut to a byte: uint8 ``[256]``."""
     whole = math.floor(shift)
     if shift - whole > _ALMOST_ONE:
-        # Rounding takes some of the sums to the next whole number, which no table says.
+        # Rounding takes some sums to the next whole number, so that no slice of _HUES has them.
         moved: np.ndarray = np.mod(np.arange(256, dtype=np.int16) + shift, 180)
         return moved.astype(np.uint8)
     return _HUES[whole % 180 :][:256]
@@ -210,7 +210,7 @@ def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
 
 def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     total = gray(images).sum((1, 2), dtype=torch.int64)
-    # By a tensor: CUDA would multiply by the reciprocal of a number, and halves decide below.
+    # Divided by a tensor: CUDA multiplies by the reciprocal of a number, and halves decide below.
     mean = total.double() / torch.full_like(total, images.shape[1] * images.shape[2]).double()
     offset = (mean * (1 - factor)).float()
     offset = torch.where(factor == 0, (mean + 0.5).floor().float(), offset)
@@ -251,7 +251,7 @@ def _encode_gray(
     count, out = channels(shape), transform.num_output_channels
     if count == 1:
         return Encoded((("same", True), ("channels", 1)), {})
-    # For one channel Albumentations drops the channel axis; and an edge of one pixel.
+    # Albumentations drops the channel axis of one channel, and an axis of one pixel.
     if count != 3 or out == 1 or transform.method != "weighted_average" or 1 in shape[:2]:
         return None
     return Encoded((("same", False), ("channels", out)), {})
@@ -268,7 +268,7 @@ def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
 
 
 def padded_kernel(kernel: np.ndarray) -> np.ndarray | None:
-    """Return a kernel of odd size, float32, with zeros up to a size that many share."""
+    """Return a kernel as float32, padded with zeros to a common size; None: its size is even."""
     if any(size % 2 == 0 for size in kernel.shape):
         return None
     margins = [-(size // 2) % _GRAIN for size in kernel.shape]
@@ -292,7 +292,7 @@ def reflected(values: Tensor, axis: int, margin: int) -> Tensor:
 def correlate(values: Tensor, kernel: Tensor) -> Tensor:
     """Correlate float32 ``[n, H, W, C]`` with a kernel of odd size per sample.
 
-    Either ``[n, k]`` for both axes, one after the other, or ``[n, k, k]``.
+    Kernels are ``[n, k]``, for both axes one after the other, or ``[n, k, k]``.
     """
     if kernel.ndim == 2:
         return correlate(correlate(values, kernel[:, None, :]), kernel[:, :, None])
@@ -348,8 +348,8 @@ def _fill_holes(name: str, batch: Tensor, static: Values, arrays: Arrays) -> Ten
     y = torch.arange(images.shape[1], device=batch.device)
     x = torch.arange(images.shape[2], device=batch.device)
     rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
-    # Whether any of the holes covers a pixel. In float64, as a matrix product of float32 may be
-    # one of TF32.
+    # Whether any of the holes covers a pixel: in float64, as torch may compute a matrix product of
+    # float32 in TF32.
     covered = torch.bmm(rows.double().mT, columns.double()) > 0
     fill = arrays[name][:, None, None, :].to(batch.dtype)
     return torch.where(covered.unsqueeze(-1), fill, images).view(batch.shape)
@@ -358,7 +358,7 @@ def _fill_holes(name: str, batch: Tensor, static: Values, arrays: Arrays) -> Ten
 def _encode_normalize(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    # By the image's own mean or range Albumentations normalizes it.
+    # Albumentations itself normalizes by the image's own mean or range.
     if dtype not in (np.uint8, np.float32) or transform.normalization != "standard":
         return None
     mean, gain = (
@@ -373,7 +373,7 @@ def _rows(mean: bytes, gain: bytes, count: int) -> Encoded:
     rows = {}
     for name, values in (("mean", mean), ("gain", gain)):
         given = np.frombuffer(values, np.float32)
-        # As in albucore: too few numbers mean that the first stands for all.
+        # As in albucore: if there are too few numbers, the first stands for all channels.
         row = given[:count] if given.size >= count else given[:1]
         rows[name] = np.broadcast_to(row, (count,)).copy()
     return Encoded((), rows)
@@ -443,7 +443,8 @@ OPS = (
         out_shape=lambda _transform, _params, shape: (channels(shape), *shape[:2]),
     ),
 )
-"""Tables, which Albumentations makes, gray, holes and what ends a pipeline are exact.
-HueSaturationValue is at most one level off, above all in the last columns, which do not fill a
-vector of OpenCV's and which it rounds differently; in ColorJitter, contrast and saturation can make
-that two or three. Blurs are at most one level off, mostly where the sum lies between two levels."""
+"""Device forms that leave pixels in place. Tables, which Albumentations makes, gray, holes and the
+operations that end a pipeline are exact. HueSaturationValue is at most one level off, mostly in the
+last columns, which do not fill a vector of OpenCV and are rounded differently. In ColorJitter,
+contrast and saturation can make that two or three levels. Blurs are at most one level off, mostly
+where the sum lies between two levels."""

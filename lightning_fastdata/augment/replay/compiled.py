@@ -1,9 +1,9 @@
-"""Operations of many steps, which ``torch.compile`` makes a few kernels of, once it was compared.
+"""Compile operations of many steps to few kernels with ``torch.compile``, and compare the results.
 
-Each rounding half-way is an operator of torch, and each operator a launch. What is compiled rounds
-in its own way, so that the first batch of each form is computed both ways. Where they differ, or
-nothing can be compiled, the operators go on, and a warning says so, once. No error of a compiler
-ends a training.
+Uncompiled, each rounding half-way is an operator of torch, and each operator a launch. Compiled
+code rounds in its own way, so the first batch of each form is computed both ways. If the results
+differ, or nothing can be compiled, the operators stay in use, and one warning says so. No error of
+a compiler ends a training.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.torch_internals import count_operators
 
 Told: TypeAlias = Callable[[Tensor, Values, Arrays], tuple[Tensor, bool]]
-"""An operation that tells of its result whether it was compiled."""
+"""An operation that returns its result, and whether compiled code made it."""
 _NEAR: Final = 1e-5
-"""By how much floats may differ, as a share of their range, which is 1 or more."""
+"""Allowed difference of floats, as a share of their largest absolute value, taken as 1 or more."""
 _LEFT: Final = (
     "{count} operators of torch compute {name} on {device} one after the other, without kernels of "
     "torch.compile: {why}. The images are the same, but it is slower."
@@ -38,16 +38,16 @@ def by_inductor(run: Told) -> Told:
 
 
 def suits_kernels(batch: Tensor) -> bool:
-    """Return whether to compile for a batch: on CUDA, where Triton works, of a few samples."""
+    """Return whether to compile for a batch: one of 3 samples or more on CUDA, if Triton works."""
     return batch.device.type == "cuda" and len(batch) > 2 and has_kernels(batch.device)
 
 
 class Compiled:
-    """An operation on batches, compiled for those that suit; called as the operation itself.
+    """An operation on batches, compiled for batches that suit it, and called like the operation.
 
-    It writes to none of its arguments. ``exact``: all values have to be equal; else bytes may be a
-    level apart, and floats 1e-5 of their range. ``suits``: whether to compile for a batch, of three
-    samples or more.
+    The operation must not write to its arguments. ``exact``: compiled values must equal the others;
+    else bytes may be a level apart, and floats 1e-5 of the largest. ``suits`` returns whether to
+    compile for a batch; it may do so only for three samples or more.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Compiled:
         self._exact, self._compiler, self._suits = exact, compiler, suits
         self._compiled: Told | None = None
         self._right: dict[object, bool] = {}
-        """Whether what was compiled is used, by the form of a batch; what is not there is tried."""
+        """Whether compiled code is used, by the form of a batch; other forms are still untried."""
         self.left: str | None = None
-        """What goes on where what was compiled was refused last, and why; None: it never was."""
+        """What runs where compiled code was last refused, and why; None: it never was refused."""
 
     def __call__(self, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         """Return a batch after the operation."""
@@ -76,10 +76,10 @@ class Compiled:
         try:
             if self._compiled is None:
                 self._compiled = self._compiler(self._told)
-                # Of one sample less, as torch takes numbers that are equal by chance for the same.
+                # First for one sample less: torch takes sizes equal by chance for one size.
                 self._compiled(*_alone(batch, static, arrays, len(batch) - 1))
             made, compiled = self._compiled(*_alone(batch, static, arrays, len(batch)))
-            if form in self._right or not compiled:  # in a block in which torch compiles nothing
+            if form in self._right or not compiled:  # compiling is off here
                 return made
         except torch.OutOfMemoryError:  # the next batch may fit
             return self.run(batch, static, arrays)
@@ -97,7 +97,7 @@ class Compiled:
         return self.run(batch, static, arrays), torch.compiler.is_compiling()
 
     def same(self, made: Tensor, wanted: Tensor) -> bool:
-        """Return whether a result is as near to another one as is asked for."""
+        """Return whether a compiled result is near enough to the wanted one."""
         if made.shape != wanted.shape or made.dtype != wanted.dtype:
             return False
         if self._exact:
@@ -117,7 +117,7 @@ class Compiled:
 
 
 def _alone(batch: Tensor, static: Values, arrays: Arrays, count: int) -> Any:
-    """Return so many samples as no views: torch would compile again for what is viewed."""
+    """Return the first ``count`` samples, not as views, for which torch would compile again."""
     made = {}
     for name, one in {"": batch, **arrays}.items():
         where = one.storage_offset(), (count, *one.shape[1:]), one.stride()
@@ -126,6 +126,6 @@ def _alone(batch: Tensor, static: Values, arrays: Arrays, count: int) -> Any:
 
 
 def _form(batch: Tensor, static: Values, arrays: Arrays) -> object:
-    """Return what batches have in common of which one alone is compared: all but their number."""
+    """Return the form of a batch, without its number of samples: one batch of each is compared."""
     numbers = ((name, one.shape[1:], one.dtype) for name, one in {"": batch, **arrays}.items())
     return batch.device, batch.is_contiguous(), tuple(static.items()), tuple(numbers)

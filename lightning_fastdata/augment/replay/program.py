@@ -17,13 +17,13 @@ from lightning_fastdata.types import SampleKey
 
 _ALIGN: Final = 16
 _COLLATION: Final = -1
-"""As samplers have no such index, these draws are independent of those of any sample."""
+"""Mark of the index in a batch's key; no sample has such an index, so draws are independent."""
 Fuse: TypeAlias = (
     "Callable[[Sequence[ScheduledStep], int, Callable[[np.ndarray], ArrayAt]], tuple[Any, ...]]"
 )
-"""``(steps, samples, add) -> runs``: finds what kernels carry out; ``add`` packs an array. Each run
-has the numbers of its ``first`` and ``last`` step, says whether it is ``idle``, ``takes(batch)``,
-and returns a batch after it, ``run(blob, batch)``."""
+"""``(steps, samples, add) -> runs``: finds runs of steps for kernels; ``add`` packs an array. A run
+has the numbers of its ``first`` and ``last`` step and is ``idle`` if it changes nothing;
+``takes(batch)`` says whether it can run, and ``run(blob, batch)`` returns the batch after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ArrayAt:
     """Where one array lies in the blob of its batch."""
 
     offset: int
-    """First byte; a multiple of 16."""
+    """Number of the first byte of the array; a multiple of 16."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -41,7 +41,7 @@ class ArrayAt:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def view(self, blob: torch.Tensor) -> torch.Tensor:
-        """Return the array as a view of the blob, wherever that is."""
+        """Return the array as a view of the blob, on whatever device the blob is."""
         count = math.prod(self.shape) * self.dtype.itemsize
         return blob[self.offset : self.offset + count].view(self.dtype).view(self.shape)
 
@@ -51,16 +51,16 @@ class StepPart:
     """Samples that take one step with the same settings and array shapes: one launch."""
 
     rows: ArrayAt | None
-    """Positions of the samples in the batch (int64); None when it is all of them, in order."""
+    """Positions of the samples in the batch (int64); None: all samples of the batch, in order."""
     static: tuple[tuple[str, Any], ...]
-    """Settings that they share."""
+    """Settings that the samples share."""
     arrays: Mapping[str, ArrayAt]
-    """Their drawn numbers, stacked to ``[samples, ...]``."""
+    """Drawn numbers of the samples, by name, stacked to ``[samples, ...]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramStep:
-    """One operation of the pipeline on all samples that take it now; none is in two parts."""
+    """One operation of the pipeline on all samples whose turn it is; no sample is in two parts."""
 
     leaf: int
     """Number of the transform in its pipeline."""
@@ -70,11 +70,11 @@ class ProgramStep:
 
 
 class ScheduledStep(NamedTuple):
-    """One step, and what is known of its samples before they are packed away."""
+    """One step, and the draws of its samples before they are packed."""
 
     step: ProgramStep
     drawn: Sequence[tuple[Sequence[int], Sequence[Encoded]]]
-    """For each of its parts the positions of its samples, and what each of them drew."""
+    """For each part of the step, the positions of its samples, and what each sample drew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Program:
     role: Role
     steps: tuple[ProgramStep, ...]
     runs: tuple[Any, ...] = ()
-    """Steps that one kernel can carry out together: what ``Fuse`` has found."""
+    """Runs of steps that ``Fuse`` found, each of which one kernel can carry out."""
 
     @property
     def makes_tensor(self) -> bool:
@@ -105,20 +105,20 @@ class Draws:
         beside: Mapping[str, ArrayAt] | None = None,
     ) -> None:
         self.samples = samples
-        """Samples in the batch."""
+        """Number of samples in the batch."""
         self.programs = programs
-        """One program per image or mask, by what the tapes know it by."""
+        """One program for each image or mask, by its key in the tapes."""
         self.blob = blob
-        """uint8, one dimension: every array of every step."""
+        """The bytes of all arrays of all steps: uint8, one dimension."""
         self.beside = beside or {}
-        """Where in the blob other arrays lie, by name: what was drawn for the batch as a whole."""
+        """Where in the blob arrays that are part of no program lie, by name: those of mixing."""
 
     def pin_memory(self, device: str | None = None) -> Self:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
         return self._with(self.blob.pin_memory()) if self.tensors() else self
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are moved."""
+        """Return the tensors that move to the device."""
         return [self.blob] if self.blob.numel() else []
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -127,10 +127,10 @@ class Draws:
             return self
         kind, blob = torch.device(device).type, self.blob
         if non_blocking and reads_page_locked(kind) and blob.is_cpu and not blob.is_pinned():
-            # Out of ordinary memory the host would wait for what the device has still to do. torch
-            # uses this memory again only when the copy is done.
+            # To copy from ordinary memory, the host would wait for the device to finish its work.
+            # torch reuses page-locked memory only when the copy is done.
             blob = blob.pin_memory()
-        # What comes back is read at once.
+        # Draws that come back to the CPU are read at once.
         return self._with(blob.to(device, non_blocking=non_blocking and kind != "cpu"))
 
     def _with(self, blob: torch.Tensor) -> Self:
@@ -140,9 +140,9 @@ class Draws:
 
 
 class BatchDraws(Draws):
-    """What was drawn for a batch as a whole: it stays in the host's memory, where it is read.
+    """Draws for a batch as a whole, which stay in the host's memory, where they are read.
 
-    What a pipeline ``before`` has drawn, that runs first, moves as its own draws do.
+    ``before`` are the draws of a pipeline that runs first; those move to the device as usual.
 
     Attributes:
         values: seeds, parameters, ... of the batch.
@@ -159,7 +159,7 @@ class BatchDraws(Draws):
 def key_of_batch(first: SampleKey) -> SampleKey:
     """Return the key of a batch whose first sample has this key.
 
-    It is that of what a ``collate_fn`` draws, too.
+    A ``collate_fn`` draws by the same key.
     """
     return first._replace(index=(_COLLATION, first.index))  # type: ignore[arg-type]
 
@@ -206,9 +206,9 @@ def compile_tapes(
 ) -> Draws:
     """Order and pack the tapes of a batch, and the arrays ``beside`` them, by name.
 
-    Each sample keeps its own order of operations; a step takes the operation that is written first
-    among those that come next, with all samples whose turn it is. Without ``fuse`` no kernel
-    carries out several.
+    Each sample keeps its own order of operations. Each step takes, of the operations that are next
+    for some sample, the one that is written first, with all samples for which it is next. Without
+    ``fuse`` no kernel carries out several steps.
     """
     packer = Packer()
     programs = {}
@@ -224,8 +224,8 @@ def compile_tapes(
 
 
 def _schedule(tracks: Sequence[Sequence[TapeOp]], packer: Packer) -> list[ScheduledStep]:
-    """Return the steps of a program, packed, and their samples."""
-    # What each sample has still to do, last to first.
+    """Return the steps of a program, packed, each with the draws of its samples."""
+    # The operations that each sample has still to take, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
     steps = []
     while waiting:

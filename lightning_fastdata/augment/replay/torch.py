@@ -16,8 +16,7 @@ from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.types import Batch
 
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
-"""Devices on which positions cannot be computed as exactly as OpenCV does: for these the CPU
-computes."""
+"""Types of devices without float64, which positions need to be exact; the CPU computes for them."""
 
 
 def replay(
@@ -36,8 +35,9 @@ def replay(
         batch: images or masks, as the operations take them; never written to. Images ``[n, H, W]``
             are taken for images of one channel, and come out without it.
         ops: device forms by name.
-        kernels: carry out the program's runs, of those that take the batch; None: on CUDA. On the
-            CPU that needs Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
+        kernels: whether kernels carry out the program's runs that take the batch; None: on CUDA,
+            if Triton works. On the CPU that needs Triton's interpreter (``TRITON_INTERPRET=1``
+            before its import).
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
@@ -47,7 +47,7 @@ def replay(
     batch = batch.unsqueeze(-1) if add_channel else batch
     if kind in _WITHOUT_FLOAT64:
         blob, batch = blob.cpu(), batch.cpu()
-    # Matrix products of half precision would be other pixels.
+    # Matrix products in half precision would make other pixels.
     half = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if half else nullcontext():
         runs = {run.first: run for run in program.runs}
@@ -79,7 +79,7 @@ def _run_all(
 
 
 def checked_rows(value: Batch, draws: Draws, location: object) -> torch.Tensor:
-    """Return what lies at a place of a batch, or raise BatchError: it is not what was drawn for."""
+    """Return a field of a batch; raise BatchError if it has not the samples that were drawn for."""
     if isinstance(value, torch.Tensor) and len(value) == draws.samples:
         return value
     raise BatchError(
@@ -137,5 +137,5 @@ def are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
     if batch.shape != form or {batch.dtype} != {row.dtype for row in rows}:
         return False
     pairs = zip(batch.detach().cpu().numpy(), rows, strict=True)
-    # Eight times as fast as torch.equal, for any dtype.
+    # Comparing bytes is eight times as fast as torch.equal, for any dtype.
     return all(one.tobytes() == row.numpy().tobytes() for one, row in pairs)

@@ -1,4 +1,4 @@
-"""A kernel of Triton that shows whether anything can be compiled and launched."""
+"""A trial kernel, which shows whether Triton can compile and launch anything."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 

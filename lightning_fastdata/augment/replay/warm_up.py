@@ -1,4 +1,4 @@
-"""Whether kernels can be had on a device: the first one is compiled and launched, and told of.
+"""Find out whether Triton works on a device: compile and launch a kernel, and warn if it fails.
 
 Triton comes with torch where torch has CUDA. A Triton that does not suit torch, or a machine
 without a compiler, would otherwise end a training.
@@ -46,6 +46,6 @@ def kernel_fault(device: torch.device) -> str | None:
         with current(device):
             trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
     except Exception as error:
-        # Compilers, drivers and file systems fail in their own ways, and training goes on without.
+        # Compilers, drivers and file systems raise many errors; training goes on without kernels.
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return None

@@ -1,22 +1,23 @@
-"""What a transform of v2 does to a batch, with what it drew.
+"""What a v2 transform does to a batch with its draws.
 
-Every transform has a general form: torchvision's own code, on the samples that share parameters. It
-is right by construction. Those that are known here come down to operations with parameters of each
-sample's own, which are one call for all samples.
+Every transform has a general form: torchvision's own code, run on the samples that share
+parameters. It is right by construction. Transforms that are known here are also written as
+operations whose parameters differ between samples, which take one call for all samples.
 
 Each of these computes what the kernel of ``torchvision.transforms.v2.functional`` computes for one
-image: in the same order, with the same roundings. Batches are ``[n, C, H, W]``, of masks also
-``[n, H, W]``. What is computed of a sample's parameters alone comes with them, so that a device is
-given as few operators as these roundings need; none of them waits for the host.
+image: in the same order, with the same roundings. Batches of images are ``[n, C, H, W]``; those of
+masks may be ``[n, H, W]``. Numbers that follow from a sample's parameters alone are computed with
+the draws, so that a device is given as few operators as the roundings need. No operator waits for
+the host.
 
-``torch.compile`` joins products with sums, and makes a ``grid_sample`` of its own, which would now
-and then take the next pixel. Compiled, the steps are written such that it cannot.
+``torch.compile`` joins products with sums, and has a ``grid_sample`` of its own, which would at
+times take the neighbouring pixel. The steps for compiled code are written so that it cannot.
 
-Of windows that are resized what each row and column is made of is computed with the draws, in the
-arithmetic of torch's own kernels for the CPU, and the sums are taken in their order: first along
-rows, then along columns. Bytes have weights of 16 bits, and each pass is rounded to bytes. So a
-device has the same pixels. Of floats the last bit may be another one: compilers round products and
-sums at once, or apart.
+For windows that are resized, source positions and weights of each row and column are computed with
+the draws, in the arithmetic of torch's CPU kernels. Sums are taken in the order of those kernels:
+first along rows, then along columns. For bytes, weights have 16 bits and each pass is rounded to
+bytes, so that a device makes the same pixels. For floats the last bit may differ, as compilers
+round a product and a sum together, or apart.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ TYPES: Final[Mapping[str, type[torch.Tensor]]] = {
     "Image": tv_tensors.Image,
     "Mask": tv_tensors.Mask,
 }
-"""Types of tensors whose pixels may be left to a device."""
+"""Types of tensors whose pixels may be left to a device, by name."""
 Call: TypeAlias = Callable[..., torch.Tensor]
-"""What carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
+"""A function that carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
 Noted: TypeAlias = Iterator[tuple[str, Encoded]]
-"""Operations by name, in the order in which they run."""
+"""Names of operations, each with its parameters, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
 """How pixels are read: the interpolation, the fill, and the form of the image or mask."""
 _MODES: Final = frozenset({"nearest", "bilinear"})
 _MOST_CHANNELS: Final = 4
-"""Of images that torch resizes as bytes."""
+"""Most channels of images that torch resizes as bytes; a resize of more has the general form."""
 _BOX: Final = ("top", "left", "height", "width")
 _HALVES: Final = np.array([[0.5], [0.5], [1.0]], np.float32)
-"""By which a matrix takes column and row in halves of pixels, with nothing rounded."""
+"""Factors of a matrix, so that it takes column and row in halves of pixels; nothing is rounded."""
 _SMOOTHING: Final = (np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13).astype(np.float32)
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 _RGB: Final = 3
@@ -86,7 +87,7 @@ class Form(NamedTuple):
     """What the pixels of an image or mask of a sample look like."""
 
     type_name: str
-    """One of :data:`TYPES`."""
+    """Name of the tensor's type, a key of :data:`TYPES`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -96,7 +97,7 @@ class Form(NamedTuple):
 
     @property
     def role(self) -> Role:
-        """What its pixels are to a batch."""
+        """Whether the pixels are an image or a mask."""
         return "mask" if self.type_name == "Mask" else "image"
 
 
@@ -107,9 +108,9 @@ class UnknownFormError(Exception):
 def encode(
     transform: Any, given: tuple[Any, ...], form: Form, *, exact: bool = False
 ) -> list[tuple[str, Encoded]] | None:
-    """Return the operations that a transform comes down to; None: it has its general form.
+    """Return the operations that make up a transform; None: only its general form can be used.
 
-    ``given``: what it was called with besides the tensor: parameters, or those of a policy.
+    ``given``: the arguments of the call besides the tensor: parameters, or those of a policy.
     ``exact``: whether floats have to be torchvision's to the last bit.
     """
     name = type(transform).__name__
@@ -132,13 +133,13 @@ def general_name(leaf: Leaf) -> str:
 
 
 def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Encoded:
-    """Return a call of a transform, as it is packed for a batch."""
-    # Equal parameters are equal bytes, by which samples are put together.
+    """Return a packed call of a transform, which samples of a batch may share."""
+    # Equal parameters make equal bytes, and samples with equal bytes share a call.
     return Encoded((("type", type_name), ("call", pickle.dumps((given, dict(named))))), {})
 
 
 def chosen(static: Values) -> str | None:
-    """Return which operation a policy has chosen, of a packed call; None: it is no policy's."""
+    """Return the operation of a packed call that a policy chose; None: no policy made the call."""
     given, _ = pickle.loads(static["call"])
     return given[0] if isinstance(given[0], str) else None
 
@@ -148,7 +149,7 @@ def _run(transform: Any, batch: Tensor, static: Values, arrays: Arrays) -> Tenso
     batch = batch.clone() if getattr(transform, "inplace", False) else batch
     call: Call = getattr(transform, METHODS[kind_of(transform)])
     made = plain(call(as_type(batch, static["type"]), *given, **named))
-    return made.contiguous()  # of gray images all channels are one memory
+    return made.contiguous()  # the channels of gray images may share memory
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
@@ -156,7 +157,7 @@ def _number(name: str, **values: Any) -> tuple[str, Encoded]:
 
 
 def _need_colours(form: Form) -> None:
-    """Leave to torchvision what it refuses."""
+    """Raise UnknownFormError for numbers of channels that torchvision refuses by itself."""
     if form.shape[0] not in {1, 3}:
         raise UnknownFormError
 
@@ -170,7 +171,7 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
 
 
 def _factor(name: str, factor: float, **more: Any) -> tuple[str, Encoded]:
-    """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
+    """Return an operation with a factor, and with 1 minus the factor, rounded as in torch."""
     return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor), **more)
 
 
@@ -220,7 +221,7 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    """Resize a window, or all, as bytes are resized on CPUs, on any device."""
+    """Yield the resize of a window, or of the whole image, as torch computes it on CPUs."""
     if transform.size is None or len(transform.size) != 2:
         raise UnknownFormError
     how = getattr(transform.interpolation, "value", transform.interpolation)
@@ -254,7 +255,7 @@ def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _fill_for(fill: Any, form: Form) -> Any:
-    """Return what torchvision fills an image or mask with: None, a number, or a tuple of some."""
+    """Return torchvision's fill of an image or mask: None, a number, or a tuple of numbers."""
     if isinstance(fill, Mapping):
         kind = TYPES[form.type_name]
         fill = fill[kind] if kind in fill else fill.get("others")
@@ -272,13 +273,13 @@ def _warp(name: str, numbers: Mapping[str, np.ndarray], how: _How) -> tuple[str,
     if mode == "nearest" and not form.dtype.is_floating_point:
         around = around.round()
     black = not around.any()
-    if around.size and not (black and mode == "nearest"):  # outside, zeros are read
+    if around.size and not (black and mode == "nearest"):  # zeros are read outside
         numbers = {**numbers, "fill": around}
     return name, Encoded((("mode", mode), ("black", black)), numbers)
 
 
 def _to_middle(matrix: Sequence[float], form: Form) -> np.ndarray:
-    """Return a matrix of six numbers as float32 ``[3, 2]``, of halves of pixels."""
+    """Return a matrix of six numbers as float32 ``[3, 2]``, for positions in halves of pixels."""
     height, width = form.shape[-2:]
     half = np.array([0.5 * width, 0.5 * height], np.float32)
     return np.array(matrix, np.float32).reshape(2, 3).T / half * _HALVES
@@ -299,10 +300,10 @@ def _affine(
     shear: Sequence[float] = (0.0, 0.0),
     center: Sequence[float] | None = None,
 ) -> Noted:
-    """Turn, shear, scale and move about a place in pixels, or about the middle."""
+    """Yield a turn, shear, scale and move about ``center`` in pixels; None: about the middle."""
     module = getattr(functional, "_geometry", None)
     inverse = getattr(module, "_get_inverse_affine_matrix", None)
-    if inverse is None:  # it has no public name
+    if inverse is None:  # the function has no public name
         raise UnknownFormError
     height, width = how[2].shape[-2:]
     middle = [0.0, 0.0]
@@ -356,7 +357,7 @@ def _policy(given: tuple[Any, ...], form: Form) -> Noted:
 
 
 def _sheared(how: _How, *slopes: float) -> Noted:
-    """Shear about the upper left corner."""
+    """Yield a shear about the upper left corner."""
     degrees = [math.degrees(math.atan(slope)) for slope in slopes]
     return _affine(how, shear=degrees, center=(0, 0))
 
@@ -435,13 +436,13 @@ def posterize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa
     """Keep some bits of each value."""
     if not images.is_floating_point():
         return images & _each(arrays["mask"])
-    # Of a power of two everything here is exact.
+    # The step is a power of two, so that everything here is exact.
     step, lowest, highest = map(_each, arrays["levels"].unbind(1))
     return images.clamp(lowest, highest).floor_divide_(step).mul_(step)
 
 
 def solarize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Invert what is at a threshold or above."""
+    """Invert values at a threshold or above."""
     above = images >= _each(arrays["threshold"])
     return torch.where(above, functional.invert(images), images)
 
@@ -454,7 +455,7 @@ def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: 
 
 def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
-    # Compiled, along rows and then along columns, which makes fewer sums.
+    # Compiled code blurs along rows and then along columns, which takes fewer sums.
     kernel, names = arrays["kernel"], ("across", "down") if is_compiling() else ("kernel",)
     down, across = (size // 2 for size in kernel.shape[-2:])
     out = pad(images.to(kernel.dtype), [across, across, down, down], mode="reflect")
@@ -464,13 +465,13 @@ def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG
 
 
 def erase(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Write a colour to a rectangle: what is inside by its row and by its column."""
+    """Write a colour to a rectangle, given which rows and which columns it covers."""
     inside = arrays["rows"][:, None, :, None] & arrays["columns"][:, None, None, :]
     return torch.where(inside, arrays["value"][:, :, None, None], images)
 
 
 def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Pad, all samples alike, and pick rows and columns out."""
+    """Pad all samples alike, then pick rows and columns."""
     if static["padding"] is not None:
         fill = static["fill"]
         fill = list(fill) if isinstance(fill, tuple) else fill
@@ -483,7 +484,7 @@ def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
 
 
 def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Read each pixel at the place that a matrix ``[3, 2]`` says, from the middle of the image."""
+    """Read each pixel at the place that a matrix ``[3, 2]`` says, counted from the middle."""
     height, width = batch.shape[-2:]
     return _read(batch, _places_of(batch, arrays["matrix"], 1 - height, 1 - width), static, arrays)
 
@@ -491,24 +492,24 @@ def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
 def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that two matrices ``[3, 2]`` say: a point, and its divisors."""
     above, below = (_places_of(batch, arrays[name], 1, 1) for name in ("above", "below"))
-    if is_compiling():  # which divides floats in its own way
+    if is_compiling():  # compiled code divides floats in its own way
         above, below = above.double(), below.double()
     return _read(batch, above.div_(below).float().sub_(1.0), static, arrays)
 
 
 def _each(numbers: Tensor) -> Tensor:
-    """Return a number for each sample, as it is spread over an image."""
+    """Return one number for each sample, shaped to broadcast over images."""
     return numbers.view(-1, 1, 1, 1)
 
 
 def _limited(values: Tensor, like: Tensor) -> Tensor:
-    """Return values in the range of the images that they were made of, and of their dtype."""
+    """Return values limited to the range of the images ``like``, in their dtype."""
     bound = 1.0 if like.is_floating_point() else 255.0
     return values.clamp_(0, bound).to(like.dtype)
 
 
 def _gray(images: Tensor) -> Tensor:
-    """Return the gray image, of bytes the whole levels, as floats if there were colours."""
+    """Return RGB images in gray, as floats; bytes in whole levels. Gray images stay as they are."""
     if images.shape[-3] != _RGB:
         return images
     red, green, blue = images.unsqueeze(-4).unbind(-3)
@@ -526,7 +527,7 @@ def _read(batch: Tensor, places: Tensor, static: Values, arrays: Arrays) -> Tens
     planes, mode = batch if batch.ndim == 4 else batch.unsqueeze(1), static["mode"]
     values, around = _sampled(planes.to(places.dtype), places, mode), arrays.get("fill")
     if around is not None:
-        # Compiled, all channels are computed alike: in one kernel.
+        # Compiled code computes all channels alike, in one kernel.
         count = planes.shape[1] if is_compiling() else 1
         ones = places.new_ones(1).expand(len(planes), count, *planes.shape[-2:])
         inside, around = _sampled(ones, places, mode), around[:, :, None, None]
@@ -549,7 +550,7 @@ def _multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
 
 
 def _places_of(batch: Tensor, matrix: Tensor, top: int, left: int) -> Tensor:
-    """Return places ``[n, H, W, 2]``: the column, the row and one of each pixel, times a matrix.
+    """Return places ``[n, H, W, 2]``: column, row and the number 1 of each pixel, times a matrix.
 
     Rows begin at ``top``, columns at ``left``, and both count halves of pixels.
     """
@@ -562,14 +563,14 @@ def _places_of(batch: Tensor, matrix: Tensor, top: int, left: int) -> Tensor:
         rows, columns = torch.meshgrid(down, across, indexing="ij")
         base = torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
         return base.expand(len(batch), -1, -1).bmm(matrix).view(-1, height, width, 2)
-    # On a device a product of matrices would have the precision that a setting of the user's says.
+    # On a device, a setting of the user's would decide the precision of a product of matrices.
     by_column, by_row, moved = (one[:, None, None] for one in matrix.unbind(1))
     columns, rows = across[:, None] * by_column, down[:, None, None] * by_row
     return (columns.float() + rows.float()).add_(moved)
 
 
 def _sampled(planes: Tensor, places: Tensor, mode: str) -> Tensor:
-    """Return planes of floats at places ``[n, H, W, 2]`` from -1 to 1, zeros outside.
+    """Return planes of floats, read at places ``[n, H, W, 2]`` from -1 to 1; outside are zeros.
 
     ``mode``: ``"nearest"`` or ``"bilinear"``, as of ``grid_sample``.
     """
@@ -584,7 +585,7 @@ def _sampled(planes: Tensor, places: Tensor, mode: str) -> Tensor:
 
     def at(y: Tensor, x: Tensor) -> Tensor:
         inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        y, x = (torch.where(inside, one, 0.0).long() for one in (y, x))  # what is no number, too
+        y, x = (torch.where(inside, one, 0.0).long() for one in (y, x))  # NaN becomes 0, too
         found = planes.flatten(2).gather(-1, (y * width + x).flatten(2))
         return torch.where(inside, found.view(inside.shape), 0.0)
 
@@ -616,8 +617,9 @@ def _correlated(planes: Tensor, kernels: Tensor) -> Tensor:
 def window_numbers(
     box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str, *, floats: bool
 ) -> Mapping[str, np.ndarray]:
-    """Return what a window ``top, left, height, width`` of ``whole`` is made of, resized to a size.
+    """Return source positions and weights of a window of an image that is resized to a size.
 
+    ``box``: top, left, height and width of the window; ``whole``: height and width of the image.
     ``mode``: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
     ``floats``: whether pixels are floats, and not bytes.
     """
@@ -634,7 +636,7 @@ def window_numbers(
 
 
 def resized_crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Return windows of images ``[n, C, H, W]``, resized; of :func:`window_numbers`, stacked."""
+    """Return resized windows of images ``[n, C, H, W]``, by stacked :func:`window_numbers`."""
     return _blended(_blended(batch, 3, "columns", arrays), 2, "rows", arrays)
 
 
@@ -651,13 +653,14 @@ def _averages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
 
-    All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
+    All windows of a batch have the same number of taps. ``smooth``: whether pixels are averaged
+    (antialiased) where the window is made smaller.
     """
     kind: Any = np.float32 if floats else np.float64
     scale = kind(length) / kind(size)
     wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
     taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
-    half = np.array([0.5])  # as in torch, of doubles, whatever is added to it
+    half = np.array([0.5])  # a double, as in torch, whatever the dtype of the rest
     center = ((np.arange(size) + half) * scale).astype(kind)
     begin = np.maximum((center - wide + half).astype(np.int64), 0)
     end = np.minimum((center + wide + half).astype(np.int64), length)
@@ -671,7 +674,7 @@ def _averages(
 
 
 def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return weights as whole numbers, and how sums of them are rounded: what is added, bits."""
+    """Return weights as integers, and how to round their sums: the number to add, bits to shift."""
     scaled = weights.max() * 2.0 ** np.arange(1, _MOST_BITS + 1) + 0.5
     bits = int((scaled.astype(np.int64) < _WEIGHT_LIMIT).sum())
     return {
@@ -689,23 +692,23 @@ def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
     first = places.view(one).expand(made)
     total = planes.new_zeros(()) if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
     for tap in range(weights.shape[1]):
-        # The place of a tap is that of the first one in a batch that begins so much later.
+        # A later tap reads at the place of the first one, in a batch that begins that much later.
         later = planes.narrow(axis, tap, planes.shape[axis] - tap)
         total = _multiply_add(total, weights[:, tap].view(one), later.gather(axis, first))
     if rounding is None:
         return total
-    # Weights of bytes add up to one, nearly, so that no sum is above 255.
+    # The weights for bytes add up to nearly one, so that no sum is above 255.
     return total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
 
 
 def device_op(name: str, run: Run, *, compiled: bool = False) -> DeviceOp:
-    """Return an operation that is the same for images and masks, and is encoded elsewhere."""
+    """Return an operation that is the same for images and masks; `encode` encodes it."""
     image, mask = (Compiled(run), Compiled(run, exact=True)) if compiled else (run, run)
     return DeviceOp(name=name, encode=lambda *_: None, image=image, mask=mask)
 
 
 _SHORT: Final = frozenset({"brightness", "crop", "erase", "permute", "posterize", "solarize"})
-"""What is three operators of torch at most, so that nothing is compiled."""
+"""Names of operations of at most three torch operators, which are not compiled."""
 FORMS: Final[Mapping[str, DeviceOp]] = {
     run.__name__: device_op(run.__name__, run, compiled=run.__name__ not in _SHORT)
     for run in (
@@ -714,7 +717,7 @@ FORMS: Final[Mapping[str, DeviceOp]] = {
         *(saturation, sharpness, solarize, resized_crop),
     )
 }
-"""Operations with parameters of each sample's own, by name."""
+"""Operations whose parameters differ between samples, by name."""
 
 
 def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:

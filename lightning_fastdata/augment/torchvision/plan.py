@@ -1,15 +1,16 @@
 """What a v2 pipeline is made of, and where each transform of it runs; decided before any sample.
 
-A pipeline is cut in two. In the worker, on pixels, runs all up to the last transform that
+A pipeline is cut in two. The worker runs, on pixels, everything up to the last transform that
 
 1. makes the image size the same for all samples (``RandomResizedCrop``, ``CenterCrop``, ...), as
    images of a dataset may vary in size. Without such a transform they can only be collated if they
-   have one size already, so that nothing is held back for it;
+   have one size already, so that nothing is kept in the worker for this reason;
 2. is not torchvision's own, draws numbers for pixels, or makes each image another size;
 3. changes the size, channels or dtype of some images only: a batch is one tensor;
 4. makes a dtype that torch hardly computes with: ``uint16``, ``uint32``, ``uint64``.
 
-A ``RandomOrder`` runs as a whole on one side. What comes behind it is noted for the device.
+A ``RandomOrder`` runs as a whole on one side of the cut. What comes after the cut is noted for the
+device.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ MIXES: Final = (v2.CutMix, v2.MixUp)
 _V1: Final = frozenset({"torchvision.transforms.autoaugment", "torchvision.transforms.transforms"})
 _V2: Final = "torchvision.transforms.v2"
 Kind: TypeAlias = Literal["noted", "policy", "types", "targets", "masks", "pixels"]
-"""What a transform is to the recorder. ``noted``: it is written down for the batch. ``policy``: so
-are the operations that it chooses. ``types``: it changes the type of a tensor. ``targets``: it
-leaves pixels alone. ``masks``: so it does, but for masks. ``pixels``: it needs them."""
+"""How the recorder treats a transform. ``noted``: it is noted for the batch. ``policy``: the
+operations that it chooses are noted. ``types``: it changes the type of a tensor. ``targets``: it
+leaves pixels alone. ``masks``: it needs the pixels of masks alone. ``pixels``: it needs pixels."""
 
 DTYPES: Final = {
     "image": frozenset({torch.uint8, torch.float32}),
     "mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
 }
-"""What forms for batches are for."""
+"""Dtypes of images and masks that have forms for batches."""
 _STORED: Final = frozenset({torch.uint16, torch.uint32, torch.uint64})
-"""Dtypes of which torch writes no rows into a batch, and before 2.11 takes none out of one."""
+"""Dtypes whose rows torch cannot write into a batch nor, before 2.11, take out of one."""
 LEAVE_MASKS: Final = frozenset(
     {
         *("ColorJitter", "GaussianBlur", "Normalize", "RandomAdjustSharpness"),
@@ -60,7 +61,7 @@ _WARP: Final = frozenset(
 _FIX_SIZE: Final = frozenset({"CenterCrop", "RandomCrop", "RandomResizedCrop"})
 _RESIZE: Final = _FIX_SIZE | {"Pad", "Resize"}
 _CHANGE_FORM: Final = _RESIZE | {"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"}
-"""Transforms after which all images of one form have one other form."""
+"""Transforms that turn all images of one form (size, channels, dtype) into one other form."""
 _POLICIES: Final = frozenset({"AutoAugment", "RandAugment", "TrivialAugmentWide"})
 FROM_PIL: Final = frozenset({"ToImage", "PILToTensor", "ToTensor"})
 """Transforms that make tensors of PIL images."""
@@ -83,9 +84,9 @@ MOVES: Final = _WARP | _RESIZE | _VARY_SIZE | {"ElasticTransform"}
 """Transforms that move the pixels of an image."""
 
 NEARLY: Final = frozenset({"RandomResizedCrop", "Resize"})
-"""Transforms whose form for batches has not always torchvision's last bit of floats."""
+"""Transforms whose form for batches may differ from torchvision in the last bit of floats."""
 _ROUND: Final = _POLICIES | {"RandomEqualize", "RandomPosterize", "RandomSolarize"}
-"""Transforms that show it; so do those to whole numbers or shorter floats."""
+"""Transforms that may turn a float's last bit into a level, as casts to shorter dtypes do."""
 
 _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(LEAVE_MASKS | _WARP | _CHANGE_FORM, "noted"),
@@ -95,34 +96,34 @@ _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(_MASKS, "masks"),
 }
 POLICY_METHOD: Final = "_apply_image_or_video_transform"
-"""What a policy calls with each operation that it has chosen; without it, it runs in the worker."""
+"""Method that policies call for each operation they chose; without it, they run in the worker."""
 METHODS: Final[dict[Kind, str]] = {"noted": "transform", "policy": POLICY_METHOD}
-"""What is noted of a transform: the calls of this method."""
+"""Name of the method of a transform whose calls are noted, by kind."""
 _PIL_LANCZOS: Final = 1
 
 
 class Leaf(NamedTuple):
-    """One transform of a pipeline, that is no container."""
+    """One transform of a pipeline that is no container."""
 
     number: int
-    """Its place in the order in which they are written."""
+    """Position in the order in which transforms are written, from 0."""
     transform: Any
     """A ``v2.Transform``, or any callable."""
     conditional: bool
     """Whether some samples may go without it, or take it in another order."""
     last: int
-    """Number of the last one that may come before it: in a ``RandomOrder`` any of the others."""
+    """Highest number of a transform that may run before it; its own, outside a ``RandomOrder``."""
 
     @property
     def name(self) -> str:
-        """What messages and reports call it."""
+        """Name of the transform in messages and reports."""
         return name_of(self.transform)
 
 
 def is_v2(transform: object) -> bool:
     """Return whether this is a torchvision v2 pipeline, or a single transform of v2.
 
-    An ``nn.Sequential`` is one if all that it holds is. What mixes the samples of a batch is none.
+    An ``nn.Sequential`` is one if all its parts are. A transform that mixes samples is none.
     """
     if type(transform) is nn.Sequential:
         return len(transform) > 0 and all(map(is_v2, transform))
@@ -151,7 +152,7 @@ def children_of(transform: Any) -> Sequence[Any] | None:
 
 
 def with_children(transform: Any, children: Sequence[Any]) -> Any:
-    """Return a container like another one that holds something else."""
+    """Return a container like another one, with other children."""
     kind = type(transform)
     if kind is nn.Sequential:
         return kind(*children)
@@ -164,7 +165,7 @@ def with_children(transform: Any, children: Sequence[Any]) -> Any:
 def leaves_of(transform: Any, number: int = 0, *, conditional: bool = False) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written, numbered.
 
-    One that stands in several places is listed for each.
+    A transform that stands in several places is listed for each of them.
     """
     inside = children_of(transform)
     if inside is None:
@@ -178,7 +179,7 @@ def leaves_of(transform: Any, number: int = 0, *, conditional: bool = False) -> 
 
 
 def kind_of(transform: Any) -> Kind:
-    """Return what a transform is to the recorder."""
+    """Return how the recorder treats a transform."""
     return "pixels" if why_pixels(transform) else _KINDS[type(transform).__name__]
 
 
@@ -211,7 +212,7 @@ def fixes_size(transform: Any) -> bool:
 
 
 def rounds(transform: Any) -> bool:
-    """Return whether a transform may show the last bit of a float: by levels, or other dtypes."""
+    """Return whether a transform may make a visible difference of the last bit of a float."""
     kinds = _dtypes_of(transform).items()
     made = {one for kind, one in kinds if kind is not Mask and isinstance(one, torch.dtype)}
     coarse = made - {torch.float32, torch.float64}
@@ -219,7 +220,7 @@ def rounds(transform: Any) -> bool:
 
 
 def _dtypes_of(transform: Any) -> dict[Any, Any]:
-    """Return which dtypes a transform makes, by the type of what it makes."""
+    """Return the dtypes that a transform makes, by the type of tensor."""
     given = getattr(transform, "dtype", None)
     return given if isinstance(given, dict) else {None: given}
 
@@ -230,12 +231,12 @@ def changes_form(transform: Any) -> bool:
 
 
 def may_draw(leaf: Leaf) -> bool:
-    """Return whether a transform may do one thing to a sample and another to the next one."""
+    """Return whether a transform may treat two samples in different ways."""
     transform = leaf.transform
     if leaf.conditional or kind_of(transform) not in {"noted", "types", "targets"}:
         return True
     base = v2.Transform.make_params
-    alike = type(transform).__name__ == "RandomGrayscale"  # whose parameters are the image's form
+    alike = type(transform).__name__ == "RandomGrayscale"  # its parameters are the form
     return not alike and getattr(type(transform), "make_params", base) is not base
 
 
@@ -245,7 +246,7 @@ class Plan(Placements):
 
     leaves: tuple[Leaf, ...]
     boundary: int
-    """Number of the last one that runs before anything is noted, or -1."""
+    """Number of the last transform that runs before anything is noted; -1: there is none."""
 
 
 def make_plan(pipeline: Any, *, one_size: bool = False, pil: bool = False) -> Plan:

@@ -6,13 +6,13 @@ transform would touch the pixels of an image or mask, the call and its parameter
 Probabilities, choices, orders, boxes, keypoints and labels are therefore torchvision's own. Reading
 the pixels of a phantom is an error of torch.
 
-Replaced on the transforms of the copy is ``transform``, which is public, and of policies
-(``RandAugment``, ...) the method that carries out an operation; where a version has no such method,
-policies run in the worker.
+On the transforms of the copy the public method ``transform`` is replaced; on policies
+(``RandAugment``, ...), the method that carries out an operation. If a version of torchvision has no
+such method, policies run in the worker.
 
-So it is told what a batch costs where it lies, too: black images are recorded. A transform with
-forms for batches is as many calls for any batch. What else a device is given is torchvision's own
-kernel, for each group of samples that have drawn the same.
+Black images are recorded to tell what a batch costs on a device (:func:`costs_of`). A transform
+with forms for batches takes the same number of calls for any batch. Any other runs torchvision's
+own kernel, for each group of samples that have drawn the same.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _DIMENSIONS: Final = {"image": {3}, "mask": {2, 3}}
 
 
 def form_of(value: Any) -> Form | None:
-    """Return the form of a tensor whose pixels may be left to a device; None of anything else."""
+    """Return the form of a tensor whose pixels may be left to a device; None for anything else."""
     name = _TYPE_NAMES.get(type(value))
     if name is None:
         return None
@@ -79,33 +79,34 @@ class Target:
     """An image or mask on its way through a pipeline."""
 
     real: torch.Tensor
-    """What it was before anything was noted."""
+    """The tensor as it was before anything was noted."""
     form: Form
-    """What it looks like by now."""
+    """Type, shape and dtype that the noted operations lead to."""
     shown: torch.Tensor
-    """What the pipeline handles in its place."""
+    """The phantom that the pipeline handles in its place."""
     noted: list[TapeOp] = field(default_factory=list)
 
 
 class Recorder:
-    """A copy of one pipeline, prepared to be recorded. Not for two threads at once."""
+    """A copy of one pipeline, prepared for recording. Only one thread at a time may use it."""
 
     def __init__(self, pipeline: Any, plan: Plan) -> None:
         self._targets: dict[int, Target] = {}
         self._forms: dict[tuple[object, ...], Form] = {}
-        """The form behind an operation, by its number, its name in a policy, the form before."""
-        # Else masks are real, for a transform that reads them.
+        """Form after an operation, by (transform number, choice of a policy or None, old form)."""
+        # If a transform reads masks, they stay real.
         self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
         rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
         self._rounding = max(rounding, default=-1)
         self.done_here: set[int] = set()
-        """Numbers of transforms that met what nothing can be noted of; for ``costs_of`` alone."""
+        """Numbers of transforms that ran here as nothing could be noted; for ``costs_of`` alone."""
         self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
     def __call__(self, sample: Batch) -> tuple[Batch, Tape]:
-        """Run the pipeline once and return what it returns, and what is still to be done.
+        """Run the pipeline once; return its result, and the tape of operations still to be run.
 
-        Images and masks of the result are as they were before that, of their last type.
+        Images and masks in the result have the pixels from before those operations, and their
+        final type.
         """
         self._targets = {}
         result = self._pipeline(sample)
@@ -124,7 +125,7 @@ class Recorder:
         return result, tape
 
     def _hooked(self, node: Any, leaves: Iterator[Leaf], boundary: int) -> Any:
-        """Return a copy of a pipeline in which what comes behind the boundary is noted."""
+        """Return a copy of a pipeline in which the transforms behind the boundary are noted."""
         inside = children_of(node)
         if inside is None:
             leaf = next(leaves)
@@ -132,8 +133,8 @@ class Recorder:
         return with_children(node, [self._hooked(child, leaves, boundary) for child in inside])
 
     def _hook(self, leaf: Leaf) -> Any:
-        """Return a copy of a transform that asks here before it touches pixels."""
-        # One transform may stand in several places. An attribute of the copy shadows the class's.
+        """Return a copy of a transform that calls this recorder before it touches pixels."""
+        # Copied, as it may stand in several places. The copy's attribute shadows the class's.
         node, kind = copy.copy(leaf.transform), kind_of(leaf.transform)
         if kind in METHODS:
             name = METHODS[kind]
@@ -143,12 +144,12 @@ class Recorder:
         return node
 
     def _known(self, value: Any) -> Target | None:
-        """Return the target that a value is shown for; None: it is shown for none."""
+        """Return the target in whose place a value is shown; None: there is no such target."""
         target = self._targets.get(id(value))
         return target if target is not None and target.shown is value else None
 
     def _taken(self, value: Any) -> Target | None:
-        """Return a new target for pixels that may be left to a device; None of anything else."""
+        """Return a new target for pixels that may be left to a device; None for anything else."""
         form = form_of(value)
         if form is None or value.requires_grad or (form.role == "mask" and not self._masks_too):
             return None
@@ -176,9 +177,9 @@ class Recorder:
     def _form_after(
         self, leaf: Leaf, form: Form, call: Call, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Form:
-        """Return the form behind an operation, which is tried on an image of zeros, once.
+        """Return the form after an operation, which is tried once on an image of zeros.
 
-        What torchvision refuses it refuses here, too.
+        If torchvision refuses the operation, its error is raised here.
         """
         key = leaf.number, given[0] if isinstance(given[0], str) else None, form
         if key not in self._forms:
@@ -200,20 +201,20 @@ class Recorder:
 
 
 USUAL: Final[Sequence[Form]] = (Form("Image", (3, 224, 224), torch.uint8),)
-"""Of a sample of which nothing is known."""
+"""Forms assumed for a sample of which nothing is known: one image."""
 _TRIED: Final = 64
-"""Samples that are recorded to see what a batch costs."""
+"""Number of samples that are recorded to see what a batch costs."""
 
 
 def costs_of(plan: Plan, forms: Sequence[Form]) -> Mapping[int, str]:
-    """Return what carries out each transform that is left to a device, by their numbers.
+    """Return what carries out each transform that is left to a device, by its number.
 
-    Each is taken to be applied to every sample.
+    Each is assumed to be applied to every sample.
     """
     left = [leaf for leaf in plan.leaves[plan.boundary + 1 :] if kind_of(leaf.transform) in METHODS]
     try:
         steps, here = _recorded(left, _behind_workers(plan, forms))
-    except Exception as error:  # which torchvision will raise when it is given samples
+    except Exception as error:  # torchvision will raise it again for real samples
         unknown = f"on the batch; black images of such a form raise: {error}"
         return dict.fromkeys((leaf.number for leaf in left), unknown)
     return {leaf.number: _cost(steps, n, here=n in here) for n, leaf in enumerate(left)}
@@ -232,7 +233,7 @@ def _behind_workers(plan: Plan, forms: Sequence[Form]) -> list[torch.Tensor]:
 def _recorded(
     leaves: Sequence[Leaf], sample: Sequence[torch.Tensor]
 ) -> tuple[list[Sequence[ProgramStep]], Collection[int]]:
-    """Return the steps of a batch for each image and mask, and which transforms are none of them.
+    """Return a batch's steps for each image and mask, and the transforms that ran in the recorder.
 
     The transforms are numbered from 0.
     """
@@ -250,7 +251,7 @@ def _recorded(
 
 
 def _cost(programs: Sequence[Sequence[ProgramStep]], number: int, *, here: bool) -> str:
-    """Return what a transform costs; ``here``: it was carried out while it was recorded."""
+    """Return what a transform costs, as text; ``here``: whether it ran while it was recorded."""
     own = [[step for step in steps if step.leaf == number] for steps in programs]
     known = [[step for step in steps if step.name in FORMS] for steps in own]
     kernels = [[step for step in steps if step.name not in FORMS] for steps in own]
@@ -271,7 +272,7 @@ def _count(steps: Sequence[ProgramStep]) -> int:
 
 
 def _calls(programs: Sequence[Sequence[ProgramStep]]) -> str:
-    """Return how often something is called for an image or mask, of those for which it is most."""
+    """Return the number of calls, as text, for the image or mask that takes most of them."""
     most = max(programs, key=_count)
     if all(part.rows is None for step in most for part in step.parts) and len(most) == 1:
         return "one call for all samples"
@@ -279,7 +280,7 @@ def _calls(programs: Sequence[Sequence[ProgramStep]]) -> str:
 
 
 def _chosen(programs: Sequence[Sequence[ProgramStep]]) -> str:
-    """Return which operations of a policy are torchvision's own kernels."""
+    """Return, as text, which operations of a policy run torchvision's own kernels."""
     parts = (part for steps in programs for step in steps for part in step.parts)
     names = {chosen(dict(part.static)) for part in parts} - {None}
     return f" for {', '.join(sorted(map(str, names)))}" if names else ""

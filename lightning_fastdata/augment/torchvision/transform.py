@@ -1,7 +1,7 @@
 """A torchvision v2 pipeline as a transform of batches, and its part in the workers.
 
-torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone. Of a pipeline of
-the first interface an error says what its form in v2 is.
+torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone. For a pipeline of
+torchvision's first interface an error says what its form in v2 is.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ _KINDS: Final = {"image": tv_tensors.Image, "mask": tv_tensors.Mask}
 
 
 def stage_transform(transform: object, fields: Fields) -> StageTransform | None:
-    """Return the transform of batches of a v2 pipeline, whose end may mix them; None: it is none.
+    """Return the batch transform of a v2 pipeline, which may end in mixing; None: it is none.
 
     Raises:
-        TransformError: what is drawn for each sample stands behind or beside what mixes, or it is a
-            pipeline of torchvision's first interface.
+        TransformError: a transform that draws for each sample stands behind or beside one that
+            mixes, or the pipeline is of torchvision's first interface.
     """
     steps = _flat(transform)
     before = list(takewhile(lambda step: not any(map(_mixes, leaves_of(step))), steps))
@@ -126,24 +126,24 @@ class TorchvisionTransform(PipelineTransform):
     _one_size = _pil = False
     """Whether all images that were seen have one size, and whether they are PIL images."""
     _forms = USUAL
-    """Of the images and masks of a sample."""
+    """Forms of the images and masks of a sample."""
 
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
         self.plan = make_plan(self.pipeline, one_size=self._one_size, pil=self._pil)
         self._collated: dict[bool, PipelineWorker] = {}
-        """For batches of other loaders, by whether what can be is left to the device."""
+        """Workers for batches of other loaders, by whether a device takes what it can."""
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return operation, place, and why or at what cost, of each."""
+        """Return the name, the place, and the reason or cost of each transform."""
         costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.placements)
         return [(one.name, one.where, costs.get(n, one.why)) for n, one in placed]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
-        """Return the transform for a dataset, of which these are samples from all over it.
+        """Return the transform for a dataset, given samples from all over it.
 
-        Where they have one size, nothing has to be done to them before they make a batch.
+        If their images have one size, nothing has to be done to them before they make a batch.
         """
         given = list(samples)
         seen = [image_of(sample) for sample in given]
@@ -156,7 +156,7 @@ class TorchvisionTransform(PipelineTransform):
         return fitted
 
     def behind(self) -> StageTransform:
-        """Return what runs behind another transform, on whole batches; itself, if it draws."""
+        """Return a callable that runs on batches behind another transform; itself if it draws."""
         draws = any(map(may_draw, self.plan.leaves))
         return self if draws else CallableTransform(self.pipeline, self._fields)
 
@@ -172,7 +172,7 @@ class TorchvisionTransform(PipelineTransform):
         return PipelineWorker(self.pipeline, self._fields, plan)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Compute what was drawn on images ``[n, C, H, W]`` and masks of the workers.
+        """Compute what was drawn, on images ``[n, C, H, W]`` and masks from the workers.
 
         Raises:
             BatchError: a field is missing, or has another number of samples than was drawn.
@@ -189,13 +189,13 @@ class TorchvisionTransform(PipelineTransform):
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and compute here, for a batch ``[n, C, H, W]`` of another loader.
 
-        Its samples go the way of any others. On the CPU it is faster to run the whole pipeline on
-        one sample after the other.
+        Its samples are treated like any others. On the CPU it is faster to run the whole pipeline
+        on one sample after the other.
 
         Raises:
-            BatchError: there is no image ``[n, C, H, W]``, or something would stay behind it.
+            BatchError: there is no image ``[n, C, H, W]``, or a field would not move with it.
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost,
-                or makes what cannot be stacked.
+                or its results cannot be stacked.
         """
         self.follow(key.epoch)
         with plain_tensors():
@@ -204,7 +204,7 @@ class TorchvisionTransform(PipelineTransform):
             )
 
     def run_collated(self, batch: Batch, key: SampleKey, *, on_device: bool) -> Batch:
-        """Do as :meth:`apply_unprepared`; ``on_device``: what can be is done to the whole batch."""
+        """Do as :meth:`apply_unprepared`; ``on_device``: compute on the whole batch what can be."""
         traits = Traits.of(self.plan.leaves)
         if traits.boxes is not None:
             raise TransformError(
@@ -238,7 +238,7 @@ class TorchvisionTransform(PipelineTransform):
             plan = make_plan(self.pipeline, one_size=True) if on_device else None
             self._collated[on_device] = PipelineWorker(self.pipeline, Fields(), plan)
         worker = self._collated[on_device]
-        # What only draws needs no pixels, and the host need not wait for them.
+        # A worker that only draws needs no pixels, and the host need not wait for them.
         known = all(form_of(typed_row) for typed_row in _sample(given, 0).values())
         blind = known and on_device and worker.needs_no_pixels
         rows = {name: one.to("meta" if blind else "cpu") for name, one in given.items()}
@@ -265,7 +265,7 @@ def _sample(rows: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 
 
 def _whole(parts: Mapping[str, Batch]) -> Batch:
-    """Return what the pipeline is given: an image, or an image and a mask by their names."""
+    """Return the input of the pipeline: an image, or an image and a mask by name."""
     return parts if "mask" in parts else parts["image"]
 
 
@@ -282,14 +282,14 @@ def _stacked(samples: Sequence[Batch], device: torch.device) -> Batch:
 
 class _OwnMixes(MixedTransform):
     def behind(self) -> StageTransform:
-        """Return what mixes behind another transform, by the number of the batch."""
+        """Return a callable that mixes behind another transform, by the number of the batch."""
         if self.pipeline is not None:
             return self
         return CallableTransform(v2.Compose(self._mixer.steps), self._mixer.fields)
 
 
 class _OwnMixer(Mixer):
-    """Has torchvision mix whole batches, with what it draws under the key of the batch."""
+    """Has torchvision mix whole batches, and draw by the key of the batch."""
 
     library = "torchvision"
 
@@ -298,10 +298,10 @@ class _OwnMixer(Mixer):
         self.fields = fields
 
     def check_classes(self, sample: Batch) -> None:
-        """Leave it to torchvision."""
+        """Leave the check to torchvision."""
 
     def draw(self, key: SampleKey) -> SampleKey:
-        """Return the key: the first one of a batch is that of the batch."""
+        """Return the key of the sample; the first sample's key decides what the batch draws."""
         return key
 
     def pack(
@@ -317,7 +317,7 @@ class _OwnMixer(Mixer):
         images = get_field(batch, place)
         assert isinstance(draws, BatchDraws)  # what pack() makes
         self._check_beside(batch, {place}, images)
-        # So called, it is found beside other tensors, whatever their order.
+        # By this type it is found beside other tensors, whatever their order.
         made = put_fields(batch, {place: tv_tensors.Image(images)})
         with plain_tensors(), keyed_draws(draws.values, ("torch",)):
             for step in cast("tuple[Any, ...]", self.steps):
@@ -328,7 +328,7 @@ class _OwnMixer(Mixer):
 class PipelineWorker(TapedWorker):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    ``plan`` is that of a device; None: all of the pipeline runs here, as v2 runs it.
+    ``plan`` says what is left to a device; None: the whole pipeline runs here, as v2 runs it.
     """
 
     def __init__(self, pipeline: Any, fields: Fields, plan: Plan | None) -> None:
@@ -339,12 +339,12 @@ class PipelineWorker(TapedWorker):
         self._traits = Traits.of(leaves_of(pipeline))
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
-        """Return the sample as the worker leaves it, and what the device has still to do to it.
+        """Return the sample as the worker leaves it, and a tape of what the device has still to do.
 
         The tape is None when everything was done here.
 
         Raises:
-            BatchError: a named field is missing, or one would be left behind by its image.
+            BatchError: a named field is missing, or a field would not move with the image.
         """
         sample = typed(sample, self._fields)
         check_roles(sample, self._fields, self._traits)
@@ -361,7 +361,7 @@ class PipelineWorker(TapedWorker):
 
     @property
     def needs_no_pixels(self) -> bool:
-        """Whether samples without pixels will do."""
+        """Whether it only draws, so that samples need no pixels."""
         return self._plan is not None and self._plan.boundary < 0
 
     def _run(self, given: Batch) -> tuple[Batch, Tape | None]:
@@ -378,7 +378,7 @@ class PipelineWorker(TapedWorker):
         return {path: value for path, value in found.items() if isinstance(value, Tensor)}
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
-        """Return a sample after what its tape says."""
+        """Return a sample after the operations on its tape."""
         draws, ops = compile_tapes([tape]), device_ops(self._pipeline)
         done = {}
         for path, program in draws.programs.items():
@@ -392,16 +392,16 @@ class Traits(NamedTuple):
     """What a pipeline does to samples, as far as its transforms tell."""
 
     mover: Mover | None
-    """What moves pixels in it; None if nothing of torchvision's does."""
+    """The first transform that moves pixels; None: no transform of torchvision's does."""
     boxes: str | None
-    """What makes no sense without boxes or keypoints."""
+    """Name of a transform that makes no sense without boxes or keypoints; None: there is none."""
     function: str | None
-    """What is no transform of v2, nor derived from one: it is written for images as a rule, as
-    torchvision's datasets call their ``transform``."""
+    """Name of a callable in the pipeline that is no ``v2.Transform``; None: there is none. It is
+    usually written for images, as torchvision's datasets call their ``transform`` on images."""
     own: bool
-    """Whether all that runs is torchvision's."""
+    """Whether all code that runs is torchvision's: no other classes, no ``Lambda``."""
     takes_arrays: bool
-    """Whether it makes images of NumPy's arrays before it moves any."""
+    """Whether NumPy arrays are made images before any pixels are moved."""
     writes: bool
     """Whether a transform writes to the tensors that it is given."""
 
@@ -431,8 +431,8 @@ class Traits(NamedTuple):
 def typed(sample: Batch, fields: Fields) -> Batch:
     """Return a sample whose named fields say by their types what they are.
 
-    Of plain tensors v2 takes the first one for the image. Where that is none, and another one is,
-    that one gets its type.
+    v2 takes the first plain tensor for the image. If that is no image, and another tensor is one,
+    the latter gets the type of an image.
 
     Raises:
         BatchError: a named field does not exist.
@@ -462,7 +462,7 @@ def only_image(sample: Batch) -> Path | None:
 
 
 def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
-    """Raise BatchError if a field as large as the image would stay where it is."""
+    """Raise BatchError if a field as large as the image would not move with it."""
     parts, mover, image = children(sample), traits.mover, image_of(sample)
     size = size_of(image)
     if mover is None or parts is None or size is None:
@@ -509,7 +509,7 @@ def size_of(image: Any) -> tuple[int, ...] | None:
 def check_convertible(sample: Batch, traits: Traits) -> None:
     """Raise BatchError if v2 would pass a sample through, as it does with arrays.
 
-    A warning comes where the image alone is given to the pipeline, and there is more in the sample.
+    Warn if the pipeline is given the image alone, and there is more in the sample.
     """
     values = tree_flatten(sample)[0]
     if traits.function is not None and len(values) > 1 and only_image(sample) is not None:
@@ -549,11 +549,11 @@ _V2_CODE: Final = {
     "ConvertImageDtype": "v2.ToDtype({dtype}, scale=True)",
 }
 _LEFT_OUT: Final = frozenset({"PILToTensor", "ToPILImage"})
-"""What moves between PIL images and tensors: v2 has tensors from the beginning."""
+"""Transforms between PIL images and tensors, left out as v2 has tensors from the beginning."""
 
 
 def rewritten(transform: Any) -> str:
-    """Return code that makes the v2 form of a v1 pipeline; what v2 has not is marked as such."""
+    """Return code that makes the v2 form of a v1 pipeline; transforms that v2 lacks are marked."""
     children = _parts_of(transform) or [transform]
     lines = [f"    {line}" for child in children for line in _code_of(child)]
     return "\n".join(["v2.Compose([", "    v2.ToImage(),", *lines, "])"])
@@ -583,7 +583,7 @@ def _code_of(transform: Any) -> Iterator[str]:
 
 
 def _arguments(transform: Any, kind: type) -> Iterator[str]:
-    """Yield the arguments of a transform of v2 that the one of v1 holds other values of."""
+    """Yield, as code, the arguments for the v2 form of a v1 transform that are not its defaults."""
     for name, parameter in inspect.signature(kind).parameters.items():
         default, required = parameter.default, parameter.default is inspect.Parameter.empty
         value = repr(_literal(getattr(transform, name, default)))

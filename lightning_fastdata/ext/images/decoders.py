@@ -11,12 +11,12 @@ pillow       no     yes    no    ``lightning-fastdata[images]``, torchvision
 ============ ====== ====== ===== ==============================================================
 
 A *strict* library refuses a JPEG whose entropy-coded data is garbled. Pillow would return grey or
-shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
-before it (``check_jpeg_codes``). Both refuse a truncated file.
-*Scaled*: a picture decoded at a half, a quarter or an eighth costs less. *Parts*: so does a part of
-one, where TurboJPEG 3 is there.
-What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
-palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
+shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes first
+(``check_jpeg_codes``). Both refuse a truncated file.
+*Scaled*: decoding a picture at a half, a quarter or an eighth costs less. *Parts*: decoding a part
+of a picture costs less, if TurboJPEG 3 is installed.
+Pillow reads other formats and CMYK JPEG whatever decoder is chosen, so that palettes, alpha and
+CMYK mean what they mean to ``ImageFolder``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 Pixels: TypeAlias = NDArray[np.uint8]
-"""``[height, width, 3]`` uint8, red-green-blue."""
+"""Pixels ``[height, width, 3]`` of red, green and blue, uint8."""
 
 Scale: TypeAlias = Literal[1, 2, 4, 8]
 """Divisor of height and width. libjpeg has others (8/7, 4/3, 8/5, ...), all slower than 1."""
@@ -56,31 +56,31 @@ Scale: TypeAlias = Literal[1, 2, 4, 8]
 DecoderName: TypeAlias = Literal["auto", "simplejpeg", "pillow"]
 
 MAX_PIXELS = 178_956_970
-"""Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""
+"""Number of pixels above which a file is refused by default, as by Pillow: 537 MB of RGB."""
 
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN, _END = 0xDA, 0xD9
 _IN_A_SCAN: Final = frozenset((0x00, *range(0xD0, 0xD8)))
-"""What follows 0xFF within a scan: a stuffed byte, or a restart marker."""
+"""Bytes that may follow 0xFF within a scan: a stuffed zero, or a restart marker."""
 _ALL: Final = (1 << 64) - 1
 _CHUNK: Final = struct.Struct(">I4s")
 _PALETTE: Final = 3
 _DECOMPRESS: Final = 1
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 0, 4, 5, 6, 8
-"""Numbers of parameters (``enum TJPARAM``)."""
+"""Numbers of TurboJPEG's parameters (``enum TJPARAM``)."""
 _RGB: Final = 0
 _DECODABLE_COLOURS: Final = (0, 1, 2)
-"""RGB, YCbCr and grey (``enum TJCS``): what simplejpeg converts to RGB, too."""
+"""Colour spaces that simplejpeg converts to RGB, too (``enum TJCS``): RGB, YCbCr and grey."""
 _BLOCK_WIDTHS: Final = (8, 16, 16, 8, 8, 32, 8)
-"""Pixels that a block of all channels is wide, by ``enum TJSAMP``: 4:4:4, 4:2:2, 4:2:0, grey,
-4:4:0, 4:1:1, 4:4:1."""
+"""Width in pixels of a block of all channels, by ``enum TJSAMP``: 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0,
+4:1:1, 4:4:1."""
 _TINY: Final = 8
 _END_OF_IMAGE: Final = b"\xff\xd9"
 _NO_WAIT: Final = 0 if sys.platform == "win32" else os.O_NONBLOCK
-"""Opening a named pipe would wait for its other end."""
+"""Flag of ``os.open`` without which opening a named pipe would wait for its other end."""
 _BYTES_BESIDE_PIXELS: Final = 64 << 20
 _BYTES_PER_PIXEL: Final = 8
-"""Of 16-bit colour with alpha, uncompressed."""
+"""Bytes of an uncompressed pixel of 16-bit colour with alpha."""
 
 
 class Box(NamedTuple):
@@ -96,7 +96,7 @@ class Decoder:
     """Pillow: every format; scaled decode through ``Image.draft``.
 
     Subclasses decode JPEG with another library. Stateless: any number of threads may share one.
-    Both functions raise ``ValueError`` with the reason if the data is damaged or not an image.
+    Both methods raise ``ValueError`` with the reason if the data is damaged or not an image.
     """
 
     name: ClassVar[str] = "pillow"
@@ -134,7 +134,7 @@ class Decoder:
             return np.array(rgb.reduce(left) if left > 1 else rgb)
 
     def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:  # noqa: ARG002
-        """Return the pixels; None for what Pillow decodes."""
+        """Return the pixels of a JPEG; None: Pillow has to decode the data."""
         return None
 
 
@@ -161,20 +161,20 @@ class _SimpleJpegDecoder(Decoder):
         if scale == 1:
             return self._decode(data)
         height, width, _ = header
-        # The smallest picture that is no smaller than this is exactly the one asked for.
+        # simplejpeg takes the smallest scale that is no smaller than this: the one asked for.
         return self._decode(
             data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
         )
 
     def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
-        """Return height, width and colour space; None for what Pillow has to judge."""
+        """Return height, width and colour space; None: Pillow has to judge the data."""
         if not is_jpeg(data):
             return None
         try:
             return self._header(data)[:3]
         except (KeyError, ValueError):
-            # Damaged, or one of the rare subsamplings that simplejpeg has no name for (a KeyError
-            # for 4:4:1) or TurboJPEG refuses: Pillow decodes it, or says what is wrong.
+            # Damaged data, or a rare subsampling for which simplejpeg has no name (a KeyError for
+            # 4:4:1) or that TurboJPEG refuses: Pillow decodes it, or says what is wrong.
             return None
 
 
@@ -215,8 +215,8 @@ def is_jpeg(data: bytes) -> bool:
 def _opened(data: bytes) -> Iterator[ImageFile]:
     """Open with Pillow; whatever it raises for bad data becomes a ``ValueError`` with the reason.
 
-    Pillow's parsers let through what they met: OSError, SyntaxError, struct.error, zlib.error,
-    EOFError, IndexError, DecompressionBombError and more, hence the wide net.
+    Pillow's parsers raise errors of many classes: OSError, SyntaxError, struct.error, zlib.error,
+    EOFError, IndexError, DecompressionBombError and more. So all are caught.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -238,7 +238,7 @@ def _opened(data: bytes) -> Iterator[ImageFile]:
 
 
 def _check_opened(image: ImageFile) -> None:
-    """Refuse what must not be loaded. Nothing but the header has been read."""
+    """Refuse images that must not be loaded; only the header has been read so far."""
     from PIL import Image
 
     if image.format == "EPS":
@@ -255,12 +255,12 @@ def _check_opened(image: ImageFile) -> None:
 
 
 def _to_rgb(image: ImageFile) -> Image.Image:
-    """Convert as ``ImageFolder`` does, except where that would burn the picture to white."""
+    """Convert as ``ImageFolder`` does, except where that would clip the picture to white."""
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-        # Pillow clips 16 bits at 255. The high byte is what OpenCV keeps, and what Pillow itself
-        # keeps of 16-bit colour.
+        # Pillow would clip 16 bits at 255. OpenCV keeps the high byte, as Pillow itself does for
+        # 16-bit colour.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(
@@ -270,20 +270,20 @@ def _to_rgb(image: ImageFile) -> Image.Image:
     return image.convert("RGB")
 
 
-# -- whether a picture is all there, where the library that decodes it would not say so ------------
+# -- whether a picture is complete, where the library that decodes it would not say so -------------
 #
-# Decoders hand out what they have of some damaged files: grey or shifted blocks of a JPEG, its
+# Decoders return what they can read of some damaged files: grey or shifted blocks of a JPEG, its
 # first and coarse scans, rows of a PNG whose checksum is wrong. Each function here raises
 # ``ValueError`` with the reason for such a file, and returns None for a whole one.
 
 
 def check_jpeg_scans(data: bytes) -> None:
-    """Refuse a JPEG that ends before all scans of its picture were there, as a cut download may.
+    """Refuse a JPEG that ends before all scans of its picture, as a cut download may.
 
-    No decoder minds: what came so far is a picture, in less detail or without its colours. Most
-    files have one scan, and nothing but their header is looked at (10 us).
+    Decoders accept such a file: its first scans are a picture, in less detail or without colours.
+    Most files have one scan, and only their header is looked at (10 us).
     """
-    missing: dict[int, int] = {}  # of each component, a bit for each coefficient
+    missing: dict[int, int] = {}  # by component, a bit for each coefficient
     at = 2
     try:
         while (marker := data[at + 1]) != _END:
@@ -305,7 +305,7 @@ def _components(data: bytes, at: int, step: int) -> bytes:
 
 
 def _take_scan(data: bytes, at: int, missing: dict[int, int]) -> None:
-    """Take what this scan brings to its last bit from what is missing of each component."""
+    """Remove from ``missing`` the coefficients that this scan completes to their last bit."""
     band = at + 5 + 2 * data[at + 4]
     if data[band + 2] & 15 == 0:
         still = ~(_ALL >> 63 - min(data[band + 1], 63)) | (1 << min(data[band], 63)) - 1
@@ -314,7 +314,7 @@ def _take_scan(data: bytes, at: int, missing: dict[int, int]) -> None:
 
 
 def _next_marker(data: bytes, at: int, marker: int) -> int:
-    """Return where the marker after this one is, behind its segment and its scan, if it is one."""
+    """Return the place of the next marker: after the segment of this one, and its scan if any."""
     at += 2 + (data[at + 2] << 8 | data[at + 3]) if marker != 0xFF else 1
     while True:
         at = data.find(b"\xff", at)
@@ -326,10 +326,10 @@ def _next_marker(data: bytes, at: int, marker: int) -> int:
 
 
 def check_jpeg_codes(data: bytes) -> None:
-    """Refuse a JPEG whose entropy-coded data is garbled, or of which a part is missing.
+    """Refuse a JPEG whose entropy-coded data is garbled, or incomplete.
 
-    simplejpeg reads all codes and computes an eighth of the picture: half the time of decoding.
-    Only for libraries that are not strict themselves.
+    simplejpeg reads all codes and computes the picture at an eighth, in half the time of decoding.
+    Only libraries that are not strict themselves need this.
     """
     decode = _strict_decoder()
     if decode is None:
@@ -365,7 +365,7 @@ def _strict_decoder() -> Callable[..., object] | None:
 def check_png(data: bytes) -> None:
     """Refuse a PNG with a wrong checksum, a missing palette, or no end.
 
-    Pillow does not look at the checksums of pixels. 0.05 ms for 181 kB, where decoding takes 6.6.
+    Pillow does not check the checksums of pixels. This takes 0.05 ms for 181 kB, decoding 6.6 ms.
     """
     at, kind, palette = 8, b"", data[25:26] != bytes([_PALETTE])
     while kind != b"IEND":
@@ -387,7 +387,7 @@ def check_tiles(image: ImageFile) -> None:
     """Refuse an opened, not yet loaded TIFF whose tiles do not reach over the whole picture."""
     reach = [tile[1] for tile in image.tile if tile[1]]
     right, bottom = (max((box[side] for box in reach), default=0) for side in (2, 3))
-    # Pillow says the size as it will be turned; tiles are as they are stored.
+    # Pillow gives the size after turning the picture, but tiles as they are stored.
     short, long = sorted((right, bottom))
     if reach and (short < min(image.size) or long < max(image.size)):
         raise ValueError(
@@ -398,14 +398,13 @@ def check_tiles(image: ImageFile) -> None:
 
 # -- a part of a JPEG: TurboJPEG 3, called through ctypes ------------------------------------------
 #
-# No Python binding reaches ``tj3SetCroppingRegion``, so this is the smallest layer over the
-# library: rows below the crop are not read at all, of rows above it the codes alone, and colours
-# are computed within the crop. The library comes with ``pip install lightning-fastdata[jpeg]``, or
-# with the system or conda (libjpeg-turbo 3 or newer). It is used after it has decoded parts of a
-# test picture to the very pixels that simplejpeg has there; where it is missing, pictures are
-# decoded whole.
+# No Python binding has ``tj3SetCroppingRegion``, so this is a minimal layer over the library. Rows
+# below the crop are not read at all, in rows above it only the codes are read, and colours are
+# computed within the crop. The library comes with ``pip install lightning-fastdata[jpeg]``, or with
+# the system or conda (libjpeg-turbo 3 or newer). It is used only if it decodes parts of a test
+# picture to the very pixels of simplejpeg; where it is missing, pictures are decoded whole.
 #
-# A part is a fixed block of work: what lies outside is not looked at, so neither is damage there.
+# The rest of a picture is not looked at, so that damage there is not found.
 
 
 class _Region(ctypes.Structure):
@@ -439,9 +438,9 @@ class RegionDecoder:
     def decode(self, data: bytes, box: Box, scale: Scale = 1) -> Pixels | None:
         """Return the pixels of a part, ``[height, width, 3]`` uint8 RGB; maybe a view.
 
-        They equal the same part of the whole picture. None if this library cannot say: the data
-        is no such JPEG, ends early, or is damaged where it was read; decode it whole then.
-        ``box`` is within the picture that is decoded at 1/``scale``.
+        They equal the same part of the whole picture. None: the data is no JPEG that this library
+        can decode, ends early, or is damaged where it was read; it has to be decoded whole.
+        ``box`` is within the picture decoded at 1/``scale``.
         """
         if not data.endswith(_END_OF_IMAGE):
             return None
@@ -455,7 +454,7 @@ class RegionDecoder:
             return None
         height, width = tj.tj3Get(handle, _HEIGHT), tj.tj3Get(handle, _WIDTH)
         if scale > 1 and max(height, width) <= _TINY:
-            return None  # simplejpeg takes another scale, as that gives the same size
+            return None  # simplejpeg takes another scale, which gives the same size
         width = -(-width // scale)
         start, stop = _span(box.left, box.width, -(-_BLOCK_WIDTHS[kind] // scale), width)
         out: Pixels = np.empty((box.height, stop - start, 3), np.uint8)
@@ -503,19 +502,19 @@ def _span(left: int, width: int, block: int, whole: int) -> tuple[int, int]:
 
 @functools.cache
 def region_decoder() -> RegionDecoder | None:
-    """Return this process's decoder of parts; None if there is no library that can do it."""
+    """Return this process's decoder of parts; None: no installed library can decode parts."""
     for path in _libraries():
         try:
             decoder = RegionDecoder(ctypes.CDLL(path))
         except (OSError, AttributeError):
-            continue  # not there, or older than TurboJPEG 3
+            continue  # the library is missing, or older than TurboJPEG 3
         if _agrees(decoder):
             return decoder
     return None
 
 
 def _libraries() -> Iterator[str]:
-    """Yield where TurboJPEG may be: beside the wheel ``turbojpeg``, in conda, in the system."""
+    """Yield paths of TurboJPEG: beside the module ``turbojpeg``, in conda, in the system."""
     try:
         module = importlib.util.find_spec("turbojpeg")
     except (ImportError, ValueError):
@@ -532,7 +531,7 @@ def _libraries() -> Iterator[str]:
 
 
 def _agrees(decoder: RegionDecoder) -> bool:
-    """Return whether parts of a picture are the pixels that simplejpeg has there."""
+    """Return whether a decoder makes the same pixels of parts of a picture as simplejpeg."""
     import simplejpeg
 
     rows, columns = np.mgrid[:67, :101]
@@ -563,9 +562,9 @@ class EncodedImage:
     path: str
     data: bytes
     height: int
-    """In pixels, as it is stored."""
+    """Height in pixels, as the picture is stored."""
     width: int
-    """In pixels, as it is stored."""
+    """Width in pixels, as the picture is stored."""
     decoder: Decoder
 
     @property
@@ -604,19 +603,19 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True)
 class StoredPicture:
-    """A picture whose pixels are at hand."""
+    """A picture whose pixels are already decoded."""
 
     pixels: Pixels
-    """They may be read-only."""
+    """The pixels of the picture; they may be read-only."""
 
     @property
     def height(self) -> int:
-        """In pixels."""
+        """Height in pixels."""
         return len(self.pixels)
 
     @property
     def width(self) -> int:
-        """In pixels."""
+        """Width in pixels."""
         return int(self.pixels.shape[1])
 
     @property
@@ -629,7 +628,7 @@ class StoredPicture:
         return self.pixels
 
     def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:  # noqa: ARG002 - which is 1
-        """Return a view of what the picture has within ``box``."""
+        """Return a view of the picture's pixels within ``box``."""
         top, left, height, width = box
         return self.pixels[top : top + height, left : left + width]
 
@@ -655,13 +654,13 @@ class ImageFiles:
 def open_image(path: str, *, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> EncodedImage:
     """Read a file and its header.
 
-    Pixels are those that are stored, as in torchvision's ``ImageFolder``: EXIF orientation is not
-    applied. (A TIFF is always turned: Pillow does it while it loads.)
+    Pixels are taken as they are stored, as torchvision's ``ImageFolder`` does: EXIF orientation is
+    not applied. (A TIFF is always turned: Pillow does it while it loads.)
 
     Raises:
-        DatasetError: If the file cannot be read (the ``OSError`` is its cause), is damaged or not
+        DatasetError: If the file cannot be read (the ``OSError`` is the cause), is damaged or not
             an image, or has more than ``max_pixels`` pixels, height x width, or more bytes than
-            those would have uncompressed.
+            that many pixels have uncompressed.
     """
     try:
         # A Path costs 3 us per sample.
@@ -677,7 +676,7 @@ def open_image(path: str, *, decoder: Decoder, max_pixels: int = MAX_PIXELS) -> 
 
 
 def _with_header(path: str, data: bytes, decoder: Decoder, max_pixels: int) -> EncodedImage:
-    """Check the header of an image that was read."""
+    """Check the header of an image file that was read, and return the image."""
     try:
         height, width = decoder.size(data)
     except ValueError as error:
@@ -696,14 +695,14 @@ def decode_crop(
 ) -> Pixels:
     """Return the pixels of an encoded image within a box, ``[height, width, 3]`` uint8 RGB.
 
-    They are those of the whole picture, as it is stored (EXIF orientation is not applied). Of a
-    JPEG only what the box needs is decoded, if a library for that is there (``pip install
+    They equal those of the whole picture, as it is stored (EXIF orientation is not applied). Of a
+    JPEG only what the box needs is decoded, if a library for that is installed (``pip install
     lightning-fastdata[jpeg]``); damage outside the box then stays unseen.
 
     Args:
         data: A file of any format that Pillow reads.
         box: ``(top, left, height, width)`` in pixels.
-        decoder: As for :class:`~lightning_fastdata.FastImageFolder`; parts are simplejpeg's.
+        decoder: As for :class:`~lightning_fastdata.FastImageFolder`; Pillow decodes no parts.
 
     Raises:
         OptionsError: If the box is empty or reaches beyond the picture.

@@ -42,7 +42,7 @@ from lightning_fastdata.sources.files import PackedStrings
 from lightning_fastdata.types import SampleKey
 
 _HEAD_BYTES: Final = 8
-"""Height and width, in 4 bytes each."""
+"""Number of bytes of height and width, 4 each, with which a kept picture begins."""
 
 
 class FolderError(DatasetError, FileNotFoundError):
@@ -78,26 +78,26 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         crop: ``"random_resized"`` for training: a box of random area and shape. ``"center"`` for
             validation: shorter side to ``resize``, then the centre. ``"stretch"``: the whole
             picture, whatever its shape.
-        scale: Smallest and largest share of the area of a random box.
+        scale: Smallest and largest area of a random box, as a share of the picture's area.
         ratio: Smallest and largest width / height of a random box.
         horizontal_flip: Probability of mirroring left to right. Default: never.
         resize: Length of the shorter side before the centre is cut; None: 8/7 of ``size`` (256 for
             224).
-        shorter_side: Pictures are shrunk, antialiased, to so many pixels on their shorter side
-            before anything is cut out; smaller ones stay. That costs time unless the pictures are
-            kept: :func:`~lightning_fastdata.data.cache_images`. None: pictures as they are.
+        shorter_side: Length in pixels to which the shorter side of pictures is shrunk, antialiased,
+            before anything is cut out; smaller pictures stay. That costs time unless the pictures
+            are kept: :func:`~lightning_fastdata.data.cache_images`. None: pictures as they are.
         normalize: True: float32 samples ``(value / 255 - mean) / std``, channels first, with
             ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
             the others; ``"exact"``: that for all.
-        seed: Of the random crops and flips.
+        seed: Seed of the random crops and flips.
         decoder: ``"auto"`` takes simplejpeg, or else pillow; :attr:`decoder` says which.
         max_pixels: Height x width above which a file is refused before it is decoded.
         check_files: Random crops of a JPEG decode no more of it than they need, if a library for
-            that is there (``pip install lightning-fastdata[jpeg]``), to the same pixels. True: not
-            before the file was decoded whole once, which finds damage anywhere in it; processes
-            that were forked share what is known. False: from the first time on; damage outside
-            the crops stays unseen.
+            that is installed (``pip install lightning-fastdata[jpeg]``), to the same pixels. True:
+            the first read of a file decodes it whole, which finds damage anywhere in it; forked
+            processes share which files were read. False: each read decodes only what it needs, so
+            that damage outside the crops stays unseen.
         is_valid_file: Which paths belong to the dataset; None: ``ImageFolder``'s extensions.
         allow_empty: Whether a class may have no files.
 
@@ -144,7 +144,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
         self.seed = seed
         self._epoch = EpochCell()
-        choose_decoder(decoder)  # one that is not there is an error now, not in a worker
+        choose_decoder(decoder)  # a missing decoder is an error now, not in a worker
         self.classes, self.class_to_idx, samples = _find_files(
             self.root, is_valid_file=is_valid_file, allow_empty=allow_empty
         )
@@ -152,10 +152,10 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self.files = ImageFiles(self._paths, decoder, max_pixels)
         self._targets = np.array([target for _, target in samples], np.int32)
         self._samples: list[tuple[str, int]] | None = None
-        # Which files were decoded whole, so that none of these is damaged anywhere.
+        # Files that were decoded whole, so that none is damaged anywhere; None: none is checked.
         self._whole = SharedFlags(len(samples)) if check_files else None
         self.pictures: ImageCache | None = None
-        """Where pictures are kept; None: they are read from their files."""
+        """Cache that keeps the pictures; None: they are read from their files."""
 
     @property
     def decoder(self) -> Decoder:
@@ -228,10 +228,10 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         """Write sample ``index`` into ``out`` and return its class number.
 
         Args:
-            index: Of the sample; negative counts from the end.
-            out: Of :attr:`sample_shape` and :attr:`sample_dtype`, C-contiguous, writable, such as
-                one row of a batch. Its contents are undefined if an error is raised.
-            key: What the random part depends on; None: this dataset's seed and epoch, and
+            index: Number of the sample; a negative one counts from the end.
+            out: Array of :attr:`sample_shape` and :attr:`sample_dtype`, C-contiguous, writable: one
+                row of a batch, say. Its contents are undefined if an error is raised.
+            key: The key on which the random part depends; None: this dataset's seed and epoch, and
                 ``index``.
 
         Raises:
@@ -262,7 +262,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         return int(self._targets[index])
 
     def keeping_pictures(self, folder: CacheFolder) -> FastImageFolder | None:
-        """Return this dataset with a cache of its pictures; None: it draws nothing."""
+        """Return this dataset with a cache of its pictures; None: its samples are never random."""
         return cache_images(self, folder) if self.rule.draws else None
 
     def _open(self, index: int) -> Picture:
@@ -274,7 +274,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         return StoredPicture(shrunk(image, self.shorter_side))
 
     def __getstate__(self) -> dict[str, Any]:
-        # The unpacked list is what makes other datasets expensive to send to workers.
+        # The unpacked list would be expensive to send to workers.
         return {**self.__dict__, "_samples": None}
 
     def __repr__(self) -> str:
@@ -301,20 +301,20 @@ def cache_images(
     max_bytes: int | None = None,
     key: str | None = None,
 ) -> FastImageFolder:
-    """Return an image folder that keeps its pictures and draws its crops from these.
+    """Return an image folder that keeps its decoded pictures and cuts its crops out of them.
 
     Files are decoded once, by whichever worker or rank reads them first; later epochs, other ranks
-    and later runs cut their crops out of what is kept, to exactly the pixels without a cache.
-    Order, draws and options are those of the dataset. It works best with ``shorter_side``: pictures
-    of 256 pixels take a fraction of the room of whole ones, 3 bytes a pixel. What does not fit the
-    memory is read from the disk in each epoch, which is no gain over files. How the cache is found,
-    checked and shared: :class:`CachedDataset`.
+    and later runs cut their crops out of the kept pictures, with the same pixels as without a
+    cache. Order, draws and options are those of the dataset. A cache works best with
+    ``shorter_side``: pictures of 256 pixels take a fraction of the room of whole ones, 3 bytes a
+    pixel. Pictures that do not fit the memory are read from the disk in each epoch, which is no
+    gain over files. :class:`CachedDataset` says how a cache is found, checked and shared.
 
     Args:
-        dataset: Whose pictures.
+        dataset: The image folder whose pictures are kept.
         folder: ``"disk"``, ``"ram"`` or a folder; as for :class:`CachedDataset`.
-        max_bytes: What the pictures may take; others are read from their files. Default: as for
-            :class:`CachedDataset`.
+        max_bytes: Most bytes that the pictures may take; others are read from their files. Default:
+            as for :class:`CachedDataset`.
         key: As for :class:`CachedDataset`.
 
     Raises:
@@ -333,7 +333,7 @@ def cache_images(
 class ImageCache(CachedDataset):
     """The pictures of a folder, each one row of bytes; made by :func:`cache_images`.
 
-    A row has height and width, and then the pixels; of it no more is read than a crop.
+    A row has height and width, and then the pixels; no more of it is read than a crop needs.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class ImageCache(CachedDataset):
             self._said += f", shorter side {pictures.shorter_side}"
 
     def open(self, index: int) -> Picture:
-        """Return a picture; it is made and kept if it was not."""
+        """Return a picture; it is decoded and kept if it is not kept yet."""
         row = self.row_of(index)
         row = self[index] if row is None else row
         height, width = row[:_HEAD_BYTES].view("<u4").tolist()
@@ -354,10 +354,10 @@ class ImageCache(CachedDataset):
 
 
 class _Pictures(Dataset[NDArray[np.uint8]]):
-    """Pictures, each one row of bytes."""
+    """Decoded pictures, each as one row of bytes: height and width, then pixels."""
 
     def __init__(self, files: ImageFiles, shorter_side: int | None) -> None:
-        self.samples = files.paths  # by this name their sizes and times become part of the identity
+        self.samples = files.paths  # so named, a cache finds the files, and checks their times
         self.files = files
         self.shorter_side = shorter_side
 

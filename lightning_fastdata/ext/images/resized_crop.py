@@ -25,8 +25,8 @@ _MASK = (1 << 64) - 1
 class Placement(NamedTuple):
     """How one picture becomes one sample.
 
-    ``box`` (full-size pixels) is cut out of it and resized to ``height`` x ``width``; the sample
-    begins there at row ``top`` and column ``left``, and is mirrored left to right with ``flip``.
+    ``box`` (full-size pixels) is cut out of it and resized to ``height`` x ``width``. In the result
+    the sample begins at row ``top`` and column ``left``; with ``flip`` it is mirrored.
     """
 
     box: Box
@@ -43,8 +43,9 @@ class CropRule:
 
     size: int
     crop: Crop = "random_resized"
-    """``random_resized``: torchvision's ``RandomResizedCrop(size, scale, ratio)``. ``center``:
-    ``Resize(resize)`` then ``CenterCrop(size)``. ``stretch``: ``Resize((size, size))``."""
+    """The rule of cropping: ``random_resized`` is torchvision's ``RandomResizedCrop(size, scale,
+    ratio)``, ``center`` is ``Resize(resize)`` then ``CenterCrop(size)``, ``stretch`` is
+    ``Resize((size, size))``."""
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     horizontal_flip: float = 0.0
@@ -69,7 +70,7 @@ class CropRule:
 
     @property
     def draws(self) -> bool:
-        """Whether two samples of one picture differ."""
+        """Whether two samples of one picture may differ."""
         return self.crop == "random_resized" or self.horizontal_flip > 0
 
     @property
@@ -101,8 +102,8 @@ def keyed_uniform(key: SampleKey) -> Callable[[], float]:
     """Return a source of uniform numbers in [0, 1) that depends on the key and nothing else.
 
     Only ``random.Random.random`` is used: its sequence for a seed is promised to stay the same in
-    later Python versions. Making one costs 4 us, a tenth of what ``numpy.random`` and its checks
-    would take per sample.
+    later Python versions. Making a source costs 4 us, a tenth of what ``numpy.random`` and its
+    checks would take per sample.
     """
     seed = (key.seed & _MASK) << 128 | (key.epoch & _MASK) << 64 | (key.index & _MASK)
     return random.Random(seed).random
@@ -117,8 +118,8 @@ def random_resized_box(
 ) -> Box:
     """Draw a box by the law of torchvision's ``RandomResizedCrop.get_params``.
 
-    Area uniform in ``scale`` times the picture's, log of width / height uniform, position uniform;
-    ten attempts, then the largest centred box whose ratio is allowed.
+    The area is uniform in ``scale`` times the picture's; the logarithm of width / height and the
+    position are uniform, too. After ten attempts it is the largest centred box of allowed ratio.
     """
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
@@ -146,14 +147,14 @@ def shorter_side_to(length: int, height: int, width: int) -> tuple[int, int]:
 
 
 Resample: TypeAlias = Literal["auto", "exact"]
-"""``auto``: fast for random crops (see :func:`plan_resample`), exact for all others. ``exact``:
-decode fully, torchvision's antialiased bilinear resize."""
+"""How pictures are resized. ``auto``: fast for random crops (see :func:`plan_resample`), exact for
+all others. ``exact``: decoded fully, with torchvision's antialiased bilinear resize."""
 
 Filter: TypeAlias = Literal["linear", "antialias"]
 
 LINEAR_BELOW = 1.5
-"""Downscale below which two taps per axis are enough. Against the antialiased resize, photographs
-are then at 45 dB (median; the sharpest crops at 34), and a sample costs a quarter less."""
+"""Downscale factor below which two taps per axis are enough. Against the antialiased resize,
+photographs then have 45 dB (median; the sharpest crops 34), and a sample costs a quarter less."""
 
 
 class ResamplePlan(NamedTuple):
@@ -164,11 +165,11 @@ class ResamplePlan(NamedTuple):
 
 
 def plan_resample(placement: Placement, resample: Resample, *, scalable: bool) -> ResamplePlan:
-    """Choose for one sample.
+    """Choose the scale of decoding and the filter for one sample.
 
     ``auto`` uses ``linear`` while the box shrinks by less than 1.5 on both axes. Beyond, it decodes
-    at the power of two that leaves a factor of at least 1 (below 2 on the shorter axis), and
-    resizes the rest with the antialiased filter. OpenCV's ``INTER_AREA`` is no alternative: at
+    at the largest divisor, up to 8, that leaves a factor of at least 1 on both axes, and resizes
+    the rest with the antialiased filter. OpenCV's ``INTER_AREA`` is no alternative: at
     fractional factors it takes longer than torch's antialiased uint8 kernel (0.9 against 0.4 ms
     for 400 to 224 pixels) and is further from torchvision (42 dB).
     ``scalable``: whether a scaled decode of this file is cheaper than a full one.
@@ -187,7 +188,7 @@ def plan_resample(placement: Placement, resample: Resample, *, scalable: bool) -
 def settle_resample(resample: Resample, crop: Crop) -> Resample:
     """Return what ``resample`` means for this crop: ``auto`` is ``exact`` unless crops are random.
 
-    What is evaluated on other pixels than it was compared with loses real points.
+    A model that is evaluated on pixels resized in another way loses real points of accuracy.
     """
     if resample not in get_args(Resample):
         raise OptionsError(
@@ -232,7 +233,7 @@ def render(
 
 
 def scaled_box(box: Box, scale: int) -> Box:
-    """Return the box in pixels of a picture decoded at 1/scale, its edges rounded to the nearest.
+    """Return a box in pixels of the picture decoded at 1/scale, its edges rounded to the nearest.
 
     The edges move by at most scale/2 full-size pixels, that is half a decoded one.
     """
@@ -253,9 +254,9 @@ def resize(
         from torchvision.transforms.v2 import functional
 
         # Channels last in memory: torch has a uint8 kernel for exactly this, and no float copy is
-        # made. Of a view of a larger picture it would make planes, and interleaving those again
-        # takes as long as the resize; copying the crop takes a twentieth of it.
-        # Writable, because torch warns of what is not.
+        # made. It would make planes of a view of a larger picture, and interleaving planes takes
+        # as long as the resize; copying the crop takes a twentieth of that.
+        # Writable, because torch warns of read-only arrays.
         tensor = torch.from_numpy(np.require(pixels, requirements=("C", "W"))).permute(2, 0, 1)
         resized = functional.resize(tensor, [height, width], antialias=True)
         smooth: Pixels = resized.permute(1, 2, 0).numpy()
@@ -270,10 +271,10 @@ def resize(
 
 
 def shrunk(image: Picture, shorter_side: int | None) -> Pixels:
-    """Return all of a picture, with a shorter side of at most so many pixels; None: any.
+    """Return a whole picture, its shorter side shrunk to ``shorter_side`` pixels; None: as it is.
 
-    It is decoded at the power of two that leaves a factor of at least 1, and the rest is resized
-    with torchvision's antialiased filter.
+    It is decoded at the largest divisor that leaves a factor of at least 1, as in
+    :func:`plan_resample`, and the rest is resized with torchvision's antialiased filter.
 
     Raises:
         DatasetError: If the file is damaged.
@@ -289,13 +290,13 @@ def shrunk(image: Picture, shorter_side: int | None) -> Pixels:
 
 
 _IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of red, green and blue, of pixels in [0, 1]."""
+"""ImageNet's means and standard deviations of red, green and blue, for pixels in [0, 1]."""
 
 
 def normalising_tables(
     normalize: Literal[True] | tuple[Sequence[float], Sequence[float]],
 ) -> NDArray[np.float32]:
-    """Return what becomes of each of 256 values in each channel, ``[3, 256]`` float32."""
+    """Return the normalised value of each of 256 levels in each channel, ``[3, 256]`` float32."""
     try:
         mean, std = _IMAGENET if normalize is True else normalize
         means, stds = (np.array(one, np.float64).reshape(3, 1) for one in (mean, std))

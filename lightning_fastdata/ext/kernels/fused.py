@@ -22,9 +22,9 @@ _EVEN = tl.constexpr(12582912.0)
 
 @triton.jit
 def part(values, BLOCK: tl.constexpr):
-    """Return which sample a program works on, and at which of its ``values`` values.
+    """Return the sample that a program works on, and the positions among its ``values`` values.
 
-    A grid of one dimension has room for 2**31 programs; in its second dimension, for 65535.
+    The grid has one dimension, which has room for 2**31 programs; a second one would have 65535.
     """
     blocks = tl.cdiv(values, BLOCK)
     program = tl.program_id(0)
@@ -33,7 +33,7 @@ def part(values, BLOCK: tl.constexpr):
 
 @triton.jit
 def placed(at, width):
-    """Return row and column of pixels: divided without a sign, which takes fewer instructions."""
+    """Return the row and column of pixels; unsigned division takes fewer instructions."""
     columns = width.to(tl.uint32)
     row = at.to(tl.uint32) // columns
     return row.to(tl.int32), (at.to(tl.uint32) - row * columns).to(tl.int32)
@@ -90,8 +90,8 @@ def _colors(pixel):
 def read(image, y, x, width, mask):
     """Return red, green and blue at positions inside an image, as int32.
 
-    Loaded are words of four bytes, which is done in fewer instructions than byte by byte; and only
-    those in which a byte of the pixel lies, as no other need be part of the batch's memory.
+    Words of four bytes are loaded, which takes fewer instructions than single bytes. Only words
+    that hold a byte of the pixel are loaded, as others may lie outside the batch's memory.
     """
     address = image.to(tl.int64) + (y * width + x) * 3
     begin = (address & 3) * 8
@@ -102,9 +102,9 @@ def read(image, y, x, width, mask):
 
 @triton.jit
 def read_pair(image, y, x, width, two, mask):
-    """Return what :func:`read` does, and the same of the pixel to the right, where there are two.
+    """Return what :func:`read` returns, and the same for the pixel to the right if ``two``.
 
-    Where there are not, the second pixel has any values.
+    Elsewhere the second pixel has arbitrary values.
     """
     address = image.to(tl.int64) + (y * width + x) * 3
     begin = (address & 3) * 8
@@ -119,7 +119,7 @@ def read_pair(image, y, x, width, two, mask):
 
 @triton.jit
 def read_anywhere(image, y, x, height, width, mode, fill, mask):
-    """Return red, green and blue at any positions; ``fill``: three float32, outside for mode 0."""
+    """Return red, green and blue at any positions; ``fill``: float32 ``[3]``, outside in mode 0."""
     red, green, blue = read(image, fold(y, height, mode), fold(x, width, mode), width, mask)
     if mode == 0:
         inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
@@ -222,7 +222,7 @@ def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mas
     """Return red, green and blue where a warp reads them for ``y, x``.
 
     ``how``: the border mode, plus 8 for the nearest pixel, plus 16 if OpenCV rounds once behind its
-    vectors, which is from the column ``scalar_from``.
+    vectors, which end before the column ``scalar_from``.
     ``inverse``: float32 ``[3, 3]``, from the result to the image; ``fill``: float32 ``[3]``.
     """
     mode = how & 7
@@ -251,7 +251,7 @@ def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mas
 
 @triton.jit
 def came_from(code, length, y, x, height, width):
-    """Return where symmetries took each pixel from, and their instructions' effect undone."""
+    """Return where each pixel was before the symmetries in ``code``: these are undone."""
     for back in range(length):
         step = code + (length - 1 - back) * 5
         if tl.load(step) == 1:
@@ -374,7 +374,7 @@ def saturated(red, green, blue, factor):
 
 @triton.jit
 def looked_up(red, green, blue, table, count):
-    """Return what a table ``[256, count]`` has for each value; one column stands for all three."""
+    """Return the entries of a table ``[256, count]``; a single column stands for all three."""
     shared = count == 1
     red = tl.load(table + red * count).to(tl.int32)
     green = tl.load(table + green * count + tl.where(shared, 0, 1)).to(tl.int32)
@@ -404,16 +404,16 @@ _VARYING: Final = (
     *("code_at", "where_at", "border", "fill_at", "mean_at", "gain_at"),
     *("height", "width", "out_height", "out_width", "length"),
 )
-"""Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
-where the numbers of a batch lie is another place in each batch."""
+"""Integer arguments for which no kernel is compiled anew: Triton compiles others again if they are
+1 or become multiples of 16, and these differ from batch to batch: places in the blob, sizes."""
 
 _ANYWHERE: Final = ("source",)
-"""A batch that is a part of another begins at any address, and the kernels read it at any."""
+"""Pointers of any alignment: a batch that is part of another one may begin at any address."""
 
 
 @triton.jit
 def _fills(fill, count):
-    """Return three values of a fill; the only one stands for all three."""
+    """Return three values of a fill; a single value stands for all three."""
     many = count > 1
     second = tl.load(fill + tl.where(many, 1, 0))
     return tl.load(fill), second, tl.load(fill + tl.where(many, 2, 0))
@@ -432,16 +432,16 @@ def fused_kernel(
     ``GEOMETRY`` says how the image is read: 0 as it is, 1 a window, 2 resized, 3 warped in those
     samples whose first instruction says so.
 
-    ``ENDS`` says what is written: 0 bytes, 1 normalized, 2 divided by a limit, which lies where
-    normalized samples have their mean.
+    ``ENDS`` says what is written: 0 bytes, 1 normalized values, 2 values divided by a limit, which
+    lies where normalized samples have their mean.
 
-    What lies at ``fill_at`` is float32 for a window, and float64 for a resize: its steps.
+    At ``fill_at`` lie the float32 fill of a window, or the float64 steps of a resize.
 
     ``pixels`` is the height times the width of the result: where that is a multiple of 16, several
     values are written at once.
 
-    With ``SUMS``, add up the luminance of the pixels as a sample's CONTRAST finds them, and write
-    no pixels.
+    With ``SUMS``, add up the luminance of the pixels as they are before a sample's CONTRAST, and
+    write no pixels.
     """
     sample, at = part(pixels, BLOCK)
     mask = at < pixels
@@ -538,4 +538,4 @@ def fused_kernel(
 
 
 OPTIONS: Final = {"enable_fp_fusion": False}
-"""How all of them are compiled."""
+"""Compiler options of the kernel: no product is fused with a sum."""

@@ -1,14 +1,14 @@
 """Runs of steps that one kernel carries out, made when a batch is packed.
 
 A run reads each pixel of its result from the images, changes it by operations that make a pixel
-from itself alone, and writes it. It takes steps as long as it can: a sample is read first, as all
-samples are (a window, a resize) or in its own way (a warp), then changed pixel by pixel, and
-written. What comes too late for that begins the next run. Kernels carry a run out on CUDA; without
-Triton, and for what has no kernel, torch carries out one step after the other
+from itself alone, and writes it. It takes steps as long as they fit this order: a sample is read,
+as all samples are (a window, a resize) or in its own way (a warp), then changed pixel by pixel, and
+written. A step that does not fit begins the next run. Kernels carry out runs on CUDA. Without
+Triton, and for steps that have no kernel, torch carries out one step after the other
 (:mod:`lightning_fastdata.augment.replay.torch`).
 
-Each sample has its own instructions, in its own order; what it skips costs nothing. Instructions
-are rows of five int32: what to do, and where in the blob the numbers for it lie.
+Each sample has its own instructions, in its own order; operations that it skips cost nothing.
+Instructions are rows of five int32: what to do, and where in the blob its numbers lie.
 
 ====================  ==========================================================================
 code                  numbers
@@ -25,7 +25,7 @@ code                  numbers
 ``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
 ====================  ==========================================================================
 
-A sample may begin with one way of reading of its own:
+The first instruction of a sample may say how it is read:
 
 ====================  ==========================================================================
 ``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
@@ -57,24 +57,24 @@ Instructions: TypeAlias = "Callable[[Encoded, Mapping[str, int]], list[Instructi
 End: TypeAlias = Literal["normalize", "to float", "channels first"]
 Window: TypeAlias = Literal["window", "resize"]
 Fused: TypeAlias = "Instructions | Window | End"
-"""What an operation is within a run: a way of reading, a change of each pixel, or its end."""
+"""Role of an operation in a run: a way of reading, a change of each pixel, or the run's end."""
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp"]
 _GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3}
 _ENDS: Final[frozenset[object]] = frozenset(get_args(End))
-"""What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
+"""Operations whose result is not bytes ``[n, H, W, C]``, so that no other run follows."""
 _BLOCK: Final = 512
-"""Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
+"""Number of pixels that one program computes: four for each thread, which fit its registers."""
 _MOST: Final = 1 << 31
-"""Values of one image: kernels count those with 32 bits."""
+"""Limit of the number of values of one image, as kernels count them with 32 bits."""
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, WARP = range(11)
 WIDTH: Final = 5
-"""Numbers of an instruction."""
+"""Number of integers in an instruction."""
 CHANNELS: Final = 3
-"""Of the images that are fused: others take one step after the other."""
+"""Number of channels that kernels take; other images take one step after the other."""
 
 _TRANSPOSED: Final = 4
-"""Symmetries from here on make columns of rows, which takes square images."""
+"""Least number in ``MIRROR`` of a symmetry that makes columns of rows, for square images alone."""
 _MIRRORS: Final = {
     (False, 0): 0,
     (True, 3): 1,
@@ -85,7 +85,7 @@ _MIRRORS: Final = {
     (False, 1): 6,
     (True, 2): 7,
 }
-"""The symmetries of a square, named by a transposition and the quarter turns after it."""
+"""Numbers in ``MIRROR`` of the square's symmetries, by (transposed, quarter turns after that)."""
 _WARPED_NEAREST: Final = 8
 _ROUNDS_ONCE: Final = 16
 
@@ -142,9 +142,9 @@ def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
 
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the reading of an affine warp, or None."""
+    """Return the instruction that reads a sample by an affine warp, or None."""
     static: dict[str, Any] = dict(encoded.static)
-    # The kernel reads between the pixels as OpenCV 5 does: without a grid.
+    # The kernel reads between pixels as OpenCV 5 does: at positions that are on no grid.
     if static["cells"] or len(encoded.arrays["fill"]) != CHANNELS:
         return None
     how = static["border"] + _WARPED_NEAREST * (static["interpolation"] == NEAREST)
@@ -169,37 +169,37 @@ FUSED: Final[Mapping[str, Fused]] = MappingProxyType(
         "ToTensorV2": "channels first",
     }
 )
-"""What operations are, by the name of their class in Albumentations; no run takes others."""
+"""Role of each operation in a run, by its class name in Albumentations; runs take no others."""
 
 
 class Reading(NamedTuple):
     """How a run reads its pixels."""
 
     geometry: Geometry = "none"
-    """By all samples alike, or by some as their first instruction says (``warp``) and by the others
-    as they are."""
+    """Way of reading, alike for all samples; ``warp``: some samples are read as their first
+    instruction says, and the others as they are."""
     size: tuple[int, int] | None = None
-    """Height and width of the result; None: those of the batch."""
+    """Height and width of the result in pixels; None: those of the batch."""
     where: ArrayAt | None = None
-    """``window``: top and left, int32 ``[samples, 2]``; ``resize``: the box, int32
-    ``[samples, 4]``; else None."""
+    """Place in the image, int32: top and left ``[samples, 2]`` for a ``window``; left, top, right
+    and bottom ``[samples, 4]`` for a ``resize``; else None."""
     border: int = REPLICATE
-    """``window``: the border mode."""
+    """OpenCV's border mode of a ``window``; not used otherwise."""
     fill: ArrayAt | None = None
-    """``window`` that reaches outside: float32 ``[samples, 3]``."""
+    """Values outside the image, float32 ``[samples, 3]``; None: no ``window`` reaches there."""
     step: ArrayAt | None = None
-    """``resize``: source pixels per output pixel, down and across, float64 ``[samples, 2]``."""
+    """Source pixels per output pixel of a ``resize``, down and across, float64 ``[samples, 2]``."""
 
 
 class Ending(NamedTuple):
-    """What a run makes of the bytes ``[n, H, W, C]`` in the end."""
+    """What a run makes of its bytes ``[n, H, W, C]`` in the end."""
 
     normalize: tuple[ArrayAt, ArrayAt] | None = None
-    """Mean and gain, float32 ``[samples, 3]``; None: it is not normalized."""
+    """Mean and gain, float32 ``[samples, 3]``; None: values are not normalized."""
     limit: ArrayAt | None = None
-    """What the values are divided by, float32 ``[samples, 1]``; None: they are not."""
+    """Divisor of the values, float32 ``[samples, 1]``; None: values are not divided."""
     channels_first: bool = False
-    """The result is ``[n, C, H, W]``."""
+    """Whether the result is ``[n, C, H, W]``."""
 
     @property
     def keeps_bytes(self) -> bool:
@@ -211,10 +211,10 @@ class Launch(NamedTuple):
     """One launch of a kernel."""
 
     grid: tuple[int]
-    """Programs: one for each block of pixels of each sample."""
+    """Number of programs: one for each block of pixels of each sample."""
     arguments: tuple[torch.Tensor | int, ...]
     constants: Mapping[str, int]
-    """What it is compiled for, by name."""
+    """Constants for which the kernel is compiled, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,24 +224,24 @@ class FusedRun:
     first: int
     last: int
     code: ArrayAt
-    """int32 ``[samples, instructions, 5]``."""
+    """Instructions of the samples, int32 ``[samples, instructions, 5]``."""
     reading: Reading
     ending: Ending
     idle: bool = False
-    """It leaves every sample as it is, so nothing is launched."""
+    """Whether it leaves every sample as it is, so that nothing is launched."""
     contrasts: bool = False
-    """Some sample needs the mean luminance of its image half-way, which takes a launch more."""
+    """Whether some sample needs its mean luminance half-way, which takes one more launch."""
     keeps_size: bool = False
-    """Some sample is read as it is, so the size has to stay that of the batch."""
+    """Whether some sample is read as it is, so that the size has to stay that of the batch."""
     square: bool = False
-    """Some sample is turned on its side, so the result has to be square."""
+    """Whether some sample is turned on its side, so that the result has to be square."""
 
     def takes(self, batch: torch.Tensor) -> bool:
-        """Return whether the run knows a batch of this form and size.
+        """Return whether the run can take a batch of this form and size.
 
-        One that reads some samples as they are keeps the size of the batch, and one that turns some
-        samples on their side has square images. Otherwise torch carries out its steps, or says why
-        not.
+        A run that reads some samples as they are must keep the size of the batch, and one that
+        turns some samples on their side must make square images. Otherwise torch carries out its
+        steps, or raises the error.
         """
         if not is_fusible(batch):
             return False
@@ -252,7 +252,7 @@ class FusedRun:
         return (not self.keeps_size or after == before) and (not self.square or height == width)
 
     def __call__(self, blob: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        """Return a batch that the run takes after it; ``blob`` holds the arrays of its program."""
+        """Return a batch after the run; ``blob`` holds the arrays of its program."""
         from lightning_fastdata.ext.kernels.fused import OPTIONS, fused_kernel
 
         out, launches = self.prepare(blob, batch)
@@ -264,7 +264,7 @@ class FusedRun:
     def prepare(self, blob: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, list[Launch]]:
         """Return the memory for the result, and the launches that fill it.
 
-        It asks the device for no value: everything it decides by lies on the host.
+        It asks the device for no value: all that it needs to decide lies on the host.
         """
         code, reading, ending = self.code, self.reading, self.ending
         batch = batch.contiguous()
@@ -279,7 +279,7 @@ class FusedRun:
         sums = blob.view(torch.int64)
         if self.contrasts:
             sums = batch.new_zeros(samples, dtype=torch.int64)
-        # What is not there lies at any place.
+        # An array that is not there may lie at any place.
         where, numbers = reading.where or code, reading.fill or reading.step or code
         at = code.offset // 4, where.offset // 4, reading.border, numbers.offset // 4
         given = *at, mean.offset // 4, gain.offset // 4
@@ -288,7 +288,7 @@ class FusedRun:
         launches = []
         # Luminance is added up first.
         for adds_up in (True, False) if self.contrasts else (False,):
-            # What adds up writes no pixels: one kernel does for all that could be written.
+            # The launch that adds up writes no pixels: one kernel serves for all kinds of results.
             constants = {
                 "GEOMETRY": _GEOMETRIES[reading.geometry],
                 "SUMS": adds_up,
@@ -302,7 +302,7 @@ class FusedRun:
 
 
 def is_fusible(batch: torch.Tensor) -> bool:
-    """Return whether the kernels know batches of this form: uint8 RGB images ``[n, H, W, 3]``."""
+    """Return whether the kernels take batches of this form: uint8 RGB images ``[n, H, W, 3]``."""
     known = batch.dtype == torch.uint8 and batch.ndim == 4 and batch.shape[-1] == CHANNELS
     return known and 0 < math.prod(batch.shape[1:]) < _MOST
 
@@ -322,7 +322,7 @@ def fuse(
         if ended or not open_run.takes(scheduled):
             open_run = _OpenRun(number + 1, samples)
         if ended or FUSED.get(scheduled.step.name) in _ENDS:
-            # What follows are no bytes any more.
+            # The steps that follow are not given bytes any more.
             break
     runs.append(open_run.close(len(steps) - 1, add))
     return tuple(run for run in runs if run is not None)
@@ -331,7 +331,7 @@ def fuse(
 def _made(
     scheduled: ScheduledStep, encode: Instructions
 ) -> Iterator[tuple[int, Encoded, list[Instruction] | None]]:
-    """Yield each sample of a step, what it drew and what it has to do."""
+    """Yield for each sample of a step its row, what it drew, and its instructions."""
     for part, (rows, encoded) in zip(scheduled.step.parts, scheduled.drawn, strict=True):
         strides = [(name, one.offset, one.row_bytes) for name, one in part.arrays.items()]
         for place, (row, one) in enumerate(zip(rows, encoded, strict=True)):
@@ -350,7 +350,7 @@ class _OpenRun:
     def takes(self, scheduled: ScheduledStep) -> bool:
         """Take a step and return True, or leave the run as it is and return False."""
         step = scheduled.step
-        whole = step.parts[0].rows is None  # all samples take it alike
+        whole = step.parts[0].rows is None  # one part with all samples
         taken = whole and self._take_end(step)
         if not self.ends:
             taken = taken or (whole and self._take_geometry(step)) or self._take_pixels(scheduled)
@@ -359,7 +359,7 @@ class _OpenRun:
 
     @property
     def ends(self) -> bool:
-        """Whether the run makes something else of bytes ``[n, H, W, C]``."""
+        """Whether the result of the run is no longer bytes ``[n, H, W, C]``."""
         return self.ending != Ending()
 
     def _take_end(self, step: ProgramStep) -> bool:
