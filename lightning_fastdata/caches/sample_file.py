@@ -399,7 +399,7 @@ def split(whole: Raw) -> tuple[Form, Raw]:
 
 
 def first_leaf_at(start: bytes) -> int:
-    """Return the offset of the leaves in the result of :func:`with_form`, given its first 4 bytes."""
+    """Return the offset of the leaves in the result of :func:`with_form`, by its first 4 bytes."""
     return _padded(4 + int.from_bytes(start, "little"))
 
 

@@ -599,7 +599,7 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
 
 
 def _drawn_order(sampler: object) -> Ints | None:
-    """Return the order that a sampler of torch's will give; None for a subclass or other sampler."""
+    """Return the order that a sampler of torch's will give; None for subclasses and others."""
     if type(sampler) is RandomSampler and not sampler.replacement:
         length, generator = len(sampler.data_source), sampler.generator
         if sampler.num_samples != length:

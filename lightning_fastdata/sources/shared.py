@@ -128,8 +128,8 @@ def attributes(
 
     A name is the path to it, such as ``"dataset.coco.anns"``; ``owner[key]`` is the list or dict.
 
-    Objects that have attributes of their own are searched, such as another dataset or an index;
-    modules of networks, tensors and functions are not. So is a short list of such objects.
+    Objects that have attributes of their own are searched, such as another dataset or an index,
+    also in short lists; modules of networks, tensors and functions are not.
     """
     seen = {id(owner)} if seen is None else seen
     held = held_by(owner)
@@ -154,7 +154,7 @@ class HeldObjects:
     name: str
     """Path by which it is reached, e.g. ``"dataset.samples"``."""
     kind: str
-    """Description, e.g. ``"list of 1.2 million dicts"``."""
+    """Text that describes it, e.g. ``"list of 1.2 million dicts"``."""
     size_bytes: int
     """Bytes of memory that it and all that it holds take."""
     counted_bytes: int
