@@ -95,7 +95,7 @@ class ReadingActor:
         return clock.monotonic_ns()
 
     def make(self, task: protocol.TaskRequest, number: int, stamped: bool) -> Made:
-        """Read and collate a whole batch, and return how this task ended; ``number``: the task's."""
+        """Read and collate a whole batch, and return how the task of this number ended."""
         fetcher, began_ns = self._fetcher, clock.monotonic_ns()
         fetcher.stamps = self._watch if stamped else None
         fetcher.faults.clear()

@@ -33,7 +33,7 @@ _GO_ON: Final = (
 _STORE_BYTES: Final = 2**31
 """Bytes assumed for an object store whose size Ray does not tell."""
 _ENDS: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Environment variable: seconds without the head after which Ray ends a program, 60 by default."""
+"""Environment variable with the seconds without the head until Ray ends a program; default 60."""
 _PATIENCE: Final = 0.6
 """Share of that time after which a head that does not answer is an error."""
 _ASK_S: Final = 1.0

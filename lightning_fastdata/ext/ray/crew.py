@@ -112,7 +112,7 @@ class Reader:
     hang: Hang | None = None
     """Details of the hang for which it was killed; None: it did not hang."""
     exitcode: int | None = None
-    """Always None: Ray does not tell exit codes of actors."""
+    """Exit code of the actor; it is always None, as Ray does not tell it."""
 
     def has_room(self, *, stamped: bool) -> bool:
         """Return whether it may be given a batch now.
@@ -195,7 +195,7 @@ class RayCrew:
         self._told = False
         self._watch = cluster.ClusterWatch(partial(cluster.read_free_cpus, ray))
         self.children: dict[int, ChildProcess] = {}
-        """Always empty: actors are not child processes of this one."""
+        """Child processes by number; this is always empty, as actors are none."""
         self.owing: list[ChildProcess] = []
         self.respawned = 0
         self._tasks: dict[int, Task] = {}

@@ -38,7 +38,7 @@ a dataset, where it would count as an object that forked workers share."""
 
 
 class OpenedInEachProcess(Generic[Handle]):
-    """Keeps an opened file or client, and opens another in a process that was forked or got a copy."""
+    """Keeps an open file or client, and opens another one in each process that has a copy of it."""
 
     def open(self) -> Handle:
         """Open the file or client; called once in each process."""

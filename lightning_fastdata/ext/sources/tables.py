@@ -103,7 +103,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         return f"{self.path}:{self.keys[index]!r}"
 
     def recognised_by(self) -> tuple[object, ...]:
-        """Return what identifies these values: size and time of the database's file, and the keys."""
+        """Return what identifies these values: size and time of the database, and the keys."""
         place = Path(self.path)
         return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
 
