@@ -381,8 +381,7 @@ class CachedDataset(Dataset[Any]):
     def notice_change(self, within_s: float = math.inf) -> None:
         """Use the cache no longer, with a warning, if its dataset has changed.
 
-        Samples kept since the dataset was last found unchanged may be of either state, and are
-        removed.
+        Samples kept since it was last found unchanged may be of either state, and are removed.
 
         Args:
             within_s: Most CPU seconds for the comparison; a slower one is given up, as unchanged.

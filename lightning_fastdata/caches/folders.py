@@ -1,7 +1,6 @@
 """The folder of a cache: where it is, and how it is found again in another run.
 
-A cache without a key is found by the identity of its dataset: a digest of all that its samples are
-made from.
+A cache without a key is found by the identity of its dataset: a digest of what samples are made of.
 
 Two datasets have the same identity if they hold the same, down to each element; if the source text
 of their classes, and of the functions and classes that they hold, is the same; and if the files
@@ -9,8 +8,7 @@ that they name have the same size and time of change. For code of an installed p
 counts, or, if the package states none, the file of the module and those of the base classes.
 
 Code that this code calls is not searched: a function of another module may change, and the identity
-does not. An object with a method ``recognised_by()`` is recognised by its class and what that
-method returns.
+does not. An object with a method ``recognised_by()`` counts by its class and the method's result.
 """
 
 from __future__ import annotations
@@ -251,8 +249,7 @@ def identity(dataset: object) -> str:
 class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold, but code by its source and not by its name alone.
 
-    It has no memo (``fast``), so that it makes no difference whether two equal strings are one
-    object.
+    Without a memo (``fast``), it makes no difference whether two equal strings are one object.
     """
 
     def __init__(self, digest: hashlib.blake2b) -> None:
@@ -377,8 +374,7 @@ def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
 
     A name may be a path, or a path within a folder that the dataset names, too, or the name of a
     file in such a folder or one level below, with or without its extension: ``root="photos"`` and
-    ``names=["0001", ...]``. If only a folder is named, no file counts: other programs may write
-    there.
+    ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
     for part in _parts(dataset):
         groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]

@@ -269,8 +269,7 @@ class Crossing:
     def land(self) -> Batch:
         """Return the batch for use on the current stream, which waits for it; the host does not.
 
-        If no side stream has worked on it, or it has landed before, the current stream does the
-        work.
+        If no side stream has worked on it, or it has landed before, the current one does the work.
         """
         self._lane.note_landing()
         moved, self.moved = self.moved, None

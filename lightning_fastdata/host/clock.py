@@ -28,8 +28,7 @@ class Clock:
     """Returns nanoseconds that never go back and are the same in all processes of a machine.
 
     The performance counter is used since on Windows ``time.monotonic`` moves in steps of 16 ms; on
-    Linux and macOS the two are one clock. It is called dozens of times a step, so it is not
-    wrapped.
+    Linux and macOS the two are one clock. Called dozens of times a step, it is not wrapped.
     """
 
     thread_time_ns = staticmethod(time.thread_time_ns)

@@ -475,8 +475,7 @@ class StateWatch:
     """Compares the objects that are read before and after a step, to find steps that change them.
 
     It looks at steps 1, 2, 4, 8, and so on, and at others while looking takes at most a hundredth
-    of the time. Changes that reading itself makes are ignored, as are objects that cannot be
-    compared.
+    of the time. It ignores changes by reading itself, and objects that cannot be compared.
 
     Args:
         objects: The objects that are read.

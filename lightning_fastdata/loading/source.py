@@ -129,8 +129,7 @@ class KeptExecutor:
 
     As torch does, it draws a base seed from the ``generator`` of the settings when an epoch begins,
     so that later draws from that generator are the same. Side processes that read a stream are
-    seeded with it, as in torch. Others are seeded from it, the plan's seed and the epoch in which
-    they start.
+    seeded with it, as in torch; others from it, the plan's seed and the epoch in which they start.
     """
 
     name: AnyExecutor

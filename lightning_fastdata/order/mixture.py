@@ -457,8 +457,7 @@ class _Stream:
     def get(self, number: int) -> Batch:
         """Return a sample; samples before it that were not asked for are read and dropped.
 
-        The last sample may be asked for again. For an earlier one, the stream is read from its
-        start.
+        The last one may be asked for again. For an earlier one, the stream is read from its start.
         """
         samples = self._samples if self._process == os.getpid() else None
         if samples is None or number < self._next - 1:

@@ -56,9 +56,8 @@ class ShuffleSampler(RandomSampler):
     """A permutation of the dataset that depends on the seed and the epoch alone.
 
     torch's own ``RandomSampler`` draws from the global generator, so that earlier draws of the
-    user's model change the order. This class is a subclass of it, so that other code treats it as a
-    ``RandomSampler``. The order of a very large dataset is computed as it is read, and takes no
-    memory.
+    user's model change the order. As a subclass of it, this class counts as a ``RandomSampler``
+    everywhere. The order of a very large dataset is computed as it is read, and takes no memory.
 
     Args:
         data_source: The dataset; only its length is used.
@@ -213,8 +212,7 @@ class SharedSampler(DistributedSampler[Any]):
         batch_size: Samples of one rank's batch. None: ``source`` gives batches.
         num_replicas: Number of ranks. Default: that of torch's process group, else 1.
         rank: Number of this rank. Default: that of torch's process group, else 0.
-        drop_last: Leave out samples that do not fill a step. Default: that of ``source``, else
-            False.
+        drop_last: Leave out samples that do not fill a step. Default: as ``source``, else False.
         seed: Keys draws from global generators, together with the epoch.
 
     Raises:
@@ -264,8 +262,7 @@ class SharedSampler(DistributedSampler[Any]):
         tell_samplers(epoch, self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader that puts the samples into batches again knows no steps: only the last may be
-        # smaller than the others.
+        # A loader that puts samples into batches again knows no steps: only the last may be small.
         owns = (step.own for step in self.keyed_steps(even=self.gives_samples))
         return chain.from_iterable(owns) if self.gives_samples else owns
 
@@ -547,8 +544,7 @@ _DRAWN_AT_START: Final = (
     BlockShuffleSampler, BucketShare, DistributedSampler, RandomSampler, SequentialSampler,
     ShuffleSampler, WeightedRandomSampler,
 )  # fmt: skip
-"""Samplers whose order is fixed when an epoch begins. SubsetRandomSampler is none: it reads its
-list of indices as it goes."""
+"""Samplers with an order fixed at the start of an epoch; SubsetRandomSampler reads as it goes."""
 
 
 def is_drawn_at_start(source: object) -> bool:

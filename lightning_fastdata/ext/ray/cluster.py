@@ -344,8 +344,7 @@ def share_of_rank(
 ) -> int | None:
     """Return how many actors with these needs each rank may have; None: as many as it wants.
 
-    If one rank took all CPUs, it would wait in its first step for another rank, which would have no
-    actor, and wait for its CPUs.
+    If one rank took all CPUs, it would wait in its first step for a rank that waits for CPUs.
     """
     if training.ranks == 1:
         return None

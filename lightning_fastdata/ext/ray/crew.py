@@ -4,8 +4,7 @@ It is the executor of side processes with another crew: the same code decides wh
 under way, in which order they are delivered, and which are made again or given up.
 
 An actor is given two batches at most, so that the next one waits there while a batch is made. Ray
-retries nothing: batches that are lost with an actor or its node are handed back, and asked for
-again.
+retries nothing: batches lost with an actor or its node are handed back, and asked for again.
 """
 
 from __future__ import annotations
@@ -437,8 +436,7 @@ class RayCrew:
     def _with_room(self) -> list[Reader]:
         """Return the actors that may be given another batch, as far as memory allows it.
 
-        The size of batches is not known before the first one has come: until then, each actor gets
-        one only.
+        Until the first batch has come, its size is not known, and each actor gets only one.
         """
         free = [
             each
