@@ -107,7 +107,7 @@ def as_error(kind: type[BaseException], number: int, text: str) -> BaseException
     """Return an error of the same class as one that was raised in a side process."""
     message = f"Caught {kind.__name__} in side process {number} {text}"
     if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
-        # Raised from __next__, it would end the epoch, or the program, early and without a word.
+        # Raised from __next__, it would end the epoch or the program early, without a message.
         return RuntimeError(message)
     try:
         # A KeyError shows its argument quoted, which would put a traceback on one line.

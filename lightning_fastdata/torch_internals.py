@@ -105,7 +105,10 @@ def being_read(error: BaseException) -> Any:
 
 
 def next_has_arrived(iterator: Any) -> bool | None:
-    """Return whether torch's iterator over workers has its next batch, or the end; else None."""
+    """Return whether torch's iterator over workers has its next batch, or the end, already.
+
+    None: it has no workers.
+    """
     try:
         arrived = iterator._task_info.get(iterator._rcvd_idx, ())
         if len(arrived) == 2 or iterator._rcvd_idx >= iterator._send_idx:

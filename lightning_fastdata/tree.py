@@ -77,7 +77,7 @@ def rebuilt(value: Batch, parts: list[Any]) -> Batch:
     if is_dataclass(value):
         twin = copy.copy(value)
         for field, part in zip(fields(value), parts, strict=True):
-            object.__setattr__(twin, field.name, part)  # it may be frozen
+            object.__setattr__(twin, field.name, part)  # the dataclass may be frozen
         return twin
     return type(value)(*parts) if is_named_tuple(value) else type(value)(parts)
 
@@ -314,7 +314,7 @@ def is_users(module: object) -> bool:
         return False
     package = module.split(".")[0]
     file = held(sys.modules.get(module), "__file__") or ""
-    # A module of the user's may have the name of one of Python's.
+    # A module of the user's may have the same name as one of Python's.
     pythons = package in sys.stdlib_module_names and (not file or file.startswith(_PYTHONS))
     if pythons or package in {"", __name__.split(".")[0]}:
         return False

@@ -149,7 +149,7 @@ class CachedDataset(Dataset[Any]):
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
         self._there: NDArray[np.bool_] | None = None
-        """Samples that were kept when the dataset was last found unchanged; None: no sample was."""
+        """Mask of samples kept when the dataset was last found unchanged; None: no sample was."""
         is_there(self.folder)  # a folder of another user is refused at once
 
     def __len__(self) -> int:
@@ -575,7 +575,7 @@ class CacheGain:
                 free = f"{free_bytes / 1e9:.3g} GB of {what}"
                 return f"{self.total_bytes / 1e9:.3g} GB, for which {free} may be used"
         saved_ms = (epochs - 1) * (self.made_ms - self.later_ms)
-        if not saved_ms > max(0.0, self.first_ms - self.made_ms):  # one epoch reads no kept sample
+        if not saved_ms > max(0.0, self.first_ms - self.made_ms):  # the first epoch saves nothing
             return f"{self}, which the epochs to come ({epochs:g}) do not pay back"
         return None
 
@@ -592,7 +592,7 @@ def measure_gain(dataset: Dataset[Any], folder: str) -> CacheGain:
     """
     count = len(cast("Sized", dataset))
     with kept_random_state():
-        _each_ms(dataset, [0])  # opens what is opened once
+        _each_ms(dataset, [0])  # opens files that are opened only once
         one_s = _each_ms(dataset, [0]) / 1000
         fitting = int(_BUDGET_S / max(one_s * _READS_OF_EACH, 1e-9))
         indices = tried_indices(count, min(_MOST, max(_FEWEST, fitting), count))

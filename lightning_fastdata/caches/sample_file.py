@@ -180,7 +180,7 @@ class SampleFile:
         try:
             form, record = split(record) if self.form is None else (self.form, record)
             return True, put_together(form, record)
-        except Exception:  # whatever damaged numbers lead to
+        except Exception:  # damaged numbers may lead to any error
             self.take_out(index)
             return False, None
 
@@ -194,7 +194,7 @@ class SampleFile:
             record = _read(self._file, offset, length)
             if index not in self._known and zlib.crc32(record.data, index) != crc:
                 raise ValueError("the checksum is wrong")
-        except Exception:  # as above
+        except Exception:  # damaged numbers may lead to any error
             self.take_out(index)
             return None
         self._known.add(index)
@@ -299,7 +299,7 @@ def _file_name(form: Form | None) -> str:
 
 
 def _index_bytes(samples: int) -> int:
-    return max(1, samples) * _ENTRY.itemsize  # no file of 0 bytes can be mapped
+    return max(1, samples) * _ENTRY.itemsize  # a file of 0 bytes cannot be mapped
 
 
 def _crc_line(text: bytes) -> bytes:

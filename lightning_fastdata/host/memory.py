@@ -103,7 +103,7 @@ def allow_open_files(more: int) -> None:
         return
     try:
         wanted = len(list(Path("/proc/self/fd").iterdir())) + more
-    except OSError:  # no Linux, or no file can be opened any more
+    except OSError:  # no Linux, or the limit of open files is reached
         wanted = soft + more
     if wanted > soft and (hard is None or hard > soft):
         import resource
@@ -193,8 +193,8 @@ def size_text(count: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device, or page-locked memory, has no more room."""
-    from lightning_fastdata.device import backend  # and torch, which nothing else here needs
+    """Return whether an error says that a device, or page-locked memory, is full."""
+    from lightning_fastdata.device import backend  # it imports torch, which only this needs
 
     return backend.is_out_of_memory(error)
 

@@ -668,7 +668,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):
-            return None  # it may give more or less than it says
+            return None  # a stream may give more or fewer batches than it says
         try:
             return len(self)
         except TypeError:

@@ -53,7 +53,7 @@ _KEPT: Final = 2**12
 _WITHIN_S: Final = 0.01
 _SHARE: Final = 0.01
 _LOOKED_AT: Final = 64
-"""A stream's digest takes in this many batches at its start, and then one batch in this many."""
+"""Number of first batches in a stream's digest, and the interval of those it takes in later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class Position:
 
     @property
     def order_from(self) -> int:
-        """Number, in the order of the epoch, of the first batch behind all that were taken."""
+        """Number, in the order of the epoch, of the first batch after all that were taken."""
         return self.batches if self.reached is None else self.reached
 
     @property
@@ -191,7 +191,7 @@ class Run(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether the training has ended: a plain loop takes what comes next."""
+        """Whether the training has ended: a plain loop takes the batches that come next."""
 
     def place(self) -> Place:
         """Return how far the run has come."""
@@ -257,7 +257,7 @@ class Pass:
             return state.reached, state.late, state.digest
         now, digest = self.noted.get(batches, Noted())
         if not self.noted and state.reached is not None:
-            now = batches - state.batches, ()  # each one is handed over, in order
+            now = batches - state.batches, ()  # all batches are handed over in order
         if now is None:
             return None, [], digest
         before, ahead = state.late, state.order_from - len(state.late)
@@ -328,7 +328,7 @@ class CountedBatches(Around):
             )
 
     def __len__(self) -> int:
-        return len(self._loader)  # as torch's iterators, which have a length
+        return len(self._loader)  # torch's iterators have a length, too
 
 
 class NamedBatches(Around):
@@ -614,7 +614,7 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
     if not state.batches:
         indices.prepare(state.drawn)
         return Start(drawn=None if "ahead" in state.drawn else state.drawn or None)
-    if state.samples < 0:  # a training that was saved without our state
+    if state.samples < 0:  # the training was saved without a state of the loader
         tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(
             batches=state.batches,
@@ -644,7 +644,7 @@ def tell_unknown(state: Position, where: str) -> None:
 
 
 def tell_loose(loader: object) -> None:
-    """Warn, as a position is saved, that nothing can go on from it."""
+    """Warn, as a position is saved, that no training can go on from it."""
     _warn(
         f"{type(loader).__name__} hands over batches of a stream as they are ready "
         "(in_order=False), and which of them were taken is not saved: a training cannot go on "
@@ -730,7 +730,7 @@ def of_other_rank(state: Position, dataset: object) -> Position:
 
 
 def check_stream(state: Position, now: Position) -> None:
-    """Refuse to go on within an epoch of a stream whose batches would be others.
+    """Refuse to go on within an epoch of a stream that would give other batches than before.
 
     Raises:
         OptionsError: With what to set.

@@ -110,7 +110,7 @@ _CHANGED: Final = (
 
 
 class _State(NamedTuple):
-    """Fingerprints of what is read, at one moment."""
+    """Fingerprints of the data that is read, at one moment."""
 
     read: Fingerprint
     """Fingerprint of the dataset and ``collate_fn``, which workers call."""
@@ -667,7 +667,7 @@ def _open_executor(
         faults=settings.faults,
         rank=rank_now() if streamed else Rank(0, 1),
     )
-    if settings.asked_prefetch_factor:  # large batches, too, as far as memory allows
+    if settings.asked_prefetch_factor:  # it holds for large batches, too, as far as memory allows
         plan = replace(plan, ahead_bytes=plan.memory_limit_bytes)
     staged = isinstance(collate_fn, StagingCollate)
     return KeptExecutor(

@@ -341,7 +341,7 @@ class SharedOrder:
     are whole steps, the batches that follow are those of an epoch that was not interrupted."""
 
     def __len__(self) -> int:
-        """Batches of this rank that are still to come."""
+        """Return the number of batches of this rank that are still to come."""
         raise NotImplementedError
 
     def samples(self) -> Order:
@@ -411,7 +411,7 @@ class EpochOrder(SharedOrder):
         return max(0, self.length - self.start)
 
     def __len__(self) -> int:
-        """Batches of this rank that are still to come."""
+        """Return the number of batches of this rank that are still to come."""
         return steps_in(self._left, self.batch_size * self.world_size, drop_last=self.drop_last)
 
     def samples(self) -> Order:
@@ -437,7 +437,7 @@ class EpochOrder(SharedOrder):
 
 
 class Rank(NamedTuple):
-    """Which of the training processes this is."""
+    """Number of this training process, and how many there are."""
 
     number: int
     ranks: int

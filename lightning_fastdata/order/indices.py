@@ -66,7 +66,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where in an epoch to begin."""
+    """Place in an epoch at which to begin."""
 
     batches: int = 0
     """Batches of this rank that were delivered before."""

@@ -584,7 +584,7 @@ def _row(given: Any, name: str) -> torch.Tensor:
     try:
         if not isinstance(given, bytes | bytearray | str):
             row = torch.as_tensor(given)
-            if row.ndim == 1 and not (row.is_floating_point() and len(row)):  # [] has such a type
+            if row.ndim == 1 and not (row.is_floating_point() and len(row)):  # an empty [] is float
                 return row.long()
             why = f"of the shape {list(row.shape)} and of numbers of type {row.dtype}"
     except (TypeError, ValueError, RuntimeError) as error:
@@ -600,7 +600,7 @@ def best_fit(lengths: Ints, tokens: int) -> Ints:
     """
     numbers, packs = [], 0
     rooms: list[int] = []  # the distinct numbers of tokens that packs have room for, ascending
-    having: defaultdict[int, list[int]] = defaultdict(list)  # room -> packs
+    having: defaultdict[int, list[int]] = defaultdict(list)  # packs by the room that is left
     for length in lengths.tolist():
         place = bisect_left(rooms, length)
         if place < len(rooms):

@@ -353,7 +353,7 @@ class _Order:
         return rows, passes
 
 
-@lru_cache(maxsize=_KEPT)  # not in the dataset, whose state would change as it is read
+@lru_cache(maxsize=_KEPT)  # kept outside the dataset, so that reading does not change its state
 def _together(order: _Order, number: int) -> tuple[list[int], list[int], list[int]]:
     start = number * _TOGETHER
     parts, rows, passes = order.at(np.arange(start, start + _TOGETHER))

@@ -146,7 +146,7 @@ def is_in_blocks(shuffle: object) -> bool:
     """Return whether ``shuffle`` is ``"blocks"``.
 
     Raises:
-        OptionsError: It is another text.
+        OptionsError: ``shuffle`` is another text.
     """
     if isinstance(shuffle, str) and shuffle != "blocks":
         raise OptionsError(f'shuffle={shuffle!r} has to be True, False or "blocks".')

@@ -729,7 +729,7 @@ def is_shuffled(loader: DataLoader[Any]) -> bool:
 
 
 def copied(batch: Batch) -> Batch:
-    """Return a batch with tensors of its own."""
+    """Return a batch with copies of its tensors."""
     return replace_leaves(
         batch, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
     )

@@ -144,7 +144,7 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
-    if has_method(dataset, "path_of"):  # as FastImageFolder
+    if has_method(dataset, "path_of"):  # a FastImageFolder has it
         named: Any = dataset
         return tuple(named.path_of(index) for index in indices)
     # No property is read: it might open a file that has to be opened in the workers.
@@ -208,7 +208,7 @@ class ListedFiles:
         try:
             # The first file is read at once anyway.
             files = files_of(self._dataset, [as_index(index) for index in indices[1:]])
-        except Exception:  # a dataset of another kind
+        except Exception:  # the dataset lists something else
             files = None
         self._able = files is not None
         if files is not None:

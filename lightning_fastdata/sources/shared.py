@@ -295,7 +295,7 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
     def __init__(self, code: str, start: int, length: int, block: Block) -> None:
         self._made_of = code, start, length, block
         whole, loads = memoryview(block).toreadonly(), pickle.loads
-        buffers = repeat(whole)  # an array is given the whole memory, and where it starts there
+        buffers = repeat(whole)  # an array takes the whole memory, and has its offset in it
         self._table: Any = whole[start : start + 8 * length].cast(code)  # type: ignore[call-overload]
         numbers: dict[str, Callable[[Any], Any]] = {"q": int, "d": float}
         # pickle.loads() ignores the bytes that follow an item.

@@ -35,7 +35,7 @@ _STORE_BYTES: Final = 2**31
 _ENDS: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Environment variable with the seconds without the head until Ray ends a program; default 60."""
 _PATIENCE: Final = 0.6
-"""Share of that time after which a head that does not answer is an error."""
+"""Share of the time of ``_ENDS`` after which a head that does not answer is an error."""
 _ASK_S: Final = 1.0
 _ANSWER_S: Final = 1.0
 _EVERY_S: Final = 10.0

@@ -91,7 +91,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """An actor, as it is seen from here."""
+    """An actor, as the training process sees it."""
 
     number: int
     actor: Any
@@ -642,7 +642,7 @@ def _kill_all(
     if os.getpid() != owner or not ray.is_initialized():
         return
     for reader in (*ready, *coming.values()):
-        if not head.is_gone:  # Ray would wait for its head
+        if not head.is_gone:  # else Ray would wait for it
             _kill(ray, reader)
     ready.clear()
     coming.clear()
