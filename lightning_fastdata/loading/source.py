@@ -99,10 +99,10 @@ _WRAPPED_PIPE: Final = (
 Keeps: TypeAlias = bool | Literal["unchanged"]
 """Whether workers are kept between epochs; ``"unchanged"``: while their data does not change."""
 _LEAST_BUDGET_S: Final = 0.02
-"""Least time to compare what is read, in seconds: about what a new worker takes to start."""
+"""Least seconds allowed for a comparison of the data: about the start of a new worker."""
 _SHARE_OF_EPOCH: Final = 0.01
 _PER_SAMPLE_S: Final = 1e-6
-"""Time to compare what is read, in seconds per sample, until an epoch was timed."""
+"""Seconds per sample allowed for a comparison of the data, until an epoch was timed."""
 _CHANGED: Final = (
     "what the dataset holds has changed since this epoch began, or cannot be compared with what it "
     "was"
@@ -262,7 +262,7 @@ class KeptExecutor:
         return self.persistent
 
     def _read_state(self) -> _State | None:
-        """Return the state that workers started now would read; None: too slow to compare."""
+        """Return the state that workers started now would read; None: no comparison in time."""
         if self.indices is None:
             return None  # A stream has new processes in each epoch, or the user keeps them.
         given = () if self.settings.transform is None else self.settings.transform.made_of()
@@ -273,7 +273,7 @@ class KeptExecutor:
         return None if read is None or pipeline is None else _State(read, pipeline)
 
     def _budget_s(self) -> float:
-        """Return how many seconds comparing what is read may take."""
+        """Return how many seconds a comparison of the data may take."""
         epoch_s = (dataset_length(self.settings.dataset) or 0) * _PER_SAMPLE_S / _SHARE_OF_EPOCH
         if self._began_s is not None:
             epoch_s = clock.monotonic() - self._began_s
