@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from lightning_fastdata.prove.trials import Trial
 
 _UNUSABLE: Final = 2
-"""As argparse ends; 1 is what `prove` says where it recommends a change."""
+"""Exit code if arguments cannot be used, as argparse's; `prove` uses 1 to recommend a change."""
 _GROUP: Final = "lightning.pytorch.callbacks_factory"
 _UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _LEAST_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.5
 _GRACE_S: Final = 20.0
-"""A script that was told to stop has so long to do it."""
+"""Seconds that a script has to end after each signal to stop."""
 _OVER_S: Final = 300.0
-"""So long behind its budget a script is stopped: a step, or a validation, may take long."""
+"""Seconds beyond the budget until a script is stopped: a step or a validation may take long."""
 _BEFORE_S: Final = 30.0
 _NOT_YET: Final = (
     f"fastdata: no training has begun within {_BEFORE_S:.0f} s. It is waited for; Ctrl-C ends it.\n"
@@ -57,17 +57,17 @@ _INTERRUPTED: Final = 130
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
-    Exit codes: that of the command; 2 where its arguments, or what they name, cannot be used.
+    The exit code is that of the command; 2 if its arguments, or files they name, cannot be used.
 
     Args:
-        arguments: What follows the program's name; None takes it from the shell.
+        arguments: Arguments of the program; None: those of the command line.
     """
     given: dict[str, Any] = vars(_parser().parse_args(arguments))
     del given["subcommand"]
     try:
         given.pop("call")(**given)
     except FastDataError as error:
-        # The message says what to do; our stack would not help.
+        # The message says what to do; a traceback would not help.
         sys.stderr.write(f"fastdata: {error}\n")
         raise SystemExit(_UNUSABLE) from error
 
@@ -79,14 +79,14 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="subcommand", required=True)
 
     def command(call: Callable[..., None]) -> Callable[..., object]:
-        """Add a command, described by its docstring; return what adds its arguments."""
+        """Add a command, described by its docstring; return the function that adds an argument."""
         does = " ".join((call.__doc__ or "").partition("\n\n")[0].split())
         own = commands.add_parser(call.__name__, help=does, description=does, allow_abbrev=False)
         own.set_defaults(call=call)
         return own.add_argument
 
     def add_script(add: Callable[..., object], what: str) -> None:
-        """Add the script to run; what follows it is its own."""
+        """Add the script to run, with its own arguments after it."""
         module = "COMMAND is a module, as of python -m."
         add("-m", dest="module", action="store_true", help=module)
         add("command", nargs="...", help=what)
@@ -130,7 +130,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-# -- commands that show this machine, and reports --------------------------------------------------
+# -- commands about this machine, and about reports ------------------------------------------------
 
 
 def doctor() -> None:
@@ -162,10 +162,10 @@ def report(run: str, *, open: bool = False) -> None:  # noqa: A002
 
 
 def _report_file(run: Path) -> Path:
-    """Return the report that a path means: of a folder its ``report.json``, or the only other one.
+    """Return the report at a path; in a folder it is ``report.json``, or the only other report.
 
     Raises:
-        OptionsError: There is none, or it is not clear which.
+        OptionsError: There is no report, or several.
     """
     if not run.is_dir():
         return run
@@ -204,7 +204,7 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
 
 
 def _check_found_by_lightning() -> None:
-    """Raise OptionsError unless Lightning finds what this package adds to a Trainer."""
+    """Raise OptionsError unless Lightning finds the callback that this package adds to Trainers."""
     if not any(each.value.startswith("lightning_fastdata.") for each in entry_points(group=_GROUP)):
         raise OptionsError(
             "Lightning cannot find this package, since it is only on the path, or was installed "
@@ -213,9 +213,9 @@ def _check_found_by_lightning() -> None:
 
 
 def _program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str]:
-    """Return the program and its arguments that the command of a user stands for.
+    """Return the program that a user's command means, with its arguments.
 
-    ``asked``: the command of ours; ``module``: it is a module, as of ``python -m``.
+    ``asked``: the subcommand of ``fastdata``; ``module``: it is a module, as for ``python -m``.
 
     Raises:
         OptionsError: There is no such file or program.
@@ -258,7 +258,7 @@ def prove(
     if json is not None:
         try:
             Path(json).open("ab").close()
-        except OSError as error:  # before minutes went into what it gets
+        except OSError as error:  # found out now, before minutes are spent on the trial
             raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
     script = " ".join(command)
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
@@ -296,10 +296,10 @@ def prove(
 
 
 def _seconds_of(text: str) -> float:
-    """Return a length of time that is written as ``90s``, ``10m``, ``1h`` or in seconds.
+    """Return the seconds of a duration that is written as ``90s``, ``10m``, ``1h`` or in seconds.
 
     Raises:
-        OptionsError: It is none, or below ten seconds.
+        OptionsError: The text is no duration, or is below ten seconds.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if found is None:
@@ -312,13 +312,13 @@ def _seconds_of(text: str) -> float:
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Have the ways in which a shell or a scheduler ends a program do what Ctrl-C does."""
+    """Have SIGTERM and SIGHUP, by which schedulers and shells end programs, act as Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    # What is ignored, as under nohup, stays so.
+    # A signal that is ignored, as under nohup, stays ignored.
     numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, interrupt)
@@ -330,7 +330,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _environment(settings: ProveSettings, folder: str) -> dict[str, str]:
-    """Return the environment of the script: its loggers' defaults are in a folder of the trial."""
+    """Return the environment of the script; by default its loggers write to the trial's folder."""
     return {
         **os.environ,
         PROVE_VARIABLE: settings.as_text(),
@@ -344,7 +344,7 @@ def _environment(settings: ProveSettings, folder: str) -> dict[str, str]:
 def _run_trial(
     program: list[str], environ: dict[str, str], folder: str, settings: ProveSettings
 ) -> tuple[int, bool]:
-    """Run the script to its end; return its code, and whether somebody has interrupted it."""
+    """Run the script to its end; return its exit code, and whether a user interrupted it."""
     with Path(folder, "script.log").open("wb") as log:
         child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
         interrupted, said = False, ""
@@ -371,12 +371,12 @@ def _run_trial(
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Have the script end; it may take the time that ending takes."""
+    """Stop the script, by stronger signals if it does not end in time."""
     ways: list[Callable[[], None]] = [child.terminate, child.kill]
-    if os.name == "posix":  # elsewhere no program can press Ctrl-C for another one alone
+    if os.name == "posix":  # elsewhere Ctrl-C cannot be sent to a single program
         ways.insert(0, partial(child.send_signal, signal.SIGINT))
     for end in ways:
-        with suppress(KeyboardInterrupt):  # a second one of an impatient user
+        with suppress(KeyboardInterrupt):  # an impatient user may press Ctrl-C again
             end()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_GRACE_S)
@@ -385,7 +385,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def _say(file: str, said: str) -> str:
-    """Tell a terminal what is tried now, and return it."""
+    """Return the name of the block that runs now; print it on a terminal if it is another one."""
     with suppress(OSError, ValueError):
         now = str(json_lines.loads(Path(file).read_text())["facts"].get("now", ""))
         if now and now != said and sys.stderr.isatty():
@@ -405,16 +405,16 @@ def _read_trial(file: Path, script: str) -> Trial:
 
 
 def _sweep(folders: Sequence[str]) -> None:
-    """Remove log folders in which there is nothing: a file may be that of another training."""
+    """Remove log folders that hold no files: a file may belong to another training."""
     for folder in map(Path, folders):
         with suppress(OSError):
             for inside in sorted(folder.rglob("*"), reverse=True):
-                inside.rmdir()  # which fails for a file, and for what holds one
+                inside.rmdir()  # fails for a file, and for a folder that holds one
             folder.rmdir()
             folder.parent.rmdir()
 
 
-# -- batches that are made again -------------------------------------------------------------------
+# -- making batches again --------------------------------------------------------------------------
 
 
 def replay(
@@ -453,16 +453,16 @@ def replay(
         plain = {field.name: _as_plain(getattr(found, field.name)) for field in fields(found)}
         try:
             torch.save(plain, save)
-        except (OSError, RuntimeError) as error:  # torch's of a folder that is missing
+        except (OSError, RuntimeError) as error:  # torch raises the latter without the folder
             raise OptionsError(f"{save} cannot be written: {error}.") from error
         sys.stdout.write(f"{save} written.\n")
 
 
 def _saved_loader(checkpoint: str) -> Mapping[str, Any]:
-    """Return what a checkpoint tells of the training loader whose batches are made again.
+    """Return the state in a checkpoint of the training loader whose batches are made again.
 
     Raises:
-        OptionsError: It cannot be read, or FastDataModule had no part in it.
+        OptionsError: It cannot be read, or is of a training without FastDataModule.
     """
     import torch
 
@@ -485,10 +485,10 @@ def _saved_loader(checkpoint: str) -> Mapping[str, Any]:
 def _open_datamodule(spec: str) -> Any:
     """Return the data module that a user named as ``MODULE:NAME``, with its datasets.
 
-    It is a data module, or a class or function that makes one without arguments.
+    The name is that of a data module, or of a class or function that makes one without arguments.
 
     Raises:
-        OptionsError: The text does not name one, or it cannot be made.
+        OptionsError: The text names no data module, or it cannot be made.
     """
     from lightning_fastdata.plugin.module import DataModule
     from lightning_fastdata.tree import name_of
@@ -522,10 +522,10 @@ def _open_datamodule(spec: str) -> Any:
 
 
 def _imported(name: str) -> ModuleType:
-    """Return a module by its name, or by the path of its file, which finds its neighbours."""
+    """Return a module by its name, or by the path of its file; it can import its neighbours."""
     path = Path(name)
     by_file = path.suffix == ".py"
-    # As Python has it: first the folder of a script, and of a module that in which it is called.
+    # As in Python, the folder of a script comes first, or the current folder for a module.
     folder = str(path.parent.resolve()) if by_file else ""
     if folder not in sys.path[:1]:
         sys.path.insert(0, folder)
@@ -544,7 +544,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _batch_lines(found: ReplayedBatch) -> Iterator[str]:
-    """Yield which batch it is, and for each row its sample and what is in its tensors."""
+    """Yield lines: which batch it is, and for each row its sample and a summary of its tensors."""
     from lightning_fastdata.tree import spelled, with_paths
 
     rows = len(found.indices)
@@ -559,7 +559,7 @@ def _batch_lines(found: ReplayedBatch) -> Iterator[str]:
 
 
 def _in_words(one: Any) -> str:
-    """Return one number as it is; of several their range and mean, and how many are none."""
+    """Return a single number as text; for several, their range, mean, and counts of NaN and inf."""
     if one.ndim == 0 or not one.numel() or one.is_complex():
         return str(one.tolist())
     values = one.double()
@@ -573,7 +573,7 @@ def _in_words(one: Any) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a batch as plain tensors, numbers, texts, dicts, lists and tuples, in own memory.
+    """Return a batch as plain tensors, numbers, texts, dicts, lists and tuples, as a copy.
 
     Dataclasses become dicts, named tuples tuples, and anything else its ``repr``.
     """

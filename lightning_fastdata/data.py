@@ -1,4 +1,4 @@
-"""Datasets, caches, samplers and orders, besides those that the package names itself."""
+"""Datasets, caches, samplers and orders, besides those that the package itself exports."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from importlib.util import find_spec
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    r"""Return a text as it may be shown: what no terminal prints is spelled, as ``\x1b`` is.
+    r"""Return a text that can be shown: characters that do not print become escapes, as ``\x1b``.
 
-    Names of files may hold anything: orders to a terminal, signs that turn the direction of the
-    line, and bytes that are no text (surrogates), which cannot be written as UTF-8.
+    Names of files may hold anything: commands to a terminal, characters that turn the direction of
+    the line, and bytes that are no text (surrogates), which cannot be written as UTF-8.
 
     Args:
-        text: what is to be shown.
-        keep: signs that stay as they are; ends of lines and tabs, if it is not said otherwise.
+        text: the text to show.
+        keep: characters that stay as they are, by default ends of lines and tabs.
     """
     if text.isprintable():
         return text
@@ -27,7 +27,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def rounded(value: float, digits: int) -> str:
-    """Return a number with so many digits that count, and in full: ``1,200``, not ``1.2e+03``."""
+    """Return a number with ``digits`` significant digits, in full: ``1,200``, not ``1.2e+03``."""
     return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
@@ -63,11 +63,11 @@ class BatchSizeError(FastDataError):
 
 
 class VersionError(FastDataError, ImportError):
-    """A package that this one needs is installed in a version that will not do."""
+    """A package that this one needs is installed in a version that does not work with it."""
 
 
 class MissingPackageError(FastDataError, ImportError):
-    """What was asked for needs a package that is not installed; the message says how to get it."""
+    """A feature needs a package that is not installed; the message says how to get it."""
 
 
 class FastDataWarning(UserWarning):
@@ -81,7 +81,7 @@ def has_package(package: str) -> bool:
     """Return whether a package is installed. It is not imported."""
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of a finder that hides packages
+    except ModuleNotFoundError:  # raised by a finder that hides packages
         return False
 
 
@@ -89,12 +89,12 @@ def require(package: str, *, extra: str, what: str) -> None:
     """Say how to install a package before an import of it fails.
 
     Args:
-        package: As it is imported.
-        extra: The extra of this package that brings it along.
-        what: What needs it; begins a sentence.
+        package: Name by which it is imported.
+        extra: The extra of this package that installs it.
+        what: Name of the feature that needs it; it begins a sentence.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: The package is not installed.
     """
     if not has_package(package):
         raise MissingPackageError(
@@ -107,12 +107,12 @@ def as_error(kind: type[BaseException], number: int, text: str) -> BaseException
     """Return an error of the same class as one that was raised in a side process."""
     message = f"Caught {kind.__name__} in side process {number} {text}"
     if issubclass(kind, StopIteration) or not issubclass(kind, Exception):
-        # Raised from __next__, it would end the epoch, or the program, early and without a word.
+        # Raised from __next__, it would end the epoch or the program early, without a message.
         return RuntimeError(message)
     try:
-        # A KeyError shows its argument quoted, which no traceback survives.
+        # A KeyError shows its argument quoted, which would put a traceback on one line.
         return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
-    except Exception:  # whatever an exception class of the user asks of its arguments
+    except Exception:  # a user's exception class may need other arguments
         return RuntimeError(message)
 
 

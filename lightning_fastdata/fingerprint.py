@@ -1,16 +1,15 @@
-"""Whether what the program holds is as it was.
+"""Fingerprints that tell whether objects of the program have changed.
 
-It tells of this process alone. Compared are the attributes and elements of an object and of all
-that it holds, numbers in arrays and tensors, code by its address with what it closes over, the
-attributes of the user's classes, code and plain data (numbers, texts, and containers of these; of
-containers that hold other things, too, their numbers and texts) among the globals of the user's
-modules that have a part in it, and how much ``functools.lru_cache``
-has kept; of a few files that are named alone, size and time. Not compared are other files, the
-environment, and globals of other kinds.
+They are valid in this process alone. They compare the attributes and elements of an object and of
+all that it holds; numbers in arrays and tensors; code, by its address, and its closures; the
+attributes of the user's classes; in the user's modules involved, globals that are code or plain
+data (numbers, texts, containers of these, and the numbers and texts in other containers); the
+number of calls that ``functools.lru_cache`` has computed; and size and time of a few files that are
+named alone. Other files, the environment, and globals of other kinds are not compared.
 
-A fingerprint digests all that, however often nothing has changed. On the way a snapshot can be
-taken of each look that it rests on: while that holds, the fingerprint is what it was. What may
-change in a way that no look shows has no snapshot, and each comparison of it is a fingerprint.
+A fingerprint digests all this each time, even if nothing has changed. Meanwhile a snapshot can
+record each look at an object: while all of these give the same result, so does the fingerprint.
+Objects that may change in a way that no look shows have no snapshot, and are digested each time.
 """
 
 from __future__ import annotations
@@ -63,19 +62,19 @@ from lightning_fastdata.tree import (
 )
 
 Look: TypeAlias = Callable[[Any], Any]
-"""Tells one part of what an object is."""
+"""Function that reads one part of an object's state."""
 _AT_ONCE_BYTES: Final = 2**24
-"""So much is digested between two looks at the clock."""
+"""Bytes that are digested between two looks at the clock."""
 _LARGE_BYTES: Final = 2**20
 _MOST_BYTES: Final = 2**25
-"""Of what is digested, where a snapshot keeps it. To compare as many takes some 5 ms."""
+"""Most bytes, digested or copied, for which a snapshot is kept; comparing them takes some 5 ms."""
 _TRIES: Final = 2
 _FEW: Final = 16
-"""Files that are looked at."""
+"""Most files whose size and time are compared."""
 _LOOKED_AT: Final = 1000
-"""Elements of a global container that are looked at to see whether it holds plain data."""
+"""Most elements of a global container that are checked for being plain data."""
 _FIRST: Final = 256
-"""Of a container that holds other things than plain data, so many parts are looked at."""
+"""Most parts that are compared of a container that does not hold plain data alone."""
 _DEPTH: Final = 8
 _ATOMS: Final = (int, float, complex, bool, str, bytes, bytearray, NoneType, range, slice)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
@@ -88,14 +87,14 @@ _SHARED: Final = (
     ("multiprocessing.synchronize", "SemLock", "Condition", "Event"),
     ("mmap", "mmap"),
 )
-"""What other processes see as it is now, whenever they were started."""
+"""Classes, by module, of objects that other processes share, whenever they were started."""
 _C_DATA: Final = ctypes.Array.__mro__[1]
 _REMEMBERS: Final = type(functools.lru_cache(len))
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _ARRAYS: Final = (np.ndarray, np.memmap)
 _OF_C: Final = (SimpleNamespace, functools.partial, deque, OrderedDict, defaultdict)
-"""That hold attributes and items; of that very type."""
+"""Classes of C whose objects, if of exactly that type, hold only attributes and items."""
 _METHODS: Final = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _CONSTANT: Final = (frozenset, str, bytes, int, float)
 _FIXED: Final = (
@@ -104,17 +103,17 @@ _FIXED: Final = (
     decimal.Decimal,
 )  # fmt: skip
 _NEVER_CHANGE: Final = (complex, range, slice, BuiltinFunctionType, *_FIXED)
-"""What these hold, if anything, is looked at for itself."""
+"""Classes whose objects do not change; objects that these hold are looked at on their own."""
 _PLAIN: Final = (torch.Tensor, _REMEMBERS, PurePath, *_FIXED)
-"""Globals of these are compared."""
+"""Classes whose objects are compared if they are globals."""
 _NUMBERS_AND_TEXTS: Final = (int, float, complex, bool, str, bytes, NoneType)
 _ROOTS: Final = (object, abc.ABC, Generic)
-"""Classes that the user's are derived from, and that hold nothing."""
+"""Base classes of the user's classes that hold nothing."""
 _Owner: TypeAlias = "ModuleType | type | dict[str, Any]"
-"""A module, a class, or the globals of a text that was executed."""
+"""A module, a class, or the globals of code that was executed from text."""
 _GIVE_ATTRIBUTES: Final = (object.__getstate__, torch.nn.Module.__getstate__)
 _OFFSETS: Final = ("__vectorcalloffset__", "__dictoffset__", "__weaklistoffset__")
-"""What classes of C have beside their attributes: numbers that are the same ones for ever."""
+"""Member descriptors of classes of C that are no attributes of objects: constant numbers."""
 
 
 def _itself(items: Any) -> Any:
@@ -122,7 +121,7 @@ def _itself(items: Any) -> Any:
 
 
 def _of_tuple(items: Any) -> Any:
-    return tuple.__getitem__(items, slice(None))  # whatever __iter__() a subclass has
+    return tuple.__getitem__(items, slice(None))  # not by a subclass's own __iter__()
 
 
 _ITEMS: Final[dict[type, tuple[Look, ...]]] = {
@@ -138,7 +137,7 @@ _OF_FUNCTION: Final = attrgetter(
 )
 _OF_CLASS: Final = attrgetter("__mro__")
 _OF_ARRAY: Final = (attrgetter("__array_interface__"),)
-# Of these, no call lets another thread go on.
+# None of these calls lets another thread run.
 _OF_TENSOR: Final = (
     methodcaller("data_ptr"),
     methodcaller("stride"),
@@ -149,18 +148,18 @@ _OF_TENSOR: Final = (
 
 
 _CODES: Final[dict[CodeType, CodeType]] = {}
-"""The first of the code objects that are equal; each is kept, so that none has its address."""
+"""First of each group of equal code objects; kept, so that no other object gets its address."""
 _NOTED_BY_PICKLE: Final = "__slotnames__"
-"""What ``copyreg`` writes into a class when the first object of it is pickled."""
+"""Attribute that ``copyreg`` writes into a class when its first object is pickled."""
 
 
 class Fingerprint(NamedTuple):
-    """What some objects were at one moment; equal to another one if nothing has changed."""
+    """Digests of some objects at one moment; equal to those of another one if nothing changed."""
 
     own: bytes
-    """A digest of what belongs to this process, and is copied into others when they start."""
+    """Digest of memory of this process, which other processes copy when they start."""
     live: bytes
-    """A digest of what other processes see change: shared memory, and files."""
+    """Digest of state whose changes other processes see: shared memory, and files."""
 
 
 def fingerprint(
@@ -170,23 +169,24 @@ def fingerprint(
     with_globals: bool = True,
     instead: Mapping[int, object] | None = None,
 ) -> Fingerprint | None:
-    """Return what objects are now, or None if they cannot be compared.
+    """Return the fingerprint of objects, or None if they cannot be compared.
 
-    So it is of what cannot be pickled (an open file, a generator), of memory on a device, and of
-    what takes more than ``within_s`` seconds of a CPU. What an object of the user's class leaves
-    out of a pickle counts, as a forked process has it. ``roughly``: of tensors above 1 MiB torch's
-    count of changes is compared, of such arrays a part. ``with_globals``: with those of modules,
-    which may have nothing to do with the objects. ``instead``: what some objects, by their ``id``,
-    are compared by.
+    Objects that cannot be pickled (an open file, a generator), memory on a device, and objects that
+    take more than ``within_s`` CPU seconds cannot be compared. Attributes that an object of the
+    user's class leaves out of its pickle count, as a forked process has them.
+
+    ``roughly``: compare only torch's count of changes of tensors above 1 MiB, and a part of such
+    arrays. ``with_globals``: include globals of modules, which may have nothing to do with the
+    objects. ``instead``: objects to compare in place of others, by the ``id`` of these.
     """
     return _Digesting(within_s, instead, roughly=roughly, with_globals=with_globals).of(objects)
 
 
 class Watched:
-    """Tells what objects are as :func:`fingerprint` does, at once while nothing changes.
+    """Gives fingerprints as :func:`fingerprint` does, but quickly while nothing has changed.
 
-    It keeps alive what they held when it was asked last, up to 32 MiB, and copies of the numbers of
-    that. While it does, NumPy does not resize such an array in place (``refcheck``).
+    It keeps alive all that the objects held when it was called last, and copies of their numbers,
+    up to 32 MiB. While it does, NumPy does not resize such an array in place (``refcheck``).
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Watched:
         self._snapshot: Snapshot | None = None
         self._told: Fingerprint | None = None
         self._notes = True
-        """Whether what they hold can be noted, as far as is known."""
+        """Whether a snapshot of the objects is possible, as far as is known."""
 
     def now(
         self,
@@ -202,21 +202,21 @@ class Watched:
         within_s: float,
         instead: Callable[[], Mapping[int, object]] = dict,
     ) -> Fingerprint | None:
-        """Return what the objects are now; None: they cannot be compared.
+        """Return the fingerprint of the objects; None: they cannot be compared.
 
-        ``within_s`` and what ``instead`` returns are those of :func:`fingerprint`.
+        ``within_s`` and the result of ``instead`` are arguments of :func:`fingerprint`.
         """
         same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
         if same and self._snapshot is not None and self._snapshot.holds():
             return self._told
         self._notes |= not same
         self._objects, self._snapshot, self._told, replaced = objects, None, None, instead()
-        # The first look may change something itself: Python notes in a class what slots it has.
+        # The first look may change something itself: Python records the slots of a class in it.
         for _ in range(_TRIES if self._notes and not replaced else 0):
             noting = _Noting(within_s)
             self._told = noting.of(objects)
             self._notes = noting.looks.is_whole and self._told is not None
-            if self._notes and noting.looks.holds():  # else another thread was at work
+            if self._notes and noting.looks.holds():  # else another thread made changes meanwhile
                 self._snapshot = noting.looks
             if self._snapshot is not None or not self._notes:
                 break
@@ -225,11 +225,11 @@ class Watched:
         return self._told
 
     def __reduce__(self) -> tuple[type[Watched], tuple[()]]:
-        return Watched, ()  # for a process that has the objects elsewhere
+        return Watched, ()  # another process has the objects at other addresses
 
 
 class _Sink:
-    """Where a pickle goes that is never read: into a digest."""
+    """A file for a pickle that is never read: it digests what is written."""
 
     def __init__(self, until_s: float) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
@@ -249,7 +249,7 @@ class _Sink:
 
 
 class _Digesting(pickle.Pickler):
-    """Digests what a pickle would hold; code by its address, and what it holds."""
+    """Digests what a pickle would hold, and code by its address and the objects it holds."""
 
     def __init__(
         self,
@@ -265,12 +265,12 @@ class _Digesting(pickle.Pickler):
         self._live = hashlib.blake2b(digest_size=16)
         self._instead = instead or {}
         self.looks = Snapshot(is_whole=noted)
-        """What was looked at on the way, if that is noted."""
+        """Looks that were taken; kept only if ``noted``."""
         self._roughly = roughly
         self._with_globals = with_globals
         self._looked_up = 0
         self._met: list[_Owner] = []
-        """Whose plain data are compared."""
+        """Modules, classes and globals whose plain data are compared."""
         self._in_globals = False
         self._once: set[tuple[str, int]] = set()
         self._attributes: dict[type, Look] = {}
@@ -279,11 +279,11 @@ class _Digesting(pickle.Pickler):
         self._with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
 
     def of(self, objects: tuple[object, ...]) -> Fingerprint | None:
-        """Return what objects are now; None: they cannot be compared. To be called once."""
+        """Return the fingerprint of objects; None: they cannot be compared. Call it only once."""
         try:
             self.dump(objects)
             self._in_globals = True
-            for owner in self._met:  # which grows meanwhile
+            for owner in self._met:  # the list grows meanwhile
                 self.dump(self._outline(owner))
         except Exception:  # whatever the __reduce__() of an object raises
             return None
@@ -295,11 +295,11 @@ class _Digesting(pickle.Pickler):
         if items:
             self.looks.watch(dict.values, items)
             self.looks.watch(dict.keys, items)
-        else:  # as of most functions
+        else:  # as for most functions
             self.looks.fact(len, items)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return what stands for an object in its pickle."""
+        """Return the reduction that represents an object in the pickle."""
         if obj is _stand_in:
             return NotImplemented
         if id(obj) in self._instead:
@@ -309,7 +309,7 @@ class _Digesting(pickle.Pickler):
             first = self._is_first("code", obj)  # it may refer to itself
             return _stand_in, (id(obj), tuple(of(obj)) if first else ())
         if isinstance(obj, PurePath):
-            if not self._in_globals:  # where logs are written, too
+            if not self._in_globals:  # a global path may be that of a log, which changes
                 self._look_up(str(obj))
             return _stand_in, ("path", str(obj), held_by(obj))
         if isinstance(obj, ModuleType):
@@ -330,7 +330,7 @@ class _Digesting(pickle.Pickler):
         if isinstance(obj, self._with_locks):
             self._live.update(bytes(cast("Any", obj).get_obj()))
             return "shared", id(obj)
-        return (bytes(obj),)  # which may be shared, or this process's own
+        return (bytes(obj),)  # the memory may be shared, or this process's own
 
     def _of_others(self, obj: Any) -> Any:
         kind = type(obj)
@@ -346,13 +346,13 @@ class _Digesting(pickle.Pickler):
             return _stand_in, (kind.__qualname__, held_by(obj))
         if _is_plain_object(kind):
             self._of_attributes(obj)
-            self._items(held_by(obj))  # of which its pickle may hold a copy
+            self._items(held_by(obj))  # its pickle may hold only a copy of this dict
         elif not isinstance(obj, _NEVER_CHANGE) or isinstance(obj, np.void):
             self.looks.unseen()
         return NotImplemented
 
     def _of_object(self, obj: Any) -> Iterator[object]:
-        """Yield what an object holds, also what a pickle would leave out."""
+        """Yield all that an object holds, also attributes that a pickle would leave out."""
         kind = type(obj)
         yield self._of_attributes(obj)
         for value in held_by(obj).values():
@@ -369,19 +369,19 @@ class _Digesting(pickle.Pickler):
             yield constant(obj)
         elif kind not in _OF_C and not _is_python(kind):
             self.looks.unseen()
-            yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
+            yield obj.__reduce_ex__(5)  # it holds more than Python's own attributes
 
     def _of_attributes(self, obj: object) -> tuple[object, ...]:
-        """Return the class of an object, and what it holds in ``__dict__`` and ``__slots__``."""
+        """Return the class of an object, and the attributes in its ``__dict__`` and slots."""
         (kind,) = self.looks.parts(_kind_of, obj)
         if hasattr(kind, "__del__") and not isinstance(obj, torch.utils.data.Dataset):
-            self.looks.unseen()  # the program sees when it is gone
+            self.looks.unseen()  # a snapshot would keep it alive, and its __del__() from running
         if kind not in self._attributes:
             self._attributes[kind] = _attributes_of(kind)
         return kind, *self.looks.parts(self._attributes[kind], obj)
 
     def _look_up(self, path: str) -> None:
-        """Take the size and the time of a file into the digest of what others see change."""
+        """Add the size and the time of a file to the ``live`` digest."""
         if self._looked_up < _FEW:
             self._looked_up += 1
             self._live.update(repr(self.looks.fact(_of_file, path)).encode())
@@ -398,7 +398,7 @@ class _Digesting(pickle.Pickler):
         dense = dense and tensor.is_contiguous() and tensor.grad_fn is None
         if not dense or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             self.looks.unseen()
-        # Not by NumPy, whose view of memory keeps that from being resized ever after.
+        # Not by NumPy: memory that it has viewed can never be resized again.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         content = self.looks.memory(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
         if tensor.is_shared():  # type: ignore[no-untyped-call]
@@ -409,7 +409,7 @@ class _Digesting(pickle.Pickler):
 
     def _of_array(self, array: np.ndarray[Any, Any]) -> Iterator[object]:
         yield from (str(array.dtype), array.shape, array.flags.writeable)
-        yield self._of_attributes(array)  # of a subclass: a mask, say
+        yield self._of_attributes(array)  # a subclass may have some, such as a mask
         if type(array) not in _ARRAYS:
             self.looks.unseen()
         owner = file_under(array)
@@ -448,7 +448,7 @@ class _Digesting(pickle.Pickler):
         names = function.__globals__
         self._meet(function.__module__, names.get("__name__"))
         module = sys.modules.get(names.get("__name__", ""))
-        if module is None or vars(module) is not names:  # of a text that was executed
+        if module is None or vars(module) is not names:  # code that was executed from text
             self._meet(names)
 
     def _is_first(self, what: str, obj: object) -> bool:
@@ -457,7 +457,7 @@ class _Digesting(pickle.Pickler):
         return first
 
     def _meet(self, *owners: object) -> None:
-        """Have the plain data of user's modules and classes compared, too."""
+        """Have the plain data of the user's modules and classes among ``owners`` compared, too."""
         for owner in owners if self._with_globals else ():
             module = sys.modules.get(owner) if isinstance(owner, str) else owner
             users = isinstance(module, ModuleType | type | dict) and is_users(_home_of(module))
@@ -467,8 +467,8 @@ class _Digesting(pickle.Pickler):
     def _outline(self, owner: _Owner) -> tuple[object, ...]:
         """Return the code and the plain data among the attributes of a module or a class.
 
-        Of containers that hold other things, too, numbers and texts count; of all others their
-        classes are looked at, and none is kept.
+        Of containers that hold other objects, too, the numbers and texts count; of all other
+        objects only their classes, and none of these objects is kept.
         """
         namespace: Mapping[str, Any] = owner if isinstance(owner, dict) else vars(owner)
         self.looks.watch(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
@@ -484,7 +484,7 @@ class _Digesting(pickle.Pickler):
                     others.append(name)
 
         def parts(names: Mapping[str, Any]) -> list[tuple[object, ...]]:
-            # Those that are not plain may become it, and none of them is kept.
+            # An object that is not plain data may become it; none of them is kept.
             return [(_is_plain(names[each]), _plain_part(names[each])) for each in others]
 
         of_others = self.looks.fact(parts, namespace) if others else []
@@ -493,7 +493,7 @@ class _Digesting(pickle.Pickler):
         return (*found.items(), *zip(others, of_others, strict=True))
 
     def _of_global(self, value: Any, *, method: bool) -> object:
-        """Return what an attribute of a module or class is compared by; None: it is not."""
+        """Return the value by which an attribute of a module or class is compared; None: none."""
         if isinstance(value, ModuleType | type):
             for owner in value.__mro__ if isinstance(value, type) else (value,):
                 self._meet(owner, _home_of(owner))
@@ -507,17 +507,17 @@ class _Digesting(pickle.Pickler):
         return (value,) if _is_plain(value) else None
 
     def _of_code(self, function: object, within: tuple[object, ...] = ()) -> object:
-        """Return what a global function, or a method, is compared by: its code, and what it keeps.
+        """Return the value by which a global function or a method is compared: its code and state.
 
-        Not which object it is: cloudpickle gives a class the same methods once more whenever it
-        reads something of it that was pickled by value, as what Ray's actors send. What functions
-        keep is compared likewise, ``within`` them.
+        Its address does not count: cloudpickle gives a class equal methods anew whenever it
+        unpickles an object whose class was pickled by value, such as those that Ray's actors send.
+        The objects that functions hold are compared likewise, ``within`` these functions.
         """
         if not isinstance(function, FunctionType) or function in within:
             if _is_plain(function):
                 return (function,)
             if self.looks.is_whole and _holds_others(type(function)):
-                self.looks.fact(_is_plain, function)  # which it may become
+                self.looks.fact(_is_plain, function)  # it may become plain data
             return id(function)
         code, closure, defaults, keywords, attributes = self.looks.parts(_OF_FUNCTION, function)
         closed = self.looks.parts(closed_over, function) if closure else ()
@@ -529,13 +529,13 @@ class _Digesting(pickle.Pickler):
 
 
 class _Noting(_Digesting):
-    """Digests objects, and takes a snapshot of them on the way: of each before it is digested."""
+    """Digests objects, and takes a snapshot of each before it is digested."""
 
     def __init__(self, within_s: float) -> None:
         super().__init__(within_s, noted=True)
 
     def persistent_id(self, obj: Any) -> None:
-        """Note a container that a pickler knows without asking; called for each object."""
+        """Note a container that the pickler reduces by itself; it calls this for each object."""
         kind = type(obj)
         if kind is dict:
             self._items(obj)
@@ -548,7 +548,7 @@ class _Noting(_Digesting):
 
 
 def file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
-    """Return the memory map whose pages an array shows, for every process and at any time."""
+    """Return the memory map under an array if processes share its changes; None: there is none."""
     owner: Any = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -565,15 +565,15 @@ def _functions_of(method: Any) -> tuple[object, ...]:
 
 
 def _code(code: CodeType) -> int:
-    """Return a number that all code objects that are equal have in common.
+    """Return a number that equal code objects share, and others do not.
 
-    Their hash would not do: that of Python 3.11 leaves out what they compute.
+    Their hash does not suffice: in Python 3.11 it ignores what the code computes.
     """
     return id(_CODES.setdefault(code, code))
 
 
 def _of_member(name: str, value: object) -> tuple[object, ...]:
-    """Return what an attribute of a user's class is compared by."""
+    """Return the value by which an attribute of a user's class is compared."""
     if isinstance(value, staticmethod | classmethod | property):
         return name, *_functions_of(value)
     if isinstance(value, functools.cached_property):
@@ -585,7 +585,7 @@ def _of_member(name: str, value: object) -> tuple[object, ...]:
 
 
 def is_data(name: str, value: object) -> bool:
-    """Return whether an attribute of a class is data: no method, nor what Python needs itself."""
+    """Return whether an attribute of a class is data, and no method or attribute of Python's."""
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
 
@@ -596,7 +596,7 @@ def _slots_of(kind: type) -> list[Any]:
 
 
 def _attributes_of(kind: type) -> Look:
-    """Return a look at the attributes of the objects of a class, which calls no code of a user."""
+    """Return a function that reads the attributes of a class's objects without the user's code."""
     slots = _slots_of(kind)
     if kind.__dictoffset__:
         owners = (vars(owner) for owner in reversed(kind.__mro__))
@@ -626,14 +626,14 @@ def _home_of(owner: _Owner) -> str:
 
 
 def _is_python(cls: type) -> bool:
-    """Return whether objects of a class hold nothing but Python's attributes: by their size."""
+    """Return whether objects of a class hold only Python's attributes, judged by their size."""
     fields = len(_slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     size = object.__basicsize__ + fields * ctypes.sizeof(ctypes.c_void_p)
     return cls.__basicsize__ == size and not cls.__itemsize__
 
 
 def _of_file(path: str) -> tuple[int, int] | None:
-    """Return size and time of the last change of a file; None: it is none."""
+    """Return size and time of the last change of a file; None: there is no such file."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a Path would take as long as the system
     except (OSError, ValueError):  # a text that names no file
@@ -642,7 +642,7 @@ def _of_file(path: str) -> tuple[int, int] | None:
 
 
 def _memory_of(owner: Any, address: int) -> Any:
-    """Return the memory of a tensor or an array, which lives as long."""
+    """Return the memory of a tensor or an array, which keeps its owner alive."""
     if owner.nbytes and not address:
         raise TypeError("Its storage was freed.")
     memory: Any = (ctypes.c_char * owner.nbytes).from_address(address)
@@ -651,13 +651,13 @@ def _memory_of(owner: Any, address: int) -> Any:
 
 
 def _stand_in(*_what: object) -> None:
-    """Stand for an object that is compared by what is said of it."""
+    """Stand for an object that is compared by the arguments given here."""
 
 
 def _is_plain(value: object, depth: int = _DEPTH) -> bool:
     """Return whether a global is compared: it is made of numbers, texts and arrays alone.
 
-    So are the results of a function that are kept.
+    A function with ``functools.lru_cache`` counts as such, too.
     """
     kind = type(value)
     if kind in _ATOMS or isinstance(value, _PLAIN):
@@ -677,10 +677,10 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
 
 
 def _plain_part(value: object) -> tuple[object, ...]:
-    """Return the numbers and texts in a container, with the keys that they have; () if it has none.
+    """Return the numbers and texts in a container, with their keys; () if it has none.
 
-    Of a large one those that come first. An object of a class of the user's own is none: most that
-    hold something else than plain data are at work, and count what they do.
+    Of a large container only the first ones count. Objects of the user's classes are no containers
+    here: most of those that hold other than plain data are at work, and count what they do.
     """
     left = [_FIRST]
 
@@ -705,7 +705,7 @@ def _plain_part(value: object) -> tuple[object, ...]:
 
 
 def _holds_others(kind: type) -> bool:
-    """Return whether an object may become plain, or no longer be, by what it holds."""
+    """Return whether an object may become plain data, or cease to be, when its parts change."""
     if kind in (*_SEQUENCES, *_MAPPINGS, *_NAMESPACES):
         return True
     return all(owner in _ROOTS or is_users(owner.__module__) for owner in kind.__mro__)
@@ -742,24 +742,24 @@ def _is_plain_object(kind: type) -> bool:
 
 
 class Snapshot:
-    """What looks at objects have told, and whether they tell it again.
+    """The results of looks at objects, to tell later whether the looks still give the same.
 
-    A flat list of looks, asked in microseconds.
+    It is a flat list of looks, which takes microseconds to repeat.
 
-    - Items, attributes and namespaces are compared by identity. What was told is kept, so that
-      nothing else can lie at the same address later; what cannot change (numbers, texts, tuples of
-      such) needs no look of its own.
-    - Numbers in tensors and arrays are compared byte by byte with a copy, behind a look at where
-      they lie and in which form. torch's count of changes (``_version``) would cost less, and is
-      not asked: it does not see who writes through ``.numpy()``, ``.data``, a storage, DLPack or
-      ``apply_``, nor the running means of a normalisation, nor C code.
+    - Items, attributes and namespaces are compared by identity. They are kept alive, so that no
+      other object can have their address later. Objects that cannot change (numbers, texts, tuples
+      of such) need no look of their own.
+    - Numbers in tensors and arrays are compared byte by byte with a copy, after a look at their
+      address and form. torch's count of changes (``_version``) would be cheaper, but it misses
+      writes through ``.numpy()``, ``.data``, a storage, DLPack or ``apply_``, by C code, and of the
+      running means of a normalisation.
 
-    If it is not ``is_whole`` from the beginning, looks are taken, and nothing is kept of them.
+    If it is not ``is_whole`` from the beginning, looks are taken, but their results are not kept.
     """
 
     def __init__(self, *, is_whole: bool = True) -> None:
         self.is_whole = is_whole
-        """False: something may change that no look would show, or is too much to be kept."""
+        """Whether looks show every change; False: some are not shown, or are too large to keep."""
         self._facts: dict[Look, _Facts] = {}
         self._parts: dict[Look, _Parts] = {}
         self._forms: dict[Look, _Facts] = {}
@@ -768,31 +768,31 @@ class Snapshot:
         self._seen: set[tuple[Look, int]] = set()
 
     def unseen(self) -> None:
-        """Note that something may change that no look shows: nothing is kept any more."""
+        """Note that something may change that no look shows: results are no longer kept."""
         self.is_whole = False
         kept = (self._facts, self._parts, self._forms, self._memory, self._copies, self._seen)
         for each in kept:
             each.clear()
 
     def fact(self, look: Look, obj: object) -> Any:
-        """Return what a look tells of an object, to be compared by its value."""
+        """Return the result of a look at an object; it will be compared by value."""
         new = self._is_new(look, obj)
         return self._facts.setdefault(look, _Facts(look)).add(obj) if new else look(obj)
 
     def parts(self, look: Look, obj: object) -> tuple[Any, ...]:
-        """Return all that a look tells of an object, each to be compared by identity."""
+        """Return the results of a look at an object; each will be compared by identity."""
         new = self._is_new(look, obj)
         return self._parts.setdefault(look, _Parts(look)).add(obj) if new else tuple(look(obj))
 
     def watch(self, look: Look, obj: object) -> None:
-        """Take a look whose parts nobody needs now."""
+        """Take a look as :meth:`parts` does, without returning its results."""
         if self.is_whole:
             self.parts(look, obj)
 
     def memory(self, looks: Iterable[Look], owner: object, at: Any) -> Any:
-        """Return what lies in the memory of an object, an array of ctypes, or a copy of it.
+        """Return the memory ``at`` of an object, an array of ctypes, or a copy of it.
 
-        ``looks`` tell where it lies, and in which form.
+        ``looks``: read its address and form.
         """
         if sum(map(len, self._copies)) + len(at) > _MOST_BYTES:
             self.unseen()
@@ -805,34 +805,34 @@ class Snapshot:
         return self._copies[-1]
 
     def is_copy(self, memory: object) -> bool:
-        """Return whether this is the copy that was made last."""
+        """Return whether ``memory`` is the copy that was made last."""
         return bool(self._copies) and memory is self._copies[-1]
 
     def _is_new(self, look: Look, obj: object) -> bool:
-        key = (look, id(obj))  # whose objects are kept
+        key = (look, id(obj))  # the object is kept alive, so that its id stays its own
         new = self.is_whole and key not in self._seen
         if new:
             self._seen.add(key)
         return new
 
     def holds(self) -> bool:
-        """Return whether all is as it was noted."""
+        """Return whether all looks give the same results as before."""
         try:
             same = all(facts.same() for facts in self._facts.values())
             same = same and all(parts.same() for parts in self._parts.values())
             return same and self._same_memory()
-        except Exception:  # an attribute is gone, or another thread is at work
+        except Exception:  # an attribute is gone, or another thread makes changes
             return False
 
     def _same_memory(self) -> bool:
         then = chain(*(forms.found for forms in self._forms.values()), self._copies)
         now = chain(*(forms.now() for forms in self._forms.values()), self._memory)
-        # In one call, in which no other thread can let go of the memory before it is read.
+        # In one call, so that no other thread can free the memory before it is read.
         return all(map(eq, then, now))
 
 
 class _Facts:
-    """What one look has told of objects, a value of each."""
+    """The results of one look at several objects, one value for each."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -853,7 +853,7 @@ class _Facts:
 
 
 class _Parts(_Facts):
-    """What one look has told of objects, several parts of each."""
+    """The results of one look at several objects, several parts for each."""
 
     def __init__(self, look: Look) -> None:
         super().__init__(look)

@@ -1,9 +1,9 @@
-"""What is found by its name: the optional rooms of ``ext``, and what other packages add.
+"""Lookup by name: the optional rooms of ``ext``, and executors that other packages add.
 
-No module but those of ``ext`` imports ``ext``. Executors are found here by the name that a user
-gives, own ones and those of installed packages (entry points of the group
-``lightning_fastdata.executors``); classes and functions of ``ext`` that have a public name
-elsewhere, by that; kernels by :func:`fuse`.
+Only modules of ``ext`` import ``ext``. This module finds executors by the name that a user gives,
+those of this package and of installed packages (entry points of the group
+``lightning_fastdata.executors``); classes and functions of ``ext`` by their public name elsewhere;
+and kernels by :func:`fuse`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, Final
 from lightning_fastdata.errors import OptionsError
 
 EXECUTORS: Final = "lightning_fastdata.executors"
-"""The group of entry points; each is an :class:`~lightning_fastdata.executors.kinds.ExecutorKind`.
-"""
+"""Group of entry points that are :class:`~lightning_fastdata.executors.kinds.ExecutorKind`."""
 _EXT: Final = f"{__name__.partition('.')[0]}.ext"
 _OWN: Final = {"ray": f"{_EXT}.ray:KIND"}
 _HOMES: Final = {
@@ -35,7 +34,7 @@ _HOMES: Final = {
 
 
 def from_ext(name: str) -> Any:
-    """Return what has a public name and lives in ``ext``; AttributeError without one."""
+    """Return the object of ``ext`` with a public name; AttributeError: there is none."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"lightning_fastdata has no {name!r}.")
@@ -44,7 +43,7 @@ def from_ext(name: str) -> Any:
 
 @cache
 def fuse() -> Any:
-    """Return what finds runs of operations that kernels carry out; None: that room is not there."""
+    """Return the function that finds operations for kernels; None: that room is not there."""
     try:
         return import_module(f"{_EXT}.kernels.runs").fuse
     except ModuleNotFoundError as error:
@@ -54,16 +53,16 @@ def fuse() -> Any:
 
 
 def executor_names() -> list[str]:
-    """Return the names of executors that are found here, this package's own first."""
+    """Return the names of the executors found by this module, this package's own first."""
     return [*_OWN, *sorted(_added().keys() - _OWN.keys())]
 
 
 @cache
 def executor(name: str) -> Any:
-    """Return what an executor is registered as; None: nothing has that name.
+    """Return the object registered for the name of an executor; None: there is none.
 
     Raises:
-        OptionsError: A package has registered it, and it cannot be loaded.
+        OptionsError: An executor of a package cannot be loaded.
     """
     own = _OWN.get(name)
     entry = _added().get(name) if own is None else EntryPoint(name, own, EXECUTORS)
@@ -71,7 +70,7 @@ def executor(name: str) -> Any:
         return None
     try:
         return entry.load()
-    except Exception as error:  # whatever the modules of others raise
+    except Exception as error:  # whatever modules of other packages raise
         raise OptionsError(
             f"executor={name!r} is {entry.value} of an installed package, which cannot be loaded: "
             f"{type(error).__name__}: {error}."

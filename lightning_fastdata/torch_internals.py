@@ -30,7 +30,7 @@ __all__ = ["collate", "collate_tensor_fn", "default_collate_fn_map"]
 
 _Value = TypeVar("_Value")
 MAKES_BATCHES: Final = ("__iter__", "_get_iterator")
-"""What a class of loaders overrides that makes its batches in its own way."""
+"""Methods that a subclass of DataLoader overrides if it makes batches in its own way."""
 
 
 def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[Any]) -> None:
@@ -42,7 +42,7 @@ def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[An
 
 @contextmanager
 def unsplit_stream() -> Iterator[None]:
-    """Have ``get_worker_info()`` return None in the block, so that a stream gives all of itself."""
+    """Have ``get_worker_info()`` return None in the block, so that a stream is not split."""
     info, worker._worker_info = worker._worker_info, None
     try:
         yield
@@ -53,7 +53,7 @@ def unsplit_stream() -> Iterator[None]:
 def watch_worker_info(
     note: Callable[[str], None], *, number: int, workers: int, dataset: Dataset[Any]
 ) -> None:
-    """Set the same, and have the name of each attribute of it noted when it is read."""
+    """Set the worker info as :func:`set_worker_info`, and note the name of each attribute read."""
 
     class Watched(worker.WorkerInfo):
         def __getattribute__(self, name: str) -> Any:
@@ -72,13 +72,13 @@ def pinned(value: _Value, device: str | None) -> _Value:
 
 
 def early_batches(iterator: object) -> Iterable[Any]:
-    """Return the batches that torch's iterator over workers got before their turn; else none."""
+    """Return the batches that torch's iterator over workers got before their turn, if any."""
     tasks = getattr(iterator, "_task_info", {}).values()
     return [entry[1] for entry in tasks if len(entry) == 2]
 
 
 def under_way(iterator: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Return how many batches torch's iterator over workers has begun, and which it has to give.
+    """Return how many batches torch's iterator over workers has begun, and those not given yet.
 
     None: there are no workers.
     """
@@ -87,10 +87,10 @@ def under_way(iterator: Any) -> tuple[int, tuple[int, ...]] | None:
 
 
 def being_read(error: BaseException) -> Any:
-    """Return what torch's iterator without workers was reading as an error was raised: its index.
+    """Return the index that torch's iterator without workers was reading as an error was raised.
 
-    All indices of the batch: where it is read in one call, and from Python 3.12 on. None: it is
-    not known, or was not reading.
+    If the batch is read in one call, and from Python 3.12 on, these are all indices of the batch.
+    None: it is not known, or the iterator was not reading.
     """
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -105,7 +105,10 @@ def being_read(error: BaseException) -> Any:
 
 
 def next_has_arrived(iterator: Any) -> bool | None:
-    """Return whether torch's iterator over workers has its next batch, or the end; else None."""
+    """Return whether torch's iterator over workers has its next batch, or the end, already.
+
+    None: it has no workers.
+    """
     try:
         arrived = iterator._task_info.get(iterator._rcvd_idx, ())
         if len(arrived) == 2 or iterator._rcvd_idx >= iterator._send_idx:
@@ -116,7 +119,7 @@ def next_has_arrived(iterator: Any) -> bool | None:
 
 
 def default_store() -> Any:
-    """Return the key-value store at which this process met its ranks; None: none that is known."""
+    """Return the key-value store of this process's default process group; None: not known."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -126,14 +129,14 @@ def default_store() -> Any:
 
 
 def not_compiled() -> AbstractContextManager[object]:
-    """Return a block in which what was given to ``torch.compile`` runs as it was written."""
-    # What compiles takes a second to load.
+    """Return a context in which functions given to ``torch.compile`` run uncompiled."""
+    # The compiler takes a second to load.
     loaded = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that give a device something to do: all but views and empty memory."""
+    """Counts operators that give a device work: all but views and allocations of empty memory."""
 
     count = 0
 
@@ -145,6 +148,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count_operators(run: Callable[[], _Value]) -> tuple[_Value, int]:
-    """Return what a function returns, and how many operators it gave to devices."""
+    """Return the result of a function, and how many operators gave a device work meanwhile."""
     with _Operators() as seen:  # type: ignore[no-untyped-call]
         return run(), seen.count

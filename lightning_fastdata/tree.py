@@ -1,6 +1,6 @@
-"""What is held by what: samples and batches as trees of containers, and objects by attributes.
+"""Samples and batches as trees of containers, and the objects that other objects hold.
 
-What a dataset holds of some classes is found without code being run or read.
+Objects of some classes within a dataset are found without running or reading the user's code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from lightning_fastdata.types import Batch
 
 Path = tuple[Any, ...]
-"""Keys, positions and field names that lead to one leaf of a batch."""
+"""Path of keys, positions and field names that leads to one leaf of a batch."""
 _LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, type)
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 256
@@ -39,7 +39,7 @@ _HOLD_NOTHING: Final = (
 )  # fmt: skip
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _PYTHONS: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-"""Where Python's own modules are."""
+"""Folders of Python's own modules."""
 
 
 def spelled(path: Path) -> str:
@@ -48,7 +48,7 @@ def spelled(path: Path) -> str:
 
 
 def children(value: Batch) -> list[tuple[Any, Any]] | None:
-    """Return the parts of a container with their keys, positions or field names; None of a leaf.
+    """Return the parts of a container with their keys, positions or field names; None for a leaf.
 
     Containers are mappings, sequences (named tuples among them) and dataclasses. Tensors and
     strings are leaves.
@@ -65,8 +65,8 @@ def children(value: Batch) -> list[tuple[Any, Any]] | None:
 def rebuilt(value: Batch, parts: list[Any]) -> Batch:
     """Return a container of the same class with other parts, in the order of :func:`children`.
 
-    Mappings and dataclasses keep their attributes; dataclasses are not constructed anew, as that
-    might change what they are given.
+    Mappings and dataclasses keep their attributes. Dataclasses are not constructed anew, as their
+    constructors might change the parts.
     """
     if isinstance(value, Mapping):
         items = dict(zip(value, parts, strict=True))
@@ -80,7 +80,7 @@ def rebuilt(value: Batch, parts: list[Any]) -> Batch:
     if is_dataclass(value):
         twin = copy.copy(value)
         for field, part in zip(fields(value), parts, strict=True):
-            object.__setattr__(twin, field.name, part)  # it may be frozen
+            object.__setattr__(twin, field.name, part)  # the dataclass may be frozen
         return twin
     return type(value)(*parts) if is_named_tuple(value) else type(value)(parts)
 
@@ -91,14 +91,14 @@ def is_named_tuple(value: object) -> bool:
 
 
 def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """Return the leaves, in order; ``is_leaf``: what is not looked into, though a container."""
+    """Return the leaves in order; ``is_leaf``: whether a container counts as a leaf itself."""
     return (leaf for _, leaf in with_paths(value, is_leaf=is_leaf))
 
 
 def with_paths(
     value: Batch, path: Path = (), is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves, in order, each with where it is; ``is_leaf`` as of :func:`leaves`."""
+    """Yield the leaves in order, each with its path; ``is_leaf``: see :func:`leaves`."""
     parts = None if is_leaf(value) else children(value)
     if parts is None:
         yield path, value
@@ -108,7 +108,7 @@ def with_paths(
 
 
 def at_path(value: Batch, path: Path) -> Any:
-    """Return what lies under keys, positions and field names; None: nothing does."""
+    """Return the part of a batch at a path; None: there is none."""
     for key in path:
         parts = dict(children(value) or ())
         if key not in parts:
@@ -128,7 +128,7 @@ class PilImage(Protocol):
         """Return the names of its channels."""
 
     def convert(self, mode: str) -> object:
-        """Return it in another mode."""
+        """Return the image in another mode."""
 
 
 def bytes_in(value: Batch) -> int:
@@ -157,9 +157,9 @@ def replace_leaves(
     depth: int = 8,
     is_leaf: Callable[[Any], bool] = lambda _: False,
 ) -> Batch:
-    """Return a batch with each leaf replaced by ``function(path, leaf)``; structure stays.
+    """Return a batch with each leaf replaced by ``function(path, leaf)``; its structure stays.
 
-    Containers are looked into to a ``depth`` (-1: all), unless ``is_leaf`` says that they are
+    Containers are entered down to a ``depth`` (-1: any), unless ``is_leaf`` says that they are
     leaves. A container in which nothing was replaced is returned itself.
     """
     parts = None if depth == 0 or is_leaf(batch) else children(batch)
@@ -180,7 +180,7 @@ def put_leaves(value: Batch, leaves: Mapping[Path, Any]) -> Batch:
 
 
 def name_of(function: object) -> str:
-    """Return what a function or class is called; of another object the name of its class."""
+    """Return the name of a function or class; for another object the name of its class."""
     name = getattr(function, "__name__", None)
     return name if isinstance(name, str) else type(function).__name__
 
@@ -188,7 +188,7 @@ def name_of(function: object) -> str:
 def has_method(owner: object, name: str) -> bool:
     """Return whether the class of an object has a method of that name.
 
-    The object itself is not asked: it may hand on to another one whatever it is asked for.
+    The object itself is not asked, as it may look up any attribute in another object.
     """
     return callable(getattr(type(owner), name, None))
 
@@ -196,8 +196,8 @@ def has_method(owner: object, name: str) -> bool:
 def held(owner: object, name: str) -> Any:
     """Return an attribute that an object holds itself; None if it has none of that name.
 
-    Neither a property nor ``__getattr__`` is called: either may open what should be opened in the
-    workers alone.
+    Neither a property nor ``__getattr__`` is called: either may open a file that should be opened
+    only in the workers.
     """
     return held_by(owner).get(name)
 
@@ -208,9 +208,9 @@ def held_by(owner: object) -> dict[str, Any]:
 
 
 def is_a(item: object, package: str, name: str | None = None) -> bool:
-    """Return whether an object is of a class of a package, or of one derived from it.
+    """Return whether an object is of a class of a package, or of a class derived from it.
 
-    By name, as the package need not be installed. ``name``: of the class; None: any.
+    Names are compared, as the package need not be installed. ``name``: of the class; None: any.
     """
     return any(
         base.__module__.split(".")[0] == package and name in (None, base.__name__)
@@ -221,7 +221,7 @@ def is_a(item: object, package: str, name: str | None = None) -> bool:
 def find_composes(obj: object) -> tuple[Any, ...]:
     """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
 
-    Never imports Albumentations: where nothing has, there is no pipeline to find.
+    It never imports Albumentations: if nothing else has, there is no pipeline to find.
     """
     return find_instances(obj, loaded_classes("albumentations", "BaseCompose", "BasicTransform"))
 
@@ -233,12 +233,12 @@ def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
 
 
 def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    """Return what a dataset holds of some classes, in a fixed order, without what that holds.
+    """Return the objects of some classes that a dataset holds, in a fixed order.
 
-    Looks through attributes, also those of the user's own classes, lists, tuples, dicts (first 256
-    items, 8 levels deep), wrapped datasets (``Subset``, ``ConcatDataset``), bound methods,
-    ``functools.partial``, and what functions close over and have as defaults. What code refers to,
-    a global of a module say, is not held by the dataset.
+    It looks through attributes, also those of the user's own classes, lists, tuples, dicts (first
+    256 items, 8 levels deep), wrapped datasets (``Subset``, ``ConcatDataset``), bound methods,
+    ``functools.partial``, and closures and defaults of functions, but not within objects it found.
+    Names that code refers to, such as globals of a module, do not belong to the dataset.
     """
     if not kinds:
         return ()
@@ -259,7 +259,7 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
 
 def _parts(item: object) -> Iterator[object]:
     if isinstance(item, dict | UserDict | MappingProxyType):
-        # Not any mapping: reading the values of one that stands for a file would open it.
+        # No other mappings: reading the values of one that represents a file would open the file.
         yield from list(item.values())[:_MAX_ITEMS]
     elif isinstance(item, list | tuple):
         yield from item[:_MAX_ITEMS]
@@ -295,7 +295,7 @@ def _slots(item: object) -> Iterator[object]:
 
 
 def closed_over(function: FunctionType) -> list[object]:
-    """Return what a function closes over; None in the place of a name that is not bound yet."""
+    """Return the values that a function closes over; None for a name that is not bound yet."""
     contents: list[object] = []
     for cell in function.__closure__ or ():
         try:
@@ -307,9 +307,9 @@ def closed_over(function: FunctionType) -> list[object]:
 
 @lru_cache(maxsize=4096)
 def is_users(module: object) -> bool:
-    """Return whether a module is the user's own: of no installed package, nor Python's.
+    """Return whether a module is the user's own, and not Python's or of an installed package.
 
-    ``module``: its name; classes of C may have something else in its place, which is none.
+    ``module``: its name; if it is no text, as for some classes of C, it is not the user's.
     """
     if module == "__main__":
         return True
@@ -317,7 +317,7 @@ def is_users(module: object) -> bool:
         return False
     package = module.split(".")[0]
     file = held(sys.modules.get(module), "__file__") or ""
-    # A module of the user's may have the name of one of Python's.
+    # A module of the user's may have the same name as one of Python's.
     pythons = package in sys.stdlib_module_names and (not file or file.startswith(_PYTHONS))
     if pythons or package in {"", __name__.split(".")[0]}:
         return False
@@ -328,7 +328,7 @@ def is_users(module: object) -> bool:
 def _installed_projects() -> frozenset[str]:
     """Return the packages that were installed from a folder or a repository, as a user's own are.
 
-    pip notes that: https://packaging.python.org/en/latest/specifications/direct-url/
+    pip records this: https://packaging.python.org/en/latest/specifications/direct-url/
     """
     found: set[str] = set()
     for each in importlib.metadata.distributions():

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 else:
     from typing import TypeVar
 
-    # Python 3.13 is the first whose own have a default.
+    # TypeVars of Python before 3.13 have no default.
     Batch_co = TypeVar("Batch_co", covariant=True)
 
 Batch: TypeAlias = Any
 """Any nesting of tuples, lists, dicts, named tuples and dataclasses whose leaves may be tensors."""
 
 B = TypeVar("B")
-"""The type of a batch, for what hands batches on."""
+"""Type of a batch, for functions that pass batches on."""
 
 Stage: TypeAlias = Literal["train", "val", "test", "predict"]
-"""What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
+"""Stage that a loader or a transform is for. Lightning's sanity check counts as ``val``."""
 
 PixelPlace: TypeAlias = Literal["device", "workers"]
-"""Where pixels are computed. ``"workers"``: all of it, by Albumentations; ``"device"``: there what
-has a device form."""
+"""Where pixels are computed. ``"workers"``: all operations there, by Albumentations; ``"device"``:
+operations that have a device form run on the device."""
 
 Shuffle: TypeAlias = bool | Literal["blocks"]
 """Whether samples are shuffled; "blocks": a few blocks at a time, as BlockShuffleSampler does."""
@@ -39,7 +39,7 @@ STAGE_WORDS: Mapping[str, str] = {
     "test": "test",
     "predict": "prediction",
 }
-"""Stage -> what it is called in a sentence."""
+"""Word for each stage in a sentence."""
 
 
 @runtime_checkable
@@ -47,25 +47,25 @@ class SetsEpoch(Protocol):
     """A loader, sampler or dataset whose order or draws depend on the epoch."""
 
     def set_epoch(self, epoch: int) -> object:
-        """Take the number of the epoch that comes next, counted from 0."""
+        """Set the number of the epoch that comes next, counted from 0."""
 
 
 @runtime_checkable
 class StoredInBlocks(Protocol):
-    """A dataset or source that says which of its samples are stored, and read, together."""
+    """A dataset or source that states which of its samples are stored, and read, together."""
 
     def block_starts(self) -> Sequence[int] | None:
-        """Return the first sample of each block, increasing from 0; None: it does not say."""
+        """Return the first sample of each block, increasing from 0; None: blocks are not known."""
 
 
 def has_own_order(dataset: object) -> bool:
-    """Return whether a dataset is to be read in its own order, which each epoch has another of."""
+    """Return whether a dataset has an order of its own, different in each epoch: do not shuffle."""
     return bool(getattr(type(dataset), "has_own_order", False))
 
 
 @runtime_checkable
 class MapDataset(Protocol):
-    """Samples by index, and how many there are."""
+    """A dataset with samples by index, and a length."""
 
     def __len__(self) -> int: ...
 
@@ -73,7 +73,7 @@ class MapDataset(Protocol):
 
 
 class SampleKey(NamedTuple):
-    """What the randomness of one sample depends on, and nothing else."""
+    """The key of one sample: its randomness depends on these three numbers and nothing else."""
 
     seed: int
     """Seed of the run."""

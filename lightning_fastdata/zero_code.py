@@ -3,7 +3,7 @@
 Lightning asks the entry points ``lightning.pytorch.callbacks_factory`` for callbacks whenever a
 Trainer is made:
 https://lightning.ai/docs/pytorch/stable/extensions/entry_points.html
-This module is what it finds; without either it gives none, and imports nothing.
+It finds this module; without ``fastdata`` there is no callback, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from lightning_fastdata.prove import read_settings
 
 RUN_VARIABLE: Final = "LIGHTNING_FASTDATA_RUN"
-"""The environment variable with what ``fastdata run`` gives to the callback, as JSON; the processes
+"""Environment variable with the callback's arguments from ``fastdata run``, as JSON; the processes
 of all ranks inherit it."""
 
 
@@ -39,10 +39,10 @@ def _callbacks(home: str) -> list[Any]:
 
 
 def _silence() -> None:
-    """Have loggers write nothing until the callback takes them away, which it can in ``setup``.
+    """Have loggers write nothing until the callback removes them, which it can do in ``setup``.
 
-    They make their files when a fit begins, before any callback is asked, but on the first rank
-    alone.
+    Loggers make their files when a fit begins, before any callback runs, but only on rank 0: so
+    this process pretends to be rank 1.
     """
     from lightning_utilities.core.rank_zero import rank_zero_only
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FORMS_TRIED: Final = 16
-"""Samples whose forms decide whether all are rows of columns."""
+"""Number of samples whose forms decide whether all samples are stored as rows of columns."""
 _FILLED_AT_ONCE: Final = 32
 _TRIED: Final = 8
 _CHANGED: Final = (
@@ -56,12 +56,12 @@ _CHANGED: Final = (
 )
 _MOST: Final = 32
 _FEWEST: Final = 4
-_READS_OF_EACH: Final = 5  # of a sample that is measured, about
+_READS_OF_EACH: Final = 5  # about how often a sample that is measured is read
 _BUDGET_S: Final = 2.0
 _ROUNDS: Final = 3
-"""The quickest of which counts, as other programs only ever add time."""
+"""Number of timed readings; the quickest counts, as other programs can only add time."""
 _WORTH: Final = 2.0
-"""So many times as quick has a kept sample to be, for a cache that nobody has asked for by name."""
+"""Least ratio of the times of a made and a kept sample for which ``cache="auto"`` caches."""
 
 
 class CachedDataset(Dataset[Any]):
@@ -69,28 +69,28 @@ class CachedDataset(Dataset[Any]):
 
     Samples are written as they are first read, by whichever worker or rank reads them, and are
     found again by later epochs, other ranks and later runs. Order and content are those of the
-    dataset without a cache. What draws at random is not kept: give it as ``transform``.
+    dataset without a cache. Code that draws at random cannot be cached: give it as ``transform``.
 
     A cache belongs to one state of the dataset: what it holds, the source of its class and of the
     functions that it holds, and size and time of the files that it names. Another state has another
-    folder. A change in a function that this code calls, elsewhere, is not seen: give another
+    folder. A change elsewhere, in a function that this code calls, is not seen: give another
     ``key``, or delete the folder. Some samples are compared with the dataset when a run opens a
-    cache, and each is held against its checksum when it is first read. A process may be killed at
-    any time: a sample is in the cache whole or not at all.
+    cache, and each is checked against its checksum when it is first read. A process may be killed
+    at any time: a sample is in the cache whole or not at all.
 
     Args:
-        dataset: Has a length, and samples of tensors, NumPy arrays and scalars, PIL images,
-            numbers, strings, bytes and None, in tuples, lists and dicts.
+        dataset: A dataset with a length, and samples of tensors, NumPy arrays and scalars, PIL
+            images, numbers, strings, bytes and None, in tuples, lists and dicts.
         folder: ``"disk"``: below ``$LIGHTNING_FASTDATA_CACHE`` or ``~/.cache/lightning_fastdata``.
             ``"ram"``: in the memory of this machine, until the process ends (Linux). Or a folder,
             in which each dataset gets one of its own.
         transform: Called with each sample that is returned; not cached. It may draw at random.
-        max_bytes: What the samples may take. Those that find no room are made each time. Default:
-            half of the disk that is free, and no more than a quarter of the memory in memory, which
-            the ranks of a host share out.
-        key: By which the cache is found, in place of the dataset's state: change it when the
+        max_bytes: Most bytes that the samples may take; samples that find no room are made each
+            time. Default: half of the free disk; with ``"ram"`` no more than a quarter of the free
+            memory, shared out among the ranks of a host.
+        key: Name by which the cache is found, in place of the dataset's state: change it when the
             samples change.
-        always_same: The dataset always returns the same samples, though it seems to draw.
+        always_same: Whether the dataset always returns the same samples, though it seems to draw.
 
     Raises:
         OptionsError: An argument has an impossible value, there is no such memory, or the folder of
@@ -106,7 +106,7 @@ class CachedDataset(Dataset[Any]):
     made: ClassVar[bool] = False
     """Whether this process has had a cache: made here, copied or unpickled."""
     _said = "samples as the dataset returns them"
-    """What is kept, in words."""
+    """Description of what is kept, for :meth:`explain`."""
 
     def __init__(
         self,
@@ -130,28 +130,27 @@ class CachedDataset(Dataset[Any]):
         self.transform = transform
         root = cache_root(folder)
         self._identity = identity(self.dataset) if key is None else _identity_if_any(self.dataset)
-        """By what the dataset is recognised; None: there is a key, and nothing else."""
+        """Identity by which the dataset is recognised; None: it has none, only a key is given."""
         self.folder = root / (str(self._identity) if key is None else name_of_key(key))
         self._max_bytes = max_bytes
         self._always_same = always_same
         self._length = len(dataset)
         self.ranks = ranks_on_host(os.environ)
-        """That have a cache each in the memory of this host, as far as is known."""
-        # More than there are samples: that the cache was compared with its dataset, and what of it
-        # was said.
+        """Training processes on this host, each of which has a cache of its own in memory."""
+        # Three flags more than samples: the cache was compared, and each of two warnings was given.
         self._known = SharedFlags(self._length + 3)
         self._file: SampleFile | None = None
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
         self._full = False
         self.optional = False
-        """Whether samples are made, and that is said, where the cache cannot be used: no error."""
+        """Whether a cache that cannot be used raises a warning only, and samples are made."""
         self._given_up = False
         self._state = fingerprint(self.dataset, with_globals=False)
-        """What the dataset was when the folder was named; None: it cannot be compared."""
+        """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
         self._there: NDArray[np.bool_] | None = None
-        """Which samples were kept when the dataset was last found to be as it was."""
-        is_there(self.folder)  # one of another user is refused at once
+        """Mask of samples kept when the dataset was last found unchanged; None: no sample was."""
+        is_there(self.folder)  # a folder of another user is refused at once
 
     def __len__(self) -> int:
         return self._length
@@ -161,7 +160,7 @@ class CachedDataset(Dataset[Any]):
 
         Raises:
             IndexError: There is no such sample.
-            DatasetError: The cache is of other samples, or cannot be read.
+            DatasetError: The cache holds other samples, or cannot be read.
         """
         number = int(index)
         if not -self._length <= number < self._length:
@@ -175,7 +174,7 @@ class CachedDataset(Dataset[Any]):
         """Return a sample from the cache; it is made and kept if it was not there."""
         there, sample = file.read(number)
         if not there:
-            # The transform is to draw the same, whether this was made now or not.
+            # The transform draws the same numbers whether the sample is made now or was kept.
             with kept_random_state():
                 sample = self.dataset[number]
             self._keep(file, number, sample)
@@ -187,7 +186,7 @@ class CachedDataset(Dataset[Any]):
         It ends early where no more samples find room.
 
         Args:
-            num_workers: Processes that do it; 0: this one does.
+            num_workers: Processes that make them; 0: this one does.
         """
         notice_changes(self)
         untransformed, at_once = copy.copy(self), _FILLED_AT_ONCE
@@ -249,9 +248,9 @@ class CachedDataset(Dataset[Any]):
         return f"cache: {self.folder}, {kept}"
 
     def row_of(self, index: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of a sample that is one array, where they are in the file.
+        """Return the bytes of a sample that is one array, as a view of the mapped file.
 
-        None unless the sample is kept as it is returned, and was read in this run before.
+        None unless there is no transform, and the sample is kept and was read in this run before.
         """
         file = self._opened()
         return None if file is None or self.transform is not None else file.first_leaf(index)
@@ -259,15 +258,15 @@ class CachedDataset(Dataset[Any]):
     def columns(self) -> list[NDArray[Any]] | None:
         """Return the leaves of the samples as memory maps ``[samples, ...]``, in order.
 
-        None unless all samples are kept as they are returned, whole, in one form of numbers alone.
+        None unless there is no transform, and all samples are kept in one form of numbers alone.
         """
         file = None if self.transform is not None else self._seen()
         if file is None:
             return None
         if self._columns is None:
-            # Kept, because pages of a new map would have to be found again.
+            # Kept, because each page of a new map would cost a page fault again.
             columns = file.columns()
-            if columns is not None and self._opened() is not None:  # which compares some
+            if columns is not None and self._opened() is not None:  # it compares some samples
                 self._columns = columns
         return self._columns
 
@@ -276,16 +275,16 @@ class CachedDataset(Dataset[Any]):
         file = self._seen()
         return None if file is None else file.form
 
-    # How the cache is found, and when it is used no more
+    # How the cache is found, and when it is no longer used
 
     def _opened(self) -> SampleFile | None:
-        """Return the cache, which is made if it is not there; None: it is used no more."""
+        """Return the cache, which is made if it is not there; None: it is no longer used."""
         if self._given_up:
             return None
         if not self._compared:
             try:
                 self._file = self._open()
-            except Exception as error:  # of the system, the cache, or the samples to compare
+            except Exception as error:  # raised by the system, the cache, or a sample's dataset
                 self._go_without(error)
                 return None
             self._compared = True
@@ -308,7 +307,7 @@ class CachedDataset(Dataset[Any]):
         return self._file
 
     def _seen(self) -> SampleFile | None:
-        """Return the cache; None: there is none yet, or it is used no more."""
+        """Return the cache; None: there is none yet, or it is no longer used."""
         if self._given_up:
             return None
         try:
@@ -318,7 +317,7 @@ class CachedDataset(Dataset[Any]):
             return None
 
     def _go_without(self, error: Exception) -> None:
-        """Raise an error again; or, of a cache that is optional, say it, and use it no more."""
+        """Raise an error; but if the cache is optional, warn of it and use the cache no longer."""
         if not self.optional:
             raise error
         self._given_up = True
@@ -380,12 +379,12 @@ class CachedDataset(Dataset[Any]):
             )
 
     def notice_change(self, within_s: float = math.inf) -> None:
-        """Use the cache no more, and say so, if its dataset is not what it was.
+        """Use the cache no longer, with a warning, if its dataset has changed.
 
-        What was kept since it was last the same may be of either state, and is taken out.
+        Samples kept since it was last found unchanged may be of either state, and are removed.
 
         Args:
-            within_s: Seconds of a CPU that it may take; one that takes longer is not compared.
+            within_s: Most CPU seconds for the comparison; a slower one is given up, as unchanged.
         """
         if self._given_up:
             return
@@ -407,21 +406,21 @@ class CachedDataset(Dataset[Any]):
         warnings.warn(said, FastDataWarning, stacklevel=3)
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
-        """Return whether another run would take the dataset as it is now for the same.
+        """Return whether another run would recognise the dataset in its present state.
 
-        A fingerprint differs, too, by the epoch, by what generators have drawn, and where the
-        memory of tensors is: torch moves it when workers are spawned.
+        The fingerprint also differs if only the epoch, the states of generators or the addresses of
+        tensors do: torch moves tensors when workers are spawned.
         """
         if self._identity is None:  # a key is trusted where nothing can be compared
             return now is None or self._state is None
         found = _identity_if_any(self.dataset)
-        return now is None if found is None else found == self._identity  # it has opened a file
+        return now is None if found is None else found == self._identity  # None: an open file, say
 
 
 def caches_in(dataset: object) -> list[CachedDataset]:
-    """Return the caches that a dataset holds, those that are read by others first."""
+    """Return the caches that a dataset holds, inner ones first."""
     found: list[CachedDataset] = []
-    if not CachedDataset.made:  # to look for one takes as long as the dataset has parts
+    if not CachedDataset.made:  # a search takes the longer the more parts the dataset has
         return found
     for cache in find_instances(dataset, (CachedDataset,)):
         found += [*caches_in(cache.dataset), cache]
@@ -429,7 +428,7 @@ def caches_in(dataset: object) -> list[CachedDataset]:
 
 
 def notice_changes(dataset: object) -> None:
-    """See that the caches of a dataset are used only for what they were made of.
+    """Stop using the caches of a dataset whose data has changed since they were made.
 
     Call it in the training process, before workers start or are given an epoch.
     """
@@ -438,13 +437,13 @@ def notice_changes(dataset: object) -> None:
 
 
 def was_given_up(dataset: object) -> bool:
-    """Return whether a cache of a dataset is used no more, as that has changed since."""
+    """Return whether a cache of a dataset is no longer used: the data changed, or it cannot be."""
     return any(cache._given_up for cache in caches_in(dataset))
 
 
 def _identity_if_any(dataset: object) -> str | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what a key would be needed for
+        warnings.simplefilter("ignore")  # the caller decides whether a key is needed
         try:
             return identity(dataset)
         except DatasetError:
@@ -452,15 +451,15 @@ def _identity_if_any(dataset: object) -> str | None:
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
-    """Return a dataset that keeps its samples; a folder of images with random crops, its pictures.
+    """Return a dataset that keeps its samples, or its pictures if it crops images at random.
 
-    One that has a cache is returned as it is.
+    A dataset that has a cache is returned as it is.
     """
     if cache_of(dataset) is not None:
         return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
     pictures = None
-    if has_method(inner, "keeping_pictures"):  # of FastImageFolder
+    if has_method(inner, "keeping_pictures"):  # it is a FastImageFolder
         pictures = cast("Any", inner).keeping_pictures(folder)
     if pictures is None:
         return CachedDataset(dataset, folder)
@@ -474,9 +473,9 @@ def cache_of(dataset: object) -> CachedDataset | None:
     return cache if isinstance(cache, CachedDataset) else None
 
 
-# -- whether samples are the same each time they are made: such alone are kept ---------------------
+# -- whether samples are the same each time they are made: only such samples are kept --------------
 #
-# It is found by trying: samples from all over the dataset are made twice, under other states of the
+# It is found by trial: samples from all over the dataset are made twice, with other states of the
 # generators and in another epoch, while the generators are watched.
 
 
@@ -524,7 +523,7 @@ def _seed_all(dataset: object, number: int) -> None:
 
 @contextmanager
 def _another_epoch(dataset: object) -> Iterator[None]:
-    """Have the datasets of this package draw as in another epoch."""
+    """Have the datasets of this package draw as in another epoch while the block runs."""
     cells = [(cell, cell.get()) for cell in find_instances(dataset, (EpochCell,))]
     try:
         for cell, epoch in cells:
@@ -535,23 +534,23 @@ def _another_epoch(dataset: object) -> Iterator[None]:
             cell.set(epoch)
 
 
-# -- what keeping the samples of a dataset gains, measured on a few of them: for cache="auto" ------
+# -- the gain of keeping the samples of a dataset, measured on a few of them: for cache="auto" -----
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGain:
-    """What keeping the samples of a dataset costs and gains; the times have waits in them."""
+    """Costs and gain of keeping the samples of a dataset; the times include waits."""
 
     kept: str
-    """What is kept, in words."""
+    """Description of what is kept."""
     total_bytes: float
-    """What all samples take."""
+    """Bytes that all samples take in the cache, estimated."""
     made_ms: float
-    """The time of a sample without a cache."""
+    """Time to make a sample without a cache, in ms."""
     first_ms: float
-    """The time of a sample that is made and kept."""
+    """Time to make and keep a sample, in ms."""
     later_ms: float
-    """The time of a sample that was kept."""
+    """Time to read a sample that was kept, in ms."""
 
     def __str__(self) -> str:
         return (
@@ -563,10 +562,10 @@ class CacheGain:
         """Return why a cache is not worth it; None: it is.
 
         Args:
-            disk_bytes: What the cache may take.
-            memory_bytes: What can hold samples that are read again and again; beyond, each epoch
-                reads the disk.
-            epochs: Those that are to come, infinity if that is not known.
+            disk_bytes: Disk space that the cache may take.
+            memory_bytes: Memory that can hold the samples between epochs; with more samples, each
+                epoch reads the disk.
+            epochs: Number of epochs to come, infinity if that is not known.
         """
         if self.made_ms < _WORTH * self.later_ms:
             made, kept = f"{self.made_ms:.3g}", f"{self.later_ms:.3g}"
@@ -576,33 +575,33 @@ class CacheGain:
                 free = f"{free_bytes / 1e9:.3g} GB of {what}"
                 return f"{self.total_bytes / 1e9:.3g} GB, for which {free} may be used"
         saved_ms = (epochs - 1) * (self.made_ms - self.later_ms)
-        if not saved_ms > max(0.0, self.first_ms - self.made_ms):  # one epoch reads no kept sample
+        if not saved_ms > max(0.0, self.first_ms - self.made_ms):  # the first epoch saves nothing
             return f"{self}, which the epochs to come ({epochs:g}) do not pay back"
         return None
 
 
 def measure_gain(dataset: Dataset[Any], folder: str) -> CacheGain:
-    """Measure what :func:`with_cache` costs and gains.
+    """Measure the costs and the gain of :func:`with_cache` on 4 to 32 samples, in about 2 s.
 
     Args:
-        dataset: Has two samples or more.
-        folder: For the cache of 4 to 32 samples: so many as take two seconds or so.
+        dataset: A dataset of two samples or more.
+        folder: Folder for the cache of these samples.
 
     Raises:
         DatasetError: The dataset cannot be cached.
     """
     count = len(cast("Sized", dataset))
     with kept_random_state():
-        _each_ms(dataset, [0])  # opens what is opened once
+        _each_ms(dataset, [0])  # opens files that are opened only once
         one_s = _each_ms(dataset, [0]) / 1000
         fitting = int(_BUDGET_S / max(one_s * _READS_OF_EACH, 1e-9))
         indices = tried_indices(count, min(_MOST, max(_FEWEST, fitting), count))
         made_ms = min(_each_ms(dataset, indices) for _ in range(2))
         cached = with_cache(Subset(dataset, indices), folder)
         cache = cache_of(cached)
-        assert cache is not None  # which with_cache() has made
+        assert cache is not None  # with_cache() has made it
         numbers = list(range(len(indices)))
-        _each_ms(cached, numbers[:1])  # which looks for what can be kept
+        _each_ms(cached, numbers[:1])  # finds out what can be kept
         first_ms = _each_ms(cached, numbers[1:])
         later_ms = min(_each_ms(cached, numbers) for _ in range(_ROUNDS))
     kept = cache.explain().rpartition(": ")[2]

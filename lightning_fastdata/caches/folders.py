@@ -1,14 +1,14 @@
-"""The folder of a cache: where it is, and by what it is found again in another run.
+"""The folder of a cache: where it is, and how it is found again in another run.
 
-A cache without a key is found by the identity of its dataset: what the samples are made from.
+A cache without a key is found by the identity of its dataset: a digest of what samples are made of.
 
 Two datasets have the same identity if they hold the same, down to each element; if the source text
 of their classes, and of the functions and classes that they hold, is the same; and if the files
-that they name have the same size and time of change. Of an installed package its version counts, or
-the file of the module, and those of its base classes, where the package does not tell its version.
+that they name have the same size and time of change. For code of an installed package its version
+counts, or, if the package states none, the file of the module and those of the base classes.
 
-What code refers to is not looked for: a function of another module may change, and nothing here
-does. An object with a method ``recognised_by()`` is recognised by its class and what that returns.
+Code that this code calls is not searched: a function of another module may change, and the identity
+does not. An object with a method ``recognised_by()`` counts by its class and the method's result.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from lightning_fastdata.sources.files import PackedStrings
 from lightning_fastdata.tree import closed_over, has_method, held, held_by, is_users
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
-"""``"disk"``, ``"ram"`` or a folder."""
+"""Place of a cache: ``"disk"``, ``"ram"`` or a folder."""
 
 _WORDS: Final = ("disk", "ram")
 _ALIKE: Final = 0.75
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _MOST_FILES: Final = 20_000
-"""Whose size and time are looked at; of more, so many from all over the list."""
+"""Most files whose size and time are read; of a longer list, this many evenly spread over it."""
 _LONGEST_PATH: Final = 1020
 _DEPTH: Final = 4
 _FEW: Final = 16
 
 
 def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
-    """Raise OptionsError unless this may be the place of a cache: one of the words, or a folder.
+    """Raise OptionsError unless this may be the place of a cache: one of ``words``, or a folder.
 
-    A text that is nearly a word is taken for one that was misspelt.
+    A text that is nearly one of the words counts as a misspelt word.
     """
     given = isinstance(folder, str | os.PathLike) and os.fsdecode(folder)
     if not given or _ADDRESS.match(given):
@@ -87,7 +87,7 @@ def cache_root(folder: CacheFolder) -> Path:
     """Return the folder in which caches have folders of their own.
 
     Raises:
-        OptionsError: It is no folder of this machine, or there is no such memory.
+        OptionsError: It is no folder of this machine, or there is no shared memory for ``"ram"``.
     """
     check_folder(folder)
     if folder == "ram":
@@ -98,15 +98,15 @@ def cache_root(folder: CacheFolder) -> Path:
         raise OptionsError(
             f"There is no place for a cache: {error} Set LIGHTNING_FASTDATA_CACHE to a folder."
         ) from error
-    check_folder(root)  # what the environment says may be an address, too
+    check_folder(root)  # the folder that the environment names may be an address, too
     return root
 
 
 @cache
 def _memory_root() -> Path:
-    """Return a folder in memory, of this process and those that it forks: it ends with this one.
+    """Return a folder in memory for this process and those that it forks; it is removed at exit.
 
-    What processes that were killed have left is removed by the next that makes one.
+    Folders that killed processes have left are removed by the next process that makes one.
     """
     if not _SHARED_MEMORY.is_dir():
         raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
@@ -117,9 +117,9 @@ def _memory_root() -> Path:
         for left in above.glob("of-*"):
             _remove_if_free(left)
         root = Path(tempfile.mkdtemp(prefix="of-", dir=above))
-        # It stays open, as the lock is that of the open folder. Forked workers have it, too.
+        # The folder stays open, as the lock belongs to the open file. Forked workers have it, too.
         fcntl.flock(os.open(root, os.O_RDONLY), fcntl.LOCK_SH)
-    # Not atexit, which ranks that multiprocessing has started do not come to.
+    # Not atexit: ranks that multiprocessing has started do not run its functions.
     Finalize(None, shutil.rmtree, (root, True), exitpriority=0)
     return root
 
@@ -134,7 +134,7 @@ def _remove_if_free(folder: Path) -> None:
     try:
         held = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
-        return  # its process has ended by now, and removed it
+        return  # its process has ended by now and has removed it
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +145,7 @@ def _remove_if_free(folder: Path) -> None:
 
 
 def name_of_key(key: str) -> str:
-    """Return the name of the folder of a cache with a key of the user's.
+    """Return the name of the folder of a cache that has a key given by the user.
 
     Raises:
         OptionsError: The key cannot be a name.
@@ -156,7 +156,7 @@ def name_of_key(key: str) -> str:
 
 
 def is_there(folder: Path) -> bool:
-    """Return whether a cache has its folder.
+    """Return whether the folder of a cache exists.
 
     Raises:
         OptionsError: It belongs to another user, or is a link.
@@ -167,7 +167,7 @@ def is_there(folder: Path) -> bool:
 
 @contextmanager
 def made_by_one(folder: Path) -> Iterator[None]:
-    """Make the folder of a cache, and hold its lock.
+    """Make the folder of a cache, and hold its lock while the block runs.
 
     Raises:
         OptionsError: It belongs to another user, is a link, or cannot be written to.
@@ -181,7 +181,7 @@ def made_by_one(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which one thread of all processes has at a time."""
+    """Hold the lock of a folder in the block; one thread of all processes has it at a time."""
     try:
         import fcntl
     except ImportError as error:
@@ -189,19 +189,20 @@ def locked(folder: Path) -> Iterator[None]:
             "A cache needs a system with POSIX file locks (Linux, macOS)."
         ) from error
     with (folder / "lock").open("ab") as file:
-        # Of this opening of the file, so that threads wait for each other, too.
+        # The lock belongs to this opening of the file, so that threads wait for each other, too.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def room_bytes(folder: Path, ranks: int) -> int:
-    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory.
+    """Return the default size of a cache: half of the free disk, a quarter of the free memory.
 
-    ``ranks``: on this host. Each has a cache of its own in memory, and its part of the room. (Those
-    that are forked behind the first such cache share one, which is smaller than it might be.)
+    ``ranks``: the training processes on this host. Each has a cache of its own in memory, and its
+    share of the room. (Ranks that are forked after the first such cache was made share that one,
+    which is then smaller than it could be.)
     """
     own = folder.is_relative_to(_above_memory_roots())
-    while not folder.exists():  # it may be yet to be made
+    while not folder.exists():  # it may not be made yet
         folder = folder.parent
     room = shutil.disk_usage(folder).free // 2
     if folder.is_relative_to(_SHARED_MEMORY):
@@ -211,7 +212,7 @@ def room_bytes(folder: Path, ranks: int) -> int:
 
 @contextmanager
 def _used(folder: Path) -> Iterator[None]:
-    """Name another place where this one cannot be used."""
+    """Turn an error in the block into one that names the folder and what to do."""
     try:
         yield
     except (OSError, OptionsError) as error:
@@ -222,10 +223,10 @@ def _used(folder: Path) -> Iterator[None]:
 
 
 def identity(dataset: object) -> str:
-    """Return 32 hexadecimal digits for what a dataset returns. No sample is read.
+    """Return 32 hexadecimal digits that identify the samples of a dataset, without reading any.
 
     Raises:
-        DatasetError: The dataset holds something that cannot be compared with that of another run.
+        DatasetError: The dataset holds something that cannot be compared between runs.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
@@ -242,13 +243,13 @@ def identity(dataset: object) -> str:
     return digest.hexdigest()
 
 
-# -- what is held, and the source of its code ------------------------------------------------------
+# -- the objects that a dataset holds, and the source of their code --------------------------------
 
 
 class _Digesting(pickle.Pickler):
-    """Digests what a pickle would hold, and of code its source instead of its name alone.
+    """Digests what a pickle would hold, but code by its source and not by its name alone.
 
-    Without a memo (``fast``), so that whether two equal strings are one object makes no difference.
+    Without a memo (``fast``), it makes no difference whether two equal strings are one object.
     """
 
     def __init__(self, digest: hashlib.blake2b) -> None:
@@ -256,16 +257,16 @@ class _Digesting(pickle.Pickler):
         super().__init__(sink, protocol=5)
         self.fast = True
         self._known: dict[int, tuple[int, object]] = {}
-        """Objects by their address, with their number; held, so that no other gets it."""
+        """Number of each object seen, and the object, by its address, which so stays its own."""
 
     def persistent_id(self, obj: object) -> object:
-        if isinstance(obj, set | frozenset):  # whose order is by chance
+        if isinstance(obj, set | frozenset):  # the order of its elements is by chance
             return "set", sorted(obj, key=repr)
         if isinstance(obj, GENERATOR_CLASSES):
-            return "generator", type(obj).__name__  # what depends on its state cannot be kept
+            return "generator", type(obj).__name__  # samples that depend on its state are not kept
         if not hasattr(obj, "__dict__"):
             return None
-        # Without a memo, objects that refer to each other would never come to an end.
+        # Without a memo, pickling objects that refer to each other would never end.
         if id(obj) in self._known:
             return "again", self._known[id(obj)][0]
         self._known[id(obj)] = len(self._known), obj
@@ -276,7 +277,7 @@ class _Digesting(pickle.Pickler):
             return NotImplemented
         if isinstance(obj, type | FunctionType | ModuleType) or _is_built_in(obj):
             return _same, tuple(_code(obj))
-        if held(obj, "__wrapped__") is not None:  # by functools.lru_cache, say
+        if held(obj, "__wrapped__") is not None:  # wrapped by functools.lru_cache, say
             return _same, (type(obj).__qualname__, obj.__wrapped__)
         if isinstance(obj, EpochCell):
             return _same, ("epoch",)
@@ -292,16 +293,16 @@ class _Digesting(pickle.Pickler):
 
 
 def _same(*_what: object) -> None:
-    """Stand for an object that is compared by what is said of it."""
+    """Stand for an object that is compared by the arguments given here."""
 
 
 def _is_built_in(obj: object) -> bool:
-    """Return whether it is a function written in C, and no method of an object."""
+    """Return whether an object is a function written in C, and no method of an object."""
     return isinstance(obj, BuiltinFunctionType) and isinstance(obj.__self__, ModuleType | None)
 
 
 def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
-    """Return what tells a part of a file that is mapped from another one; None: it is in memory."""
+    """Return what identifies an array mapped from a file; None: the array is in memory."""
     owner: Any = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -314,7 +315,7 @@ def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
 
 
 def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterator[object]:
-    """Yield what tells a class, function or module from another one."""
+    """Yield what identifies a class, function or module, and its version or source."""
     module = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
     yield f"{module}.{getattr(obj, '__qualname__', '')}"
     if isinstance(obj, BuiltinFunctionType) or not is_users(module):
@@ -329,7 +330,7 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     yield _source(obj)
     if isinstance(obj, type):
         yield obj.__mro__[1:]
-        # Methods are in the source; what was made elsewhere, a table or a pipeline, is not.
+        # Methods are in the source; a value made elsewhere, such as a table or pipeline, is not.
         yield {name: value for name, value in vars(obj).items() if is_data(name, value)}
     elif isinstance(obj, FunctionType):
         yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
@@ -337,22 +338,22 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
 
 
 def _source(obj: type | FunctionType | ModuleType) -> str:
-    """Return the source text of what a user wrote; of a lambda, that of its file, and its line.
+    """Return the source text of a user's code; for a lambda, its line number and its whole file.
 
     Raises:
-        OSError, TypeError: There is none: it was typed into an interpreter, or made by code.
-        ValueError: It is one of several lambdas in a line, of which nobody can tell which.
+        OSError, TypeError: There is no source: it was typed into an interpreter, or made by code.
+        ValueError: It is one of several lambdas in a line, so that its source is not known.
     """
     if isinstance(obj, FunctionType) and obj.__name__ == "<lambda>":
         lines, line = inspect.findsource(obj.__code__)
         if lines[line].count("lambda") != 1:
             raise ValueError(f"of the lambdas in line {line + 1} nobody can tell which it is")
-        return f"{line}\n{''.join(lines)}"  # nothing says where it ends
+        return f"{line}\n{''.join(lines)}"  # nothing says where the lambda ends
     try:
-        # Of a function, not of the one that it wraps, which is compared for itself.
+        # The function's own source, not that of a function it wraps, which is compared by itself.
         return inspect.getsource(obj.__code__ if isinstance(obj, FunctionType) else obj)
     except (OSError, TypeError):
-        # In a notebook only functions have a source; of a named tuple, what it inherits.
+        # In a notebook only functions have a source; a named tuple has that of its base classes.
         methods = "".join(map(_source_of_method, held_by(obj).values()))
         if not isinstance(obj, type) or not methods:
             raise
@@ -365,15 +366,15 @@ def _source_of_method(value: object) -> str:
     return ""
 
 
-# -- the files that it names -----------------------------------------------------------------------
+# -- the files that a dataset names ----------------------------------------------------------------
 
 
 def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files that a dataset names, with what the system says of them.
+    """Yield the files that a dataset names, with their status.
 
-    A name may be a path, or a path in a folder that the dataset names, too, or the name of a file
-    in such a folder or one level below, with or without its extension: ``root="photos"`` and
-    ``names=["0001", ...]``. Of a folder alone no file counts: others may write there.
+    A name may be a path, or a path within a folder that the dataset names, too, or the name of a
+    file in such a folder or one level below, with or without its extension: ``root="photos"`` and
+    ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
     for part in _parts(dataset):
         groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
@@ -430,11 +431,11 @@ def _evenly(length: int) -> range:
 
 
 def _existing(paths: list[str]) -> list[str]:
-    """Return paths if some of them are files: those of captions or labels are not all looked for.
+    """Return the paths if some of them are files; else none: texts may be captions or labels.
 
-    A look at a file that is not there takes a millisecond where folders are on a network.
+    Looking for a file that is not there takes a millisecond where folders are on a network.
     """
-    # Not every so many of them: of pairs of a caption and a path, these may be captions alone.
+    # At random, not at even steps, which may hit only the captions of (caption, path) pairs.
     some = random.Random(0).sample(paths, min(len(paths), 4 * _FEW))
     return paths if next(_regular(some), None) else []
 
@@ -442,7 +443,7 @@ def _existing(paths: list[str]) -> list[str]:
 def _is_folder(path: str) -> bool:
     try:
         return Path(path).is_dir()
-    except (OSError, ValueError):  # a name too long; a NUL in it
+    except (OSError, ValueError):  # the name is too long, or has a NUL in it
         return False
 
 
@@ -468,6 +469,6 @@ def _regular(paths: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
             status = Path(path).stat()
         except (OSError, ValueError):
             continue  # a text that names no file
-        # A folder changes with anything that is written to it.
+        # Folders do not count: their status changes with anything that is written to them.
         if stat.S_ISREG(status.st_mode):
             yield path, status

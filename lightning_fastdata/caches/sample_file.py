@@ -1,17 +1,17 @@
 """Samples in a file that many processes read and write at once, and that a kill leaves valid.
 
-A folder holds ``manifest.json``, ``index.bin`` and the samples. Where all have one form, that is in
-the manifest, and ``column-0.bin`` has their records as rows: row i is that of sample i. Otherwise
-``samples.bin`` has each record behind its own form, in the order in which they came. The index has
-an entry for each sample: where it is, how long, and the CRC-32 of its number and bytes. The bytes
-are written before the entry, so a sample is there whole or not at all. No byte is believed: of what
-a crash of the machine, a copy or a disk leaves, each sample is held against its checksum when it is
-first read in a run, and made again if that is wrong; a manifest or an index that is damaged is an
-error that names the folder.
+A folder holds ``manifest.json``, ``index.bin`` and the samples. If all samples have one form, the
+manifest holds it, and ``column-0.bin`` has their records as rows: row i is that of sample i. If
+not, ``samples.bin`` has each record after its own form, in the order in which they were written.
+The index has an entry for each sample: its offset, its length, and the CRC-32 of its number and
+bytes. The bytes are written before the entry, so a sample is there whole or not at all. No byte is
+trusted, as a crash of the machine, a copy or a disk may damage it: each sample is checked against
+its checksum when it is first read in a run, and made again if that is wrong; a damaged manifest or
+index is an error that names the folder.
 
-The form of a sample says what containers it is made of, and of each leaf its kind, type and shape:
-all but its numbers. A record has the bytes of the leaves, in order, each from a multiple of 16 on.
-Records of one form are of one size, so that they can be rows. No code is read from a file.
+The form of a sample says which containers it is made of, and the kind, type and shape of each leaf:
+all but its numbers. A record has the bytes of the leaves, in order, each starting at a multiple of
+16. Records of one form have one size, so that they can be rows. No code is read from a file.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from lightning_fastdata.host.system_calls import SharedFlags, write_atomically
 from lightning_fastdata.types import Batch
 
 Form: TypeAlias = dict[str, Any]
-"""Of one container or leaf: ``{"is": kind, ...}``, of JSON's types alone."""
+"""Form of a container or leaf: ``{"is": kind, ...}``, of JSON's types alone."""
 Raw: TypeAlias = NDArray[np.uint8]
-"""The bytes of a leaf, in one row."""
+"""Bytes of a leaf or record, one-dimensional."""
 
 _FORMAT: Final = 3
 _ENTRY: Final = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
 _MOST_BYTES: Final = 2**32 - 1
-"""Of a sample, as its entry can say."""
+"""Largest size of a sample in bytes that its entry in the index can hold."""
 _MOST_MANIFEST_BYTES: Final = 1 << 20
 _ALIGNMENT_BYTES: Final = 64
 _NUMBERS: Final = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _PICTURE_MODES: Final = frozenset({"L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"})
-"""Modes of PIL images that are nothing but bytes."""
+"""Modes of PIL images whose pixels are bytes, without a palette."""
 _SUPPORTED: Final = (
     "tensors in host memory, NumPy arrays and scalars, PIL images, numbers, strings, bytes and "
     "None, in tuples, lists and dicts"
@@ -58,21 +58,21 @@ _SUPPORTED: Final = (
 class SampleFile:
     """The samples of one dataset in a folder.
 
-    Made by :meth:`create` or :meth:`open`; any number of processes and threads may share a folder.
-    Not to be pickled: open it anew.
+    It is made by :meth:`create` or :meth:`open`; any number of processes and threads may share a
+    folder. Do not pickle it: open it anew.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], known: SharedFlags) -> None:
         self.folder = folder
         self.form: Form | None = manifest["form"]
-        """Of all samples; None: each has its own."""
+        """Form of all samples; None: each sample has its own."""
         self.max_bytes: int = manifest["max_bytes"]
-        """That samples may take."""
+        """Most bytes that the samples may take."""
         self._known = known
         self._row_bytes = 0 if self.form is None else record_bytes(self.form)
         self._path = folder / _file_name(self.form)
         self._first: Raw = np.empty(0, np.uint8)
-        """The file, as far as it was mapped."""
+        """Memory map of the samples' file for :meth:`first_leaf`; empty until it is needed."""
         count = manifest["samples"]
         found, wanted = (folder / "index.bin").stat().st_size, _index_bytes(count)
         if found != wanted:
@@ -82,7 +82,7 @@ class SampleFile:
         self._file = os.open(self._path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file).atexit = False
         if os.fstat(self._file).st_size < count * self._row_bytes:
-            # Rows that were cut off are holes, which have no checksum that is right.
+            # Rows that were cut off become holes, whose checksums are wrong.
             os.ftruncate(self._file, count * self._row_bytes)
 
     @classmethod
@@ -90,12 +90,12 @@ class SampleFile:
         """Return what is in a folder; None if there is nothing yet.
 
         Args:
-            folder: Of one dataset, as its key names it.
+            folder: Folder of the cache of one dataset.
             samples: Length of the dataset.
-            known: Which samples were held against their checksum, a flag each.
+            known: A flag for each sample: whether it was checked against its checksum.
 
         Raises:
-            DatasetError: The folder holds something else.
+            DatasetError: The folder holds a cache of another length or format, or a damaged one.
         """
         try:
             with (folder / "manifest.json").open("rb") as file:
@@ -128,8 +128,8 @@ class SampleFile:
     ) -> SampleFile:
         """Make the files of an empty cache, under the lock of its folder; see :meth:`open`.
 
-        ``form``: of all samples; None: each has its own. ``dataset``: its class, for people who
-        look into the folder.
+        ``form``: that of all samples; None: each sample has its own. ``dataset``: the name of its
+        class, for people who look into the folder.
 
         Raises:
             DatasetError: The files cannot be made.
@@ -139,9 +139,9 @@ class SampleFile:
         rows_bytes = 0 if form is None else samples * record_bytes(form)
         try:
             _make(folder / "index.bin", _index_bytes(samples), filled=True)
-            # Sparse: a file takes the room of what is written to it.
+            # Sparse: the file takes only the room of the rows that are written.
             _make(folder / _file_name(form), rows_bytes, filled=False)
-            # Last, because a folder with a manifest is a cache.
+            # The manifest comes last, because a folder that has one is a cache.
             write_atomically(folder / "manifest.json", text + b"\n" + _crc_line(text))
         except OSError as error:
             raise DatasetError(
@@ -150,11 +150,11 @@ class SampleFile:
         return cls(folder, json.loads(text), known)
 
     def there(self) -> NDArray[np.bool_]:
-        """Return for each sample whether it is there."""
+        """Return whether each sample is there [samples]."""
         return np.asarray(self._index["length"] > 0)
 
     def take_out(self, indices: int | NDArray[np.intp]) -> None:
-        """Forget a sample, or some."""
+        """Remove one or several samples."""
         self._index[indices] = (0, 0, 0)
 
     def stored(self) -> int:
@@ -170,9 +170,9 @@ class SampleFile:
         return bool(self._index[index]["length"])
 
     def read(self, index: int) -> tuple[bool, Any]:
-        """Return whether a sample is there whole, and the sample: in memory of its own.
+        """Return whether a sample is there whole, and the sample, in memory of its own.
 
-        One whose bytes do not have their checksum, or make no sample, is taken out.
+        A sample whose checksum is wrong, or whose bytes make no sample, is removed.
         """
         record = self._record(index)
         if record is None:
@@ -180,12 +180,12 @@ class SampleFile:
         try:
             form, record = split(record) if self.form is None else (self.form, record)
             return True, put_together(form, record)
-        except Exception:  # whatever damaged numbers lead to
+        except Exception:  # damaged numbers may lead to any error
             self.take_out(index)
             return False, None
 
     def _record(self, index: int) -> Raw | None:
-        """Return the bytes of a sample; None: it is not there, or was taken out as damaged."""
+        """Return the bytes of a sample; None: it is not there, or was removed as damaged."""
         entry = self._entry(index)
         if entry is None:
             return None
@@ -194,14 +194,14 @@ class SampleFile:
             record = _read(self._file, offset, length)
             if index not in self._known and zlib.crc32(record.data, index) != crc:
                 raise ValueError("the checksum is wrong")
-        except Exception:  # as above
+        except Exception:  # damaged numbers may lead to any error
             self.take_out(index)
             return None
         self._known.add(index)
         return record
 
     def _entry(self, index: int) -> tuple[int, int, int] | None:
-        """Return where the bytes of a sample begin, how many they are, and their checksum."""
+        """Return offset, length and checksum of the bytes of a sample; None: it is not there."""
         offset, length, crc = self._index[index].item()
         if not length:
             return None
@@ -210,9 +210,9 @@ class SampleFile:
         return offset, length, crc
 
     def first_leaf(self, index: int) -> Raw | None:
-        """Return the bytes of a sample's first leaf where they are in the file, and a few more.
+        """Return the bytes of a sample from its first leaf on, as a view of the mapped file.
 
-        None unless the sample is there, and was held against its checksum in this run.
+        None unless the sample is there, and was checked against its checksum in this run.
         """
         entry = self._entry(index)
         if entry is None or index not in self._known:
@@ -229,8 +229,8 @@ class SampleFile:
         """Keep a sample, if there is room and its form is that of the others.
 
         Raises:
-            OSError: It cannot be written.
-            DatasetError: It holds what cannot be kept.
+            OSError: The sample cannot be written.
+            DatasetError: The sample holds something that cannot be kept.
         """
         form, record = taken_apart(sample)
         if self.form is None:
@@ -241,21 +241,21 @@ class SampleFile:
         if offset is None or offset + len(record) > self.max_bytes or len(record) > _MOST_BYTES:
             return
         _write(self._file, record, offset)
-        # A sample without a byte is there, too.
+        # A length of 0 means that there is no sample, so an empty one gets the length 1.
         self._index[index] = (offset, max(1, len(record)), zlib.crc32(record, index))
         self._known.add(index)
 
     def columns(self) -> list[NDArray[Any]] | None:
         """Return the leaves of all samples as memory maps ``[samples, ...]``.
 
-        None if a sample is missing, or a leaf is no numbers. Rows that were not held against their
-        checksum in this run are read for that, as nothing is checked in a map: the time of one pass
-        over the file.
+        None if a sample is missing, or a leaf is not made of numbers. Rows that were not checked in
+        this run are read and checked now, as nothing is checked in a map: that takes at most the
+        time of one pass over the file.
         """
         if self.form is None or not self._row_bytes or self.stored() < len(self._index):
             return None
         shape = (len(self._index), self._row_bytes)
-        # Not as its subclass, whose every operation costs microseconds more.
+        # As a plain array: each operation on a np.memmap costs microseconds more.
         rows = np.asarray(np.memmap(self._path, np.uint8, "r", shape=shape))
         columns: list[NDArray[Any]] = []
         for at, leaf in leaves_of(self.form):
@@ -271,13 +271,13 @@ class SampleFile:
         return columns if self.stored() == len(self._index) else None
 
     def flush(self) -> None:
-        """Wait until the disk has what was written."""
+        """Wait until all that was written is on the disk."""
         os.fsync(self._file)
         self._mapped.flush()
 
     def _room(self, size: int) -> int | None:
-        """Return where a record goes, at the end of the file; None if there is no room for it."""
-        # Opened under the lock, as a network file system then asks how long the file is.
+        """Make room for a record at the end of the file, and return its offset; None: no room."""
+        # Opened under the lock, so that a network file system asks for the length anew.
         with locked(self.folder), self._path.open("r+b") as file:
             end = os.fstat(file.fileno()).st_size
             offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -290,7 +290,7 @@ class SampleFile:
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:  # bfloat16 and others that NumPy has not
+    except TypeError:  # bfloat16 and other types that NumPy does not have
         return None
 
 
@@ -299,7 +299,7 @@ def _file_name(form: Form | None) -> str:
 
 
 def _index_bytes(samples: int) -> int:
-    return max(1, samples) * _ENTRY.itemsize  # no file of 0 bytes can be mapped
+    return max(1, samples) * _ENTRY.itemsize  # a file of 0 bytes cannot be mapped
 
 
 def _crc_line(text: bytes) -> bytes:
@@ -307,11 +307,11 @@ def _crc_line(text: bytes) -> bytes:
 
 
 def _make(path: Path, size: int, *, filled: bool) -> None:
-    path.unlink(missing_ok=True)  # cut short, it would end a process that has it mapped
+    path.unlink(missing_ok=True)  # truncating it would kill a process that has it mapped
     with path.open("xb") as file:
         file.truncate(size)
         if filled and sys.platform == "linux":
-            # A memory map that finds no room would end the process.
+            # A write to a memory map that finds no room on the disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, size)
         os.fsync(file.fileno())
 
@@ -340,7 +340,7 @@ def taken_apart(sample: object) -> tuple[Form, bytes]:
     """Return the form of a sample, and its record.
 
     Raises:
-        DatasetError: It holds something that is none of the kinds above.
+        DatasetError: It holds something of a kind that cannot be kept.
     """
     raws: list[Raw] = []
     form = _form(sample, raws, "")
@@ -357,7 +357,7 @@ def put_together(form: Form, record: Raw) -> Batch:
 
 
 def leaves_of(form: Form) -> list[tuple[int, Form]]:
-    """Return where in a record each leaf begins, and its form."""
+    """Return the offset of each leaf in a record, and its form."""
     found: list[tuple[int, Form]] = []
     at = 0
     for leaf in _leaves_in(form):
@@ -372,7 +372,7 @@ def record_bytes(form: Form) -> int:
 
 
 def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Return what the default collation makes of a leaf: its type and shape; None: no numbers."""
+    """Return the type and shape that the default collation gives a leaf; None: no numbers."""
     kind = form["is"]
     if kind == "tensor":
         return getattr(torch, form["dtype"]), tuple(form["shape"])
@@ -385,7 +385,7 @@ def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
 
 
 def with_form(form: Form, record: bytes) -> bytes:
-    """Return a record behind its form, and that behind its length in 4 bytes."""
+    """Return the length of the form in 4 bytes, the form, and the record, one after the other."""
     text = json.dumps(form, separators=(",", ":")).encode()
     header = len(text).to_bytes(4, "little") + text
     return header.ljust(_padded(len(header)), b"\0") + record
@@ -399,7 +399,7 @@ def split(whole: Raw) -> tuple[Form, Raw]:
 
 
 def first_leaf_at(start: bytes) -> int:
-    """Return where the leaves begin in a record behind its form; ``start``: its first 4 bytes."""
+    """Return the offset of the leaves in the result of :func:`with_form`, by its first 4 bytes."""
     return _padded(4 + int.from_bytes(start, "little"))
 
 
@@ -471,7 +471,7 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     }
     if tv:
         form["class"] = kind.__name__
-    # View as bytes: numpy has not all of torch's types.
+    # View as bytes: NumPy does not have all of torch's types.
     raw = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
     return form, raw
 
@@ -502,7 +502,7 @@ def _made(form: Form, take: Callable[[], Raw]) -> Batch:
     if kind == "picture":
         from PIL import Image
 
-        # Bytes of its own: what shares memory with an array is read-only to Pillow.
+        # A copy of the bytes: Pillow makes images that share memory with an array read-only.
         return Image.frombytes(form["mode"], tuple(form["size"]), raw.tobytes())
     return None
 

@@ -1,9 +1,9 @@
-"""What a device can do and tell, of whichever type: the only module that asks torch for it.
+"""Functions of devices of any type: the only module that asks torch for them.
 
 torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``, those of
-other makers), in which the same things have the same names. A name that a module lacks is something
-that its type of device cannot do, or does not tell: that is None here, and nobody shows a figure
-for it. The CPU is a device that has nothing of all this.
+other makers), in which the same functions have the same names. If a module lacks a name, its type
+of device cannot do or does not tell this: it is None here, and no figure is shown for it. The CPU
+is a device that has none of these functions.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ _OUT_OF_MEMORY: Final = (
     r"Invalid buffer size: [\d.]+ [KMGT]i?B",  # Metal's, below MPS
     r"DefaultCPUAllocator: (can't allocate|not enough) memory",
 )
-"""What errors say that have no type of their own; from public reports."""
+"""Patterns in the texts of out-of-memory errors that have no type of their own, as reported."""
 
 
 # Which devices there are
 
 
 def _module(device: torch.device) -> Any:
-    """Return torch's module for the type of a device; None: it is the CPU, or there is none."""
+    """Return torch's module for the type of a device; None: there is none, or it is the CPU."""
     return None if device.type == "cpu" else getattr(torch, device.type, None)
 
 
 def default_type() -> str:
-    """Return the type of device that computes here: ``"cuda"``, ..., or else ``"cpu"``."""
+    """Return the type of this machine's accelerator, such as ``"cuda"``, or else ``"cpu"``."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if found is None else found.type
 
 
 def devices() -> list[torch.device]:
-    """Return the devices of this process beside the CPU."""
+    """Return the devices of this process other than the CPU."""
     kind = default_type()
     count = 0 if kind == "cpu" else torch.accelerator.device_count()
     return [torch.device(kind, index) for index in range(count)]
 
 
 def device_of(named: torch.device | str | int) -> torch.device:
-    """Return a device by its name, or by its index among those beside the CPU.
+    """Return a device by its name, or an accelerator by its index.
 
     Raises:
         RuntimeError: There is no such type of device.
@@ -69,21 +69,21 @@ def device_of(named: torch.device | str | int) -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """Return what a device calls itself, or else its type."""
+    """Return the name that a device has for itself, or else its type."""
     named = getattr(_module(device), "get_device_name", None)
     return device.type if named is None else str(named(device))
 
 
 def gpu_count() -> int:
-    """Return how many CUDA devices there are; torch asks their driver, and opens none."""
+    """Return how many CUDA devices there are; torch asks their driver, and opens no device."""
     return torch.cuda.device_count()
 
 
-# The current device, which each thread has its own of
+# The current device; each thread has its own
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block in which a device is the current one of its type."""
+    """Return a context in which a device is the current one of its type."""
     enter = getattr(_module(device), "device", None)
     block: AbstractContextManager[object] = nullcontext() if enter is None else enter(device)
     return block
@@ -95,7 +95,7 @@ def current_index() -> int:
 
 
 def set_current_index(index: int) -> None:
-    """Have a device be the current one of this thread."""
+    """Make a device the current one of this thread."""
     torch.accelerator.set_device_index(index)
 
 
@@ -109,7 +109,7 @@ def has_streams(device: torch.device) -> bool:
 
 def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
     """Return an event for the streams of a device, which can be ``timed`` or waited for."""
-    # A host that waits for CUDA then sleeps, and leaves its CPU to the workers.
+    # Blocking: a thread that waits for CUDA then sleeps, and leaves its CPU to the workers.
     waits = {"blocking": True} if device.type == "cuda" else {}
     how = {"enable_timing": True} if timed else waits
     event: torch.Event = _module(device).Event(**how)
@@ -123,9 +123,9 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 class DeviceStreams:
-    """The stream a consumer computes on, and one beside it, of a device that has streams.
+    """A consumer's stream on a device, and a side stream next to it.
 
-    The consumer's stream is the one that is current where :meth:`aside` is not in force.
+    The consumer's stream is the one that is current outside of :meth:`aside`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class DeviceStreams:
         return block
 
     def mark(self) -> torch.Event:
-        """Return an event behind all work that the current stream has been given so far."""
+        """Return an event after all work that the current stream has been given so far."""
         event = new_event(self.device)
         event.record(current_stream(self.device))
         return event
@@ -148,22 +148,22 @@ class DeviceStreams:
         current_stream(self.device).wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Have device memory used again only when the current stream is done with it.
+        """Have a tensor's memory reused only when the current stream is done with it.
 
-        That is, with all work it has been given by the time the tensor, or the batch of a graph
-        library, is gone.
+        The stream has to finish all work that it has been given by the time the tensor, or the
+        batch of a graph library, is freed.
         """
         if not isinstance(tensor, torch.Tensor) or tensor.device.type == self.device.type:
             tensor.record_stream(current_stream(self.device))
 
 
 def device_streams(device: torch.device) -> DeviceStreams | None:
-    """Return the streams of a device, or None if it has none that could run side by side."""
+    """Return the streams of a device; None: it has none that could run side by side."""
     return DeviceStreams(device) if has_streams(device) else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was given; the CPU always has."""
+    """Wait until a device has done all its work; for the CPU, return at once."""
     found = torch.accelerator.current_accelerator()
     if found is not None and found.type == device.type:
         torch.accelerator.synchronize(device)
@@ -181,8 +181,9 @@ class MemoryReader:
     """Reads the memory of one device from the driver and from torch's allocator, in bytes.
 
     The peak is that of allocated, not of reserved memory: the allocator reserves segments of 2 to
-    20 MiB, so that at a few rows the reserved memory often does not grow at all. The difference,
-    fragmentation, is part of what :func:`~lightning_fastdata.host.memory.reserve_bytes` is for.
+    20 MiB, so that with a few more rows the reserved memory often does not grow at all. The
+    difference, fragmentation, is covered by
+    :func:`~lightning_fastdata.host.memory.reserve_bytes`.
     """
 
     def __init__(self, device: torch.device | str | int) -> None:
@@ -198,13 +199,13 @@ class MemoryReader:
         self._module.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """Return the most that live tensors of this process took since the last reset."""
+        """Return the most bytes that live tensors of this process took since the last reset."""
         return int(self._module.max_memory_allocated(self._device))
 
     def free_bytes(self) -> int:
-        """Return what live tensors of this process could take at most.
+        """Return how many bytes live tensors of this process could take in all.
 
-        What the driver says is free, and what torch's allocator has reserved already.
+        These are the free bytes by the driver, and those that torch's allocator has reserved.
         """
         free, _total = self._module.mem_get_info(self._device)
         reserved = self._module.memory_reserved(self._device)
@@ -219,12 +220,12 @@ class MemoryReader:
 
 
 def memory_reader(device: torch.device) -> MemoryReader | None:
-    """Return what reads the memory of a device; None where it does not tell."""
+    """Return a reader of the memory of a device; None: the device does not tell its memory."""
     return MemoryReader(device) if hasattr(_module(device), "mem_get_info") else None
 
 
 def free_memory() -> None:
-    """Give back to the devices what nobody holds any more."""
+    """Give memory that is no longer used back to the devices."""
     gc.collect()
     for device in devices()[:1]:
         _module(device).empty_cache()
@@ -233,9 +234,9 @@ def free_memory() -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device, or torch's host allocator, ran out of memory.
 
-    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that say so in words. Some
-    of them have other causes, too (``CUDNN_STATUS_NOT_SUPPORTED``); such an error comes back at the
-    smallest batch.
+    Besides ``torch.OutOfMemoryError``, it may be a plain ``RuntimeError`` that says so in its text.
+    Some of these have other causes, too (``CUDNN_STATUS_NOT_SUPPORTED``); such an error then comes
+    again with the smallest batch.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -248,22 +249,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class FunctionsOfGenerator:
-    """Stands for the generator of a device, where a type has functions in its place, as Apple's."""
+    """Acts as the generator of a device whose type has functions in its place, as Apple's does."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device
 
     def get_state(self) -> torch.Tensor:
-        """Return its state."""
+        """Return the generator's state."""
         state: torch.Tensor = self._module.get_rng_state(self._device)
         return state
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Put it into a state."""
+        """Set the generator's state."""
         self._module.set_rng_state(state, self._device)
 
     def manual_seed(self, seed: int) -> None:
-        """Seed it."""
+        """Seed the generator."""
         with current(self._device):
             self._module.manual_seed(seed)
 
@@ -272,7 +273,7 @@ DeviceGenerator: TypeAlias = torch.Generator | FunctionsOfGenerator
 
 
 def generator_of(device: torch.device) -> DeviceGenerator | None:
-    """Return the generator that operations of a device draw from; None: it is the CPU's."""
+    """Return the generator that operations of a device draw from; None: that of the CPU."""
     module = _module(device)
     generators: tuple[torch.Generator, ...] = getattr(module, "default_generators", ())
     if generators:
@@ -282,7 +283,7 @@ def generator_of(device: torch.device) -> DeviceGenerator | None:
 
 @contextmanager
 def device_draws(device: torch.device) -> Iterator[None]:
-    """Draw in the block, on the device too, what the generator of the CPU says; then go on."""
+    """Seed the device's generator from the CPU's for the block, and restore it afterwards."""
     generator = generator_of(device)
     if generator is None:
         yield

@@ -1,4 +1,4 @@
-"""Batches that go to the device one ahead, on a side stream: ``prefetch(loader, device)``."""
+"""Batches sent to the device one ahead of use, on a side stream: ``prefetch(loader, device)``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 BATCHES_AHEAD: Final = 1
-"""Batches that a lane holds on the device beside the one that is trained on, at most."""
+"""Most batches that a lane holds on the device besides the one that is trained on."""
 _NO_ROOM: Final = (
     "The device has no memory for a batch ahead of the one that is trained on. From now on each is "
     "moved when it is its turn. A smaller batch_size leaves room for it."
@@ -56,24 +56,24 @@ def prefetch(
     """Return the batches of a loader on a device, transformed there, each one batch ahead.
 
     On CUDA a batch is copied and transformed on a side stream while the step before it computes;
-    the copy runs beside only if the loader has ``pin_memory=True``. On other devices it is moved
+    the copy overlaps only if the loader has ``pin_memory=True``. On other devices a batch is moved
     and transformed when it is asked for. The batches are the same either way.
 
     Args:
         loader: A ``FastDataLoader``, any ``DataLoader``, any iterable of batches.
-        device: Where the batches go.
-        transform: What runs on each batch on the device: a callable or ``nn.Module`` from batch to
+        device: Device to which the batches go.
+        transform: Transform of each batch on the device: a callable or ``nn.Module`` from batch to
             batch, or a pipeline of Albumentations or of torchvision's v2. A
             ``FastDataLoader(transform=..., on_device=True, staged=...)`` brings its own, which runs
             first. It runs while the step before still computes, so it must not read what the
             training writes (weights, running means).
         seed: Seed of the transform's draws, which depend on it, the epoch and the number of the
             batch, and on nothing else. ``random``, ``numpy.random`` and torch's generators of the
-            CPU and of the device are put back after it.
-        streams: The streams of a device; None where it has none.
+            CPU and of the device are restored after each batch.
+        streams: Returns the streams of a device, or None if it has none.
 
     Returns:
-        An iterable that can be iterated again, of the loader's length if it has one. Other
+        An iterable that can be iterated again, of the loader's length if it has one. Its other
         attributes are the loader's. ``set_epoch`` sets the epoch of the draws and of the samplers;
         without it epochs are counted from 0.
 
@@ -104,7 +104,7 @@ class _Count(NamedTuple):
 
 
 class Prefetched(Generic[Batch_co]):
-    """What :func:`prefetch` returns."""
+    """The iterable of batches that :func:`prefetch` returns."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class Prefetched(Generic[Batch_co]):
         self._work: _Work | None = None
         self._batches: Iterator[Batch_co] | None = None
         self._start = _Count(0, 0)
-        """Batches and samples of the next epoch that were used before."""
+        """Batches and samples of the next epoch that were used before a resume."""
 
     def __len__(self) -> int:
-        """Batches of the loader; a TypeError if it has no length."""
+        """Return the number of batches of the loader; a TypeError if it has no length."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -182,10 +182,10 @@ class Prefetched(Generic[Batch_co]):
         return {**state, "prefetch": list(used if state["batches"] else _Count(0, 0))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, with the next iteration, behind the batch after which a state was saved.
+        """Have the next iteration go on after the last batch before a state was saved.
 
         Raises:
-            OptionsError: The loader is no FastDataLoader, or the state is none of one.
+            OptionsError: The loader is no FastDataLoader, or the state is not one of a loader.
         """
         _saves(self.loader).load_state_dict(state)
         self._epochs, self._work = state["epoch"], None
@@ -204,14 +204,14 @@ class _Work:
         self._prepared: StageTransform | None = loader.transform if on_device else None
         self._transform: StageTransform | None = owner._transform
         self._counts = deque([start], 2)
-        """Before the last batch that was sent, and behind it."""
+        """Batches and samples before the last batch that was sent, and those including it."""
 
     def used(self, ahead: int) -> _Count:
-        """Return what was used if so many batches, 0 or 1, were sent and not used yet."""
+        """Return the batches and samples used, if ``ahead`` batches (0 or 1) are not used yet."""
         return self._counts[0 if ahead else -1]
 
     def begun(self) -> Callable[[Batch], Batch]:
-        """Return what is to be done to the next batch, as often as it is called."""
+        """Return a function that moves and transforms the next batch; it may be called again."""
         count = self._counts[-1]
         self._counts.append(_Count(count.batches + 1, count.samples))
         return partial(self._carried_out, count)
@@ -240,10 +240,10 @@ class _Work:
 
 @contextmanager
 def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> Iterator[None]:
-    """Seed the global generators for one batch, and put them back.
+    """Seed the global generators for one batch in the block, and restore them afterwards.
 
-    ``random``, ``numpy.random``, and torch's of the CPU and of the device; ``number`` stands
-    for the batch in its epoch.
+    They are ``random``, ``numpy.random``, and torch's generators of the CPU and of the device;
+    ``number`` identifies the batch in its epoch.
     """
     with kept_random_state():
         seed_global_generators(seed, epoch, ("batch", number))
@@ -252,7 +252,7 @@ def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> 
 
 
 class Crossing:
-    """A batch on its way; what it was before stays until nobody needs this any more."""
+    """A batch on its way to the device; it keeps the batch as it was sent, to redo the work."""
 
     __slots__ = ("__weakref__", "_lane", "_work", "done", "moved", "source")
 
@@ -262,14 +262,14 @@ class Crossing:
         self._work = work
         self._lane = lane
         self.moved: tuple[Batch] | None = None
-        """What a side stream makes of it; None: nothing, or it was handed out or dropped."""
+        """Result of the side stream; None: there is none, or it was handed out or dropped."""
         self.done: torch.Event | None = None
-        """Behind the work of the side stream."""
+        """Event after the work of the side stream; None: it was given no work."""
 
     def land(self) -> Batch:
         """Return the batch for use on the current stream, which waits for it; the host does not.
 
-        If no side stream has it, or it has landed before, the current stream does the work.
+        If no side stream has worked on it, or it has landed before, the current one does the work.
         """
         self._lane.note_landing()
         moved, self.moved = self.moved, None
@@ -282,7 +282,7 @@ class Crossing:
         return moved[0]
 
     def drop(self) -> bool:
-        """Let go of what a side stream made, if it has not landed; return whether there was any."""
+        """Drop the result of the side stream if it has not landed; return whether it had one."""
         dropped, self.moved = self.moved is not None, None
         return dropped
 
@@ -290,24 +290,24 @@ class Crossing:
 class SideLane:
     """A side stream and the batches that are on it.
 
-    A batch is sent when the device is through with all steps but the last that it was given: there
-    are :data:`BATCHES_AHEAD` beside the one of that step. Where memory runs out nevertheless,
-    nothing is sent ahead any more.
+    A batch is sent when the device has done all steps but the last that it was given, so that it
+    holds :data:`BATCHES_AHEAD` batches besides the one of that step. If memory runs out all the
+    same, no more batches are sent ahead.
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
         self.streams = streams
         self._landed: torch.Event | None = None
-        """Behind the steps before the batch that landed last."""
+        """Event after the steps before the batch that landed last; None: no batch has landed."""
         self._ahead: weakref.ref[Crossing] | None = None
-        """The batch that was sent last."""
+        """Batch that was sent last; None: none was."""
         self._full = False
         self._sources: deque[tuple[torch.Event, Batch]] = deque()
         weakref.finalize(self, _wait_for, self._sources)
 
     @property
     def has_room(self) -> bool:
-        """Whether a batch can be sent now, before the step with the last one that landed."""
+        """Whether a batch can be sent now, while the one that landed last is trained on."""
         passed = self._landed is None or self._landed.query()
         return passed and not self._full
 
@@ -319,12 +319,12 @@ class SideLane:
         Args:
             batch: A batch in host memory, or on the device as the consumer's stream left it. It is
                 kept alive until the side stream is done with it.
-            work: Moves and transforms it, and reads nothing else.
+            work: Moves and transforms the batch, and reads nothing else.
         """
         crossing = Crossing(batch, work, self)
         given = list(leaves(batch))
         if self._full or not all(map(shows_its_memory, given)):
-            # Memory that is not seen could be used again too early: the consumer's stream does it.
+            # Memory that cannot be seen might be reused too early: the consumer's stream works.
             return crossing
         self._make_room()
         while self._sources and self._sources[0][0].query():
@@ -348,14 +348,14 @@ class SideLane:
         return crossing
 
     def note_landing(self) -> None:
-        """Note that the current stream is about to be given a batch to train on."""
+        """Note that the current stream will now train on a batch."""
         self._landed = self.streams.mark()
 
     def drop(self) -> bool:
-        """Let go of a batch that was sent ahead, which is made anew at its turn, and send no more.
+        """Drop the batch that was sent ahead, which is made anew at its turn, and send no more.
 
         Returns:
-            Whether there was one.
+            Whether there was a batch to drop.
         """
         ahead = None if self._ahead is None else self._ahead()
         if ahead is None or not ahead.drop():
@@ -375,7 +375,7 @@ class SideLane:
 
 def _wait_for(sources: deque[tuple[torch.Event, Batch]]) -> None:
     while sources:
-        with suppress(RuntimeError):  # a device that has failed reads nothing
+        with suppress(RuntimeError):  # a device that has failed no longer reads the batch
             sources[0][0].synchronize()
         sources.popleft()
 
@@ -383,10 +383,10 @@ def _wait_for(sources: deque[tuple[torch.Event, Batch]]) -> None:
 class OneAhead(Generic[_Sent]):
     """Iterates batches, each sent to the device while the one before it is used.
 
-    The next batch is asked for only if it is known to be there, and else when it is its turn: no
-    step waits for the batch behind its own. One that is made in the calling process, when it is
-    asked for, so finds what the step before has written, and draws as it would without this.
-    ``receive`` makes of a batch that was sent what is handed out.
+    The next batch is asked for early only if it is known to be ready, else at its turn: no step
+    waits for the batch after its own. So a batch that is made in the calling process when it is
+    asked for sees what the step before has written, and draws as it would without this class.
+    ``receive`` turns a batch that was sent into the one that is handed out.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class OneAhead(Generic[_Sent]):
         self._receive = receive
         self._has_room = has_room
         self._next: tuple[_Sent] | Exception | None = None
-        """The batch that was sent ahead, or what asking for it raised."""
+        """Batch that was sent ahead, or the error that asking for it raised; None: neither."""
 
     def __iter__(self) -> OneAhead[_Sent]:
         return self
@@ -421,7 +421,7 @@ class OneAhead(Generic[_Sent]):
 
     @property
     def ahead(self) -> int:
-        """Batches that were taken from the loader and not handed out: 0 or 1."""
+        """Number of batches taken from the loader and not handed out yet: 0 or 1."""
         return int(isinstance(self._next, tuple))
 
     def close(self) -> None:
@@ -439,15 +439,15 @@ class OneAhead(Generic[_Sent]):
             if not waiting and not (is_ready(self._batches) and self._has_room()):
                 return None
             return (self._send(next(self._batches)),)
-        except Exception as error:  # it belongs to the batch that is to come
+        except Exception as error:  # raised at the turn of the batch that comes next
             return error
 
 
 def is_ready(batches: Iterator[Batch]) -> bool | None:
-    """Return whether the next batch, or the end, can be had without waiting.
+    """Return whether the next batch, or the end, comes without waiting.
 
     None: it is made in this process when it is asked for, or nothing is known about it.
     """
-    ready = getattr(batches, "ready", None)  # which what stands for batches may hand on
+    ready = getattr(batches, "ready", None)  # wrappers of batches may have it, too
     found: bool | None = ready() if callable(ready) else next_has_arrived(batches)
     return found

@@ -1,1 +1,1 @@
-"""What this machine allows."""
+"""CPUs, memory, clock and operating system of this machine."""

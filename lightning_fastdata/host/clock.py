@@ -1,7 +1,7 @@
-"""The only clock of the package: it tells time, sleeps, and says who had the CPUs meanwhile.
+"""The only clock of the package: it tells time, sleeps, and measures time on and without a CPU.
 
 The rest of the package calls the functions of this module and never those of :mod:`time`; ruff
-checks that. A test runs the same code in a time of its own by :func:`installed`.
+checks that. A test runs the same code on a clock of its own by :func:`installed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Clock:
     """Returns nanoseconds that never go back and are the same in all processes of a machine.
 
     The performance counter is used since on Windows ``time.monotonic`` moves in steps of 16 ms; on
-    Linux and macOS the two are one clock. Asked dozens of times a step, it is not wrapped.
+    Linux and macOS the two are one clock. Called dozens of times a step, it is not wrapped.
     """
 
     thread_time_ns = staticmethod(time.thread_time_ns)
@@ -39,7 +39,7 @@ class Clock:
     def open_schedstat(self) -> int | None:
         """Return a descriptor of the calling thread's ``schedstat``; None: the kernel has none.
 
-        A clock that needs no file returns a negative one, which is not closed.
+        A clock that needs no file returns a negative descriptor, which is not closed.
         """
         try:
             return os.open(_THREAD_SCHEDSTAT, os.O_RDONLY)
@@ -50,8 +50,8 @@ class Clock:
         """Return how long a thread was ready to run without a CPU, in nanoseconds; 0: not known.
 
         Args:
-            schedstat: Descriptor of the thread's ``/proc/<pid>/schedstat``, whose second number it
-                is: https://docs.kernel.org/scheduler/sched-stats.html
+            schedstat: Descriptor of the thread's ``/proc/<pid>/schedstat``; the second number in it
+                is returned: https://docs.kernel.org/scheduler/sched-stats.html
         """
         try:
             return int(os.pread(schedstat, 100, 0).split()[1])
@@ -59,7 +59,7 @@ class Clock:
             return 0
 
     def cpu_s_of(self, pid: int, *, with_children: bool) -> float:
-        """Return the CPU time of a process, and of those that it has started; 0 if it is gone."""
+        """Return the CPU seconds of a process, or also of its children; 0 if it is gone."""
         total_s = 0.0
         try:
             process = psutil.Process(pid)
@@ -121,7 +121,7 @@ def unix_s() -> float:
 
 
 def cpu_s_of(pid: int, with_children: bool) -> float:
-    """Return the CPU time of a process, and of those that it has started; 0 if it is gone."""
+    """Return the CPU seconds of a process, or also of its children; 0 if it is gone."""
     return _clock.cpu_s_of(pid, with_children=with_children)
 
 
@@ -131,7 +131,7 @@ def sleep(seconds: float) -> None:
 
 
 class ThreadSchedule:
-    """Tells what the kernel's scheduler gave the thread that makes this object."""
+    """Tells how much CPU time the kernel's scheduler gave the thread that makes this object."""
 
     def __init__(self) -> None:
         self._schedstat = _clock.open_schedstat()
@@ -139,9 +139,9 @@ class ThreadSchedule:
             weakref.finalize(self, os.close, self._schedstat)
 
     def read_ns(self) -> tuple[int, int] | None:
-        """Return the time on a CPU and the time ready but without one; None: not reported.
+        """Return the nanoseconds on a CPU and those ready but without one; None: not reported.
 
-        To be called by that thread alone.
+        Call it only in the thread that made the object.
         """
         if self._schedstat is None:
             return None
@@ -149,7 +149,7 @@ class ThreadSchedule:
         return _clock.thread_time_ns(), _clock.queued_ns(self._schedstat)
 
     def __reduce__(self) -> tuple[type[ThreadSchedule], tuple[()]]:
-        return ThreadSchedule, ()  # a copy would have a file that another one closes
+        return ThreadSchedule, ()  # a copy would share a file that the original closes
 
 
 def queued_s() -> float:
@@ -162,43 +162,43 @@ class SpentTime(NamedTuple):
     """Time of the calling process, its children left out."""
 
     wall_s: float = 0.0
-    """That passed."""
+    """Wall time, in seconds."""
     cpu_s: float = 0.0
-    """Of all its threads on CPUs."""
+    """CPU time of all threads of the process, in seconds."""
     runqueue_s: float = 0.0
-    """In which the thread that reads this was ready to run, but had no CPU; 0 where not known."""
+    """Seconds in which the reading thread was ready to run but had no CPU; 0: not known."""
 
 
 class SpentMeter:
-    """Adds up what is used between each begin and the pause that follows."""
+    """Adds up the time that is used between each begin and the pause that follows."""
 
     def __init__(self) -> None:
         self.total = SpentTime()
-        """Up to the last pause."""
+        """Time used up to the last pause."""
         self._schedule = ThreadSchedule()
         self._thread = threading.get_native_id()
         self._began: SpentTime | None = None
 
     def read(self) -> SpentTime:
-        """Return what the process has used since some moment in the past."""
+        """Return the time that the process has used since some moment in the past."""
         thread = threading.get_native_id()
-        if thread != self._thread:  # the file is of its thread
+        if thread != self._thread:  # the file belongs to the thread that opened it
             self._thread, self._schedule = thread, ThreadSchedule()
         _, queued_ns = self._schedule.read_ns() or (0, 0)
         return SpentTime(monotonic(), process_time(), queued_ns / 1e9)
 
     def began(self) -> None:
-        """Measure from now on, if it is not measured already."""
+        """Measure from now on, unless it does so already."""
         self._began = self._began or self.read()
 
     def paused(self, *, counts: bool = True) -> None:
-        """Do not measure until it begins again. What was used since it began counts, or not."""
+        """Stop measuring until the next begin; ``counts``: add the time since the last one."""
         if counts:
             self.total = self.used()
         self._began = None
 
     def used(self) -> SpentTime:
-        """Return what was used so far."""
+        """Return the time used so far."""
         if self._began is None:
             return self.total
         readings = zip(self.total, self.read(), self._began, strict=True)
@@ -207,16 +207,16 @@ class SpentMeter:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Where times are read, each in seconds from any start."""
+    """Functions that read times, each in seconds from any start."""
 
     clock_s: Callable[[], float] = monotonic
     cpu_s: Callable[[], float] = thread_time
-    """CPU time of the calling thread, or of its process."""
+    """Returns the CPU seconds of the calling thread, or of its process."""
     queue_s: Callable[[], float] = queued_s
-    """In which the calling thread waited for a CPU."""
+    """Returns the seconds in which the calling thread waited for a CPU."""
 
     def of(self, work: Callable[[], T]) -> tuple[T, float, float]:
-        """Return what ``work`` returns, the milliseconds it takes one thread, and those of CPU."""
+        """Return the result of ``work``, its ms without waits for a CPU, and its ms on a CPU."""
         queued, cpu, wall = self.queue_s(), self.cpu_s(), self.clock_s()
         made = work()
         cpu, wall = self.cpu_s() - cpu, self.clock_s() - wall

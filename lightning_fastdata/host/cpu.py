@@ -1,4 +1,4 @@
-"""How many CPUs one rank may use (affinity, cgroup quotas, ranks on this host), and who uses them.
+"""How many CPUs one rank may use (affinity, cgroup quotas, ranks on this host), and CPU time used.
 
 ``os.cpu_count()`` sees the whole machine and ``os.sched_getaffinity`` does not see the quota of a
 container (``docker --cpus=4`` on 128 cores still shows 128), so neither can size a worker pool.
@@ -24,14 +24,14 @@ _LOCAL_SIZE_VARIABLES = (
     "MPI_LOCALNRANKS",  # Intel MPI, MPICH
 )
 _BUSY: Final = (0, 1, 2, 5, 6, 7)
-"""user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
+"""Columns of ``/proc/stat`` that count work: user, nice, system, irq, softirq and steal."""
 _USED: Final = slice(11, 15)
-"""utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
+"""Columns of ``/proc/PID/stat`` after the program's name: utime, stime, cutime and cstime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuLimit:
-    """What limits the CPUs of this process, and what is left for one rank."""
+    """The limits of the CPUs of this process, and the CPUs that are left for one rank."""
 
     affinity_cpus: int
     """CPUs the scheduler may run this process on (``taskset``, cpuset, Slurm binding)."""
@@ -39,10 +39,10 @@ class CpuLimit:
     """CPU seconds per second that the tightest cgroup grants; None: no quota. It bounds computing,
     not waiting: workers that wait for a disk may be more."""
     quota_source: str | None
-    """File that states the quota."""
+    """File that states the quota; None: no quota."""
     ranks_on_host: int
     bound_to_rank: bool = False
-    """The launcher gave each rank an affinity of its own, so it is not divided."""
+    """Whether the launcher gave each rank an affinity of its own, so that it is not divided."""
 
     @property
     def usable_cpus(self) -> int:
@@ -70,11 +70,11 @@ class CpuThrottling(NamedTuple):
     """Counters of a cgroup with a quota, since it was made; compare two readings."""
 
     periods: int
-    """Quota periods (100 ms by default) in which something ran."""
+    """Number of quota periods (100 ms by default) in which something ran."""
     throttled_periods: int
-    """Periods in which the quota was used up."""
+    """Number of periods in which the quota was used up."""
     throttled_us: int
-    """Time in which runnable threads were held back, summed over CPUs."""
+    """Microseconds in which runnable threads were held back, summed over CPUs."""
 
 
 class CgroupMount(NamedTuple):
@@ -88,7 +88,7 @@ class CgroupMount(NamedTuple):
 
 
 def counters(text: str) -> dict[str, int]:
-    """Return what lines as ``name 5``, ``name: 5`` or ``name:  5 kB`` of a system file count."""
+    """Return the numbers of lines ``name 5``, ``name: 5`` or ``name:  5 kB`` of a system file."""
     found = re.findall(r"^(\w+):?\s+(\d+)(?: kB)?$", text, flags=re.MULTILINE)
     return {name: int(number) for name, number in found}
 
@@ -96,8 +96,8 @@ def counters(text: str) -> dict[str, int]:
 def parse_cpu_max(text: str) -> float | None:
     """CPUs granted by a quota and its period: ``"150000 100000"`` is 1.5; None: there is no limit.
 
-    A v2 ``cpu.max`` has ``max`` then, a v1 ``cpu.cfs_quota_us`` -1. A text of another form is None
-    too: a limit we cannot read must not stop a training run.
+    Without a limit, a v2 ``cpu.max`` has ``max``, and a v1 ``cpu.cfs_quota_us`` has -1. A text of
+    another form gives None, too: a limit we cannot read must not stop a training run.
     https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
     https://docs.kernel.org/scheduler/sched-bwc.html
     """
@@ -129,7 +129,7 @@ def parse_cgroup_membership(text: str) -> dict[str, PurePosixPath]:
     }
 
 
-@functools.lru_cache(maxsize=1)  # a run asks again and again, and they hardly ever change
+@functools.lru_cache(maxsize=1)  # a run asks again and again, and the text hardly ever changes
 def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
     r"""Mounted cgroup hierarchies, from ``/proc/self/mountinfo``.
 
@@ -152,8 +152,8 @@ def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
 def read_cgroup_folders(controller: str, *, root: Path = Path("/")) -> tuple[PurePosixPath, ...]:
     """Folders of this process's cgroup and of those above it, whose limits hold, too; inner first.
 
-    ``controller`` is one of v1, as ``"cpu"`` or ``"memory"``. It lives in the v1 or in the v2
-    hierarchy: the files of the other are missing.
+    ``controller`` is a name of v1, as ``"cpu"`` or ``"memory"``. It lives in the v1 or in the v2
+    hierarchy; folders of the other one lack its files.
     """
     membership = parse_cgroup_membership(read_text(root, "/proc/self/cgroup") or "")
     folders: list[PurePosixPath] = []
@@ -193,7 +193,7 @@ def ranks_on_host(environ: Mapping[str, str]) -> int:
 
 
 def read_affinity() -> int:
-    """CPUs this process may run on; all of the machine's where the system has no affinity."""
+    """CPUs this process may run on; all CPUs of the machine if the system has no affinity."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -208,7 +208,7 @@ def read_cpu_limit(
 ) -> CpuLimit:
     """CPU limit of this process, read from ``/proc``, ``/sys`` and the environment.
 
-    Without ``local_ranks``, those on this host, the launcher's environment variables are asked.
+    ``local_ranks``: ranks on this host; None: as the launcher's environment variables say.
 
     Raises:
         OptionsError: ``local_ranks`` is below 1.
@@ -270,29 +270,29 @@ def _unescaped(path: str) -> PurePosixPath:
     return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path))
 
 
-# What is used: counters, of which two readings are compared
+# CPU time that was used: counters; compare two readings
 
 
 class CpuUse(NamedTuple):
     """CPU seconds used since some moment in the past."""
 
     all_s: float
-    """Of all processes on all CPUs of the machine."""
+    """CPU seconds of all processes on all CPUs of the machine."""
     own_s: float
-    """Of one process and its workers, and of those children of theirs that have ended."""
+    """CPU seconds of one process and its workers, and of children of theirs that have ended."""
     cpus: int
-    """CPUs of the machine."""
+    """Number of CPUs of the machine."""
 
 
 class HostUsage(NamedTuple):
     """Counters of the host and of this process with its workers; None: not known."""
 
     at_s: float
-    """When it was read, in seconds of a monotonic clock."""
+    """Time of the reading, in seconds of a monotonic clock."""
     throttling: CpuThrottling | None = None
-    """Of the most throttled cgroup around this process."""
+    """Counters of the most throttled cgroup around this process."""
     cpu: CpuUse | None = None
-    """Of the machine, and of this process with its workers."""
+    """CPU seconds of the machine, and of this process with its workers."""
 
 
 def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:
@@ -307,8 +307,8 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
 def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:
     """CPU seconds of the machine, and of a process with its workers; None if not stated.
 
-    Of ``/proc/stat`` and ``/proc/PID/stat``, see proc(5). Workers that have ended since count as
-    long as the first process has waited for them, as ``multiprocessing`` does.
+    Read from ``/proc/stat`` and ``/proc/PID/stat``, see proc(5). Workers that have ended since
+    count if the first process has waited for them, as ``multiprocessing`` does.
     """
     machine = (read_text(root, "/proc/stat") or "").splitlines()
     lines = [line.split() for line in machine if line.startswith("cpu")]
@@ -317,30 +317,30 @@ def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse 
     ticks_s = 1 / os.sysconf("SC_CLK_TCK")
     busy = sum(int(lines[0][1 + place]) for place in _BUSY)
     texts = [read_process(process, "stat", root) for process in processes]
-    # The name of a program, in brackets, may hold spaces and brackets.
+    # The name of a program, in brackets, may itself hold spaces and brackets.
     own = sum(int(field) for text in texts for field in text.rpartition(")")[2].split()[_USED])
     return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
 
 
 def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, int]:
-    """Nanoseconds in which main threads were ready to run without a CPU, by process, if counted."""
+    """Nanoseconds in which main threads were ready but had no CPU, by process, where counted."""
     texts = {each: read_process(each, "schedstat", root).split() for each in processes}
     return {each: int(text[1]) for each, text in texts.items() if len(text) > 1}
 
 
 def read_process(process: int, name: str, root: Path) -> str:
-    """Text of a file that ``/proc`` has of a process; empty if it cannot be read."""
+    """Text of the file ``/proc/PID/name`` of a process; empty if it cannot be read."""
     return read_text(root, f"/proc/{process}/{name}") or ""
 
 
 adopted: Final[set[int]] = set()
-"""Numbers of processes of this machine that work for this one, and that others have started."""
+"""Numbers of processes on this machine that work for this one but were started by others."""
 
 
 def worker_processes() -> list[int]:
     """Numbers of living processes that work for this one.
 
-    ``multiprocessing`` has started them here, or they are :data:`adopted`.
+    They were started here by ``multiprocessing``, or are :data:`adopted`.
     """
     alive = [process.pid for process in multiprocessing.active_children()]
     started = [number for number in alive if number is not None]
@@ -348,7 +348,7 @@ def worker_processes() -> list[int]:
 
 
 def name_of_machine() -> str | None:
-    """Return what two processes have in common that know each other by number; None: not known."""
+    """Return a name that processes with common process numbers share; None: not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 LEAST: Final = {"torch": (2, 6), "lightning": (2, 5, 3), "pytorch-lightning": (2, 5, 3)}
-"""The first versions that will do, as in ``pyproject.toml``. An Albumentations that will not do is
-found out when a pipeline is to run, which then runs on the CPU."""
+"""Lowest versions that work, as in ``pyproject.toml``. Albumentations is checked when a pipeline
+is run; with a version that does not work, the pipeline runs on the CPU."""
 MALICIOUS: Final = dict.fromkeys(("lightning", "pytorch-lightning"), ((2, 6, 2), (2, 6, 3)))
-"""Uploads that were no releases (GHSA-w37p-236h-pfx3)."""
+"""Versions that were malicious uploads, not releases (GHSA-w37p-236h-pfx3)."""
 _REPORTED: Final = (
     "lightning-fastdata", "torch", "torchvision", "lightning", "albumentations", "numpy",
 )  # fmt: skip
 _ASKED: Final = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
 _MOST_S: Final = 20.0
-"""A driver that is not kept loaded takes seconds."""
+"""Most seconds to wait for ``nvidia-smi``: a driver that is not kept loaded takes some."""
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _ENOUGH_OPEN_FILES: Final = 65536
 
 
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
-    """Raise :class:`VersionError` if a package is installed in a version that will not do."""
+    """Raise :class:`VersionError` if a package is installed in a version that does not work."""
     for name, least in LEAST.items():
         try:
             version = installed(name)
@@ -57,7 +57,7 @@ def check_versions(installed: Callable[[str], str] = importlib.metadata.version)
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of this package and of those it stands on; absent ones are left out."""
+    """Return the versions of Python, this package and those it uses; absent ones are left out."""
     return {"python": platform.python_version(), **_installed()}
 
 
@@ -73,7 +73,7 @@ def _installed() -> dict[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | float]:
-    """Return system, CPUs that may be used, and the device that the model is on."""
+    """Return the system, the number of usable CPUs, and the name of the model's device."""
     from lightning_fastdata.device.backend import name_of  # loads torch
 
     return {
@@ -119,7 +119,7 @@ def _gpu_text(name: str, held: DeviceMemory | None) -> str:
 
 
 def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Iterator[str]:
-    """Yield what will limit data loading on this machine, each with what to do about it."""
+    """Yield the limits of data loading on this machine as text, each with a remedy."""
     if cpu.quota_cpus is not None and cpu.quota_cpus < cpu.affinity_cpus:
         yield (
             f"The container may use {cpu.quota_cpus:g} CPUs of the {cpu.affinity_cpus} that "

@@ -1,4 +1,4 @@
-"""How much memory there is (RAM, the cgroup's share, ``/dev/shm``), who has it; and open files."""
+"""Free memory (RAM, the cgroup's share, ``/dev/shm``), memory of processes, and open files."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ T = TypeVar("T")
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
-"""glibc's numbers in ``malloc.h``."""
+"""Numbers of two options of glibc's ``mallopt()``, from its ``malloc.h``."""
 _KEPT_BYTES: Final = 256 << 20
-"""Free memory at the end of the heap from which on it goes back to the system."""
+"""Free bytes at the end of the heap above which glibc gives them back to the system."""
 _BLOCK_BYTES: Final = (64 << 20, 32 << 20)
-"""Blocks from this size on go back as soon as they are freed. Older versions of glibc take no more
-than the second."""
+"""Size of a block above which glibc gives it back as soon as it is freed, in bytes; the second is
+the most that older versions accept."""
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _V1_NO_LIMIT_BYTES = 2**62
-"""An unlimited v1 cgroup states the largest multiple of the page size below 2**63."""
+"""Limit of a v1 cgroup from which on it has none: it then states almost 2**63."""
 _BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
-"""How files begin that are batches of torch's workers, and of this package's."""
+"""Beginnings of the names of files that hold batches of torch's workers and this package's."""
 _ALONE: Final = 1 << 56
-"""In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
+"""Bit in an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _MOST_READINGS: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """What this process could still allocate when it was read, as others can; None: no limit."""
+    """Memory that was available when it was read, and limits of open files; None: no limit."""
 
     ram_available_bytes: int
     """RAM that programs can get without swapping (``MemAvailable``), of the whole machine."""
     cgroup_available_bytes: int | None
-    """What the tightest memory limit of a cgroup leaves; beyond it the kernel kills."""
+    """Bytes that the tightest memory limit of a cgroup leaves; beyond it the kernel kills."""
     shm_free_bytes: int | None
     """Free space of ``/dev/shm``, where batches of worker processes live (64 MiB in a Docker
     container by default). A full one kills workers with a bus error. None: there is none."""
     open_files_soft: int | None
-    """File descriptors this process may hold."""
+    """Most file descriptors that this process may hold."""
     open_files_hard: int | None
-    """How far the process may raise ``open_files_soft`` itself."""
+    """Value up to which this process may raise ``open_files_soft`` itself."""
 
     @property
     def available_bytes(self) -> int:
@@ -63,7 +63,7 @@ class DeviceMemory(NamedTuple):
     """Memory of one GPU, as its driver counts it: all processes together."""
 
     free_bytes: int
-    """What a new allocation can get. Memory that torch keeps cached counts as used here."""
+    """Bytes that a new allocation can get. Memory that torch keeps cached counts as used here."""
     total_bytes: int
 
 
@@ -83,7 +83,7 @@ def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
 
 
 def read_open_file_limits() -> tuple[int | None, int | None]:
-    """Return the soft and the hard limit of open files; None: there is none, or it is not known."""
+    """Return the soft and the hard limit of open files; None: no limit, or it is not known."""
     try:
         import resource
     except ImportError:  # Windows
@@ -94,16 +94,16 @@ def read_open_file_limits() -> tuple[int | None, int | None]:
 
 
 def allow_open_files(more: int) -> None:
-    """Raise the soft limit of open files, as far as the hard one, so that so many more can be had.
+    """Raise the soft limit of open files so that ``more`` of them fit, as far as the hard limit.
 
-    It is left alone where there is room, and where it may not be raised.
+    It is left alone if they fit already, or if it may not be raised.
     """
     soft, hard = read_open_file_limits()
     if soft is None:
         return
     try:
         wanted = len(list(Path("/proc/self/fd").iterdir())) + more
-    except OSError:  # no Linux, or no file can be opened any more
+    except OSError:  # no Linux, or the limit of open files is reached
         wanted = soft + more
     if wanted > soft and (hard is None or hard > soft):
         import resource
@@ -115,7 +115,7 @@ def allow_open_files(more: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep what it frees for the next batch; False where glibc cannot be set so.
+    """Have this process keep freed memory for the next batch; False: the C library cannot do so.
 
     glibc gives large blocks back at once, and the system clears each page of the next one: for a
     batch of 12 MB that is 3000 page faults, a third of what a worker spends on decoded images.
@@ -130,9 +130,9 @@ def keep_freed_memory() -> bool:
 
 
 def read_oom_kills(*, root: Path = Path("/")) -> int | None:
-    """Return how often the kernel has killed since memory ran out; None: it does not count.
+    """Return how many processes the kernel has killed as memory ran out; None: not counted.
 
-    Of the cgroups around this process, else of the whole machine (Linux 4.13).
+    The count is of the cgroups around this process, else of the whole machine (Linux 4.13).
     """
     for folder in read_cgroup_folders("memory", root=root):
         for name in ("memory.events", "memory.oom_control"):
@@ -193,31 +193,31 @@ def size_text(count: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device, or page-locked memory, has no more room."""
-    from lightning_fastdata.device import backend  # and torch, which nothing else here needs
+    """Return whether an error says that a device, or page-locked memory, is full."""
+    from lightning_fastdata.device import backend  # it imports torch, which only this needs
 
     return backend.is_out_of_memory(error)
 
 
-# What processes have
+# Memory of processes
 
 
 class Pages(NamedTuple):
     """Memory of one process, in bytes."""
 
     anonymous_bytes: int
-    """What belongs to no file, as objects do: also what it has in common with its parent."""
+    """Memory that belongs to no file, such as objects, including pages shared with its parent."""
     own_bytes: int
-    """Of this, at least so much is in pages that no other process has."""
+    """Lower bound of the part of ``anonymous_bytes`` that no other process has."""
     file_bytes: int
-    """Of files that are mapped; pages of several processes count by parts."""
+    """Memory of mapped files; a page that n processes have counts as 1/n."""
 
 
 def pages_of(smaps_rollup: str) -> Pages | None:
-    """Return what ``/proc/PID/smaps_rollup`` says; None: nothing.
+    """Return the memory that ``/proc/PID/smaps_rollup`` states; None: it states none.
 
-    A page of a memory file counts there as dirty and private where one process alone has mapped it,
-    and so does one of a file that was just written.
+    That file counts a page of a memory file as dirty and private if only one process has mapped it,
+    and so a page of a file that was just written.
     """
     kib = counters(smaps_rollup)
     if "Pss" not in kib:
@@ -231,13 +231,13 @@ def pages_of(smaps_rollup: str) -> Pages | None:
 def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
     """Return the memory of a process, see :func:`pages_of`; None: not known.
 
-    It takes some 10 ms for one that has loaded torch, as the kernel walks through its pages.
+    It takes some 10 ms for a process that has loaded torch, as the kernel walks through its pages.
     """
     return pages_of(read_process(process, "smaps_rollup", root))
 
 
 def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")) -> float | None:
-    """Return which part of some addresses is in pages that no other process has; None: not known.
+    """Return the share of addresses in pages that no other process has, 0 to 1; None: not known.
 
     https://docs.kernel.org/admin-guide/mm/pagemap.html
     """
@@ -254,13 +254,13 @@ def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")
 def read_batch_files(
     processes: Iterable[int], *, root: Path = Path("/")
 ) -> dict[tuple[int, int], int]:
-    """Return the bytes of each batch in shared memory that processes have, by its file's number.
+    """Return the bytes of each batch in shared memory that processes have, by its file.
 
-    One on its way may be mapped by none, but is open in the process that sent it.
+    A batch on its way may be mapped by no process, but its file is open in the one that sent it.
     """
     found = {}
     for process in processes:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             for link in (root / f"proc/{process}/fd").iterdir():
                 with suppress(OSError):
                     if str(link.readlink()).startswith(_BATCHES):
@@ -275,9 +275,9 @@ def read_mapped_bytes(*, root: Path = Path("/")) -> int:
 
 
 def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:
-    """Return what a process takes that belongs to no file and is not shared; None: not known.
+    """Return the bytes of a process that belong to no file and are not shared; None: not known.
 
-    In some 15 us. After a fork, memory of the parent counts until the parent writes to it.
+    It takes some 15 us. After a fork, the parent's memory counts, too.
     """
     numbers = read_process(process, "statm", root).split()
     if len(numbers) < 3:
@@ -286,12 +286,12 @@ def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:
 
 
 class Few(list[T]):
-    """At most 300 of the readings that were added, as far from each other at all times."""
+    """A list of at most 300 of the readings that were added, evenly spread over them."""
 
     _each, _added = 1, 0
 
     def add(self, reading: T) -> None:
-        """Keep a reading, if it is its turn."""
+        """Keep a reading, if its turn has come."""
         if self._added % self._each == 0:
             self.append(reading)
         self._added += 1

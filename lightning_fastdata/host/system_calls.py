@@ -1,4 +1,4 @@
-"""What is asked of the operating system for this process, its files and memory that it shares."""
+"""Requests to the operating system about this process, its files and the memory it shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _DESCRIPTORS: Final = "/proc/self/fd"
 _HELD: Final = ("SIGUSR1", "SIGTERM", "SIGINT")
 _STANDARD: Final = 2
-"""Descriptors up to this one are the terminal's."""
+"""Highest descriptor of the standard streams."""
 
 
 class OpenFile(NamedTuple):
@@ -31,16 +31,16 @@ class OpenFile(NamedTuple):
 
     descriptor: int
     flags: int
-    """It was opened with."""
+    """Flags of the open file, as ``fcntl`` gives them."""
     position: int
     identity: tuple[int, int]
-    """Device and number of the file."""
+    """Device and inode number of the file."""
 
 
 def files_being_read() -> tuple[OpenFile, ...]:
-    """Return the regular files that this process may read by their positions, but not write.
+    """Return the regular files that this process has open for reading only.
 
-    None where the system does not list them (it is not Linux).
+    There are none if the system does not list them (it is not Linux).
     """
     if not sys.platform.startswith("linux"):
         return ()
@@ -50,7 +50,7 @@ def files_being_read() -> tuple[OpenFile, ...]:
     with suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208  # the names alone
             descriptor = int(name)
-            with suppress(OSError):  # it was that of the listing, or has no position
+            with suppress(OSError):  # it was the descriptor of the listing, or has no position
                 flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
                 if descriptor <= _STANDARD or flags & os.O_ACCMODE != os.O_RDONLY:
                     continue
@@ -63,14 +63,14 @@ def files_being_read() -> tuple[OpenFile, ...]:
 
 
 def open_anew(files: Iterable[OpenFile]) -> None:
-    """Open files anew under the descriptors they have, which a forked process calls first of all.
+    """Open files anew under their present descriptors; a forked process calls this first of all.
 
-    A fork copies descriptors, but both processes go on to share the position of each file, and move
-    it under each other: https://man7.org/linux/man-pages/man2/fork.2.html. From now on this process
-    has positions of its own, which begin where ``files`` say.
+    A fork copies descriptors, but both processes go on to share the position of each file, so that
+    reading in one moves it in the other: https://man7.org/linux/man-pages/man2/fork.2.html. From
+    now on this process has positions of its own, which begin where ``files`` say.
 
-    A thread of the other process may have closed one of them before the fork, and its descriptor
-    may be that of something else: such ones are left alone.
+    A thread of the parent may have closed a file before the fork, and its descriptor may belong to
+    another file by now: such descriptors are left alone.
     """
     for file in files:
         try:
@@ -100,12 +100,13 @@ def open_anew(files: Iterable[OpenFile]) -> None:
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Hold what ends a training, or has it saved, while a process is started, and deliver it then.
+    """Hold back signals that end or save a training while a process starts; deliver them then.
 
-    Python calls its handlers between any two steps of the main thread, and what one raises within
-    the hooks of ``os.fork`` is printed and lost: a Ctrl-C there would end nothing. The signals are
-    not blocked, since the kernel gives those to any other thread, and Python's handler runs in the
-    main thread all the same. A forked process begins with them held, and sets its own handlers.
+    Python calls its handlers between any two steps of the main thread, and an exception of a
+    handler within the hooks of ``os.fork`` is printed and lost: a Ctrl-C there would end nothing.
+    The signals are not blocked, since the kernel would give them to another thread, and Python's
+    handler would run in the main thread all the same. A forked process begins with these signals
+    held, and sets its own handlers.
     """
     came: list[int] = []
 
@@ -126,7 +127,7 @@ def held_signals() -> Iterator[None]:
 
 @contextmanager
 def started(process: BaseProcess) -> Iterator[None]:
-    """Have a process in the block, however that ends: it has ended behind it."""
+    """Start a process for the block, and end it afterwards, however the block ends."""
     try:
         with held_signals():
             process.start()
@@ -139,9 +140,9 @@ def started(process: BaseProcess) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Return where this package keeps files of its own.
+    """Return the folder of this package's own files.
 
-    That is ``$LIGHTNING_FASTDATA_CACHE``, or ``lightning_fastdata`` in ``$XDG_CACHE_HOME`` or
+    It is ``$LIGHTNING_FASTDATA_CACHE``, or ``lightning_fastdata`` in ``$XDG_CACHE_HOME`` or
     ``~/.cache``.
     """
     own = os.environ.get("LIGHTNING_FASTDATA_CACHE")
@@ -153,8 +154,8 @@ def cache_folder() -> Path:
 def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a text as UTF-8, or bytes, so that no reader ever sees a part of it; return the path.
 
-    What is no text (surrogates) is spelled. A link at ``path`` is replaced, and what it points to
-    stays as it is. Who may read the file is for the umask to say.
+    Characters that UTF-8 does not have (surrogates) are written as escapes. A link at ``path`` is
+    replaced, and its target stays as it is. The umask decides who may read the file.
     """
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
@@ -173,9 +174,9 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
 
 
 def private_folder(path: Path, *, make: bool = True) -> Path | None:
-    """Return a folder of which this user alone reads and writes the files.
+    """Return a folder whose files this user alone can read and write.
 
-    With ``make`` it is made if it is not there; else None is returned.
+    If it is not there, it is made with ``make``; without, None is returned.
 
     Raises:
         OptionsError: It belongs to another user, is a link, or cannot be made.
@@ -183,7 +184,7 @@ def private_folder(path: Path, *, make: bool = True) -> Path | None:
     try:
         if make:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()  # of a link itself, which may lead to the folder of anybody
+        found = path.lstat()  # the status of a link itself, which may lead to anybody's folder
         ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
         if ours and stat.S_IMODE(found.st_mode) != 0o700:
             path.chmod(0o700)
@@ -201,7 +202,7 @@ def private_folder(path: Path, *, make: bool = True) -> Path | None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends, if it is the child of that process (Linux)."""
+    """Have this process killed when ``parent`` ends, if that is its parent process (Linux)."""
     if sys.platform.startswith("linux") and os.getppid() == parent:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -211,7 +212,7 @@ def die_with(parent: int) -> None:
 def append_privately(path: str | os.PathLike[str], text: str) -> None:
     """Append text to a file that only its owner may read; its folder is created.
 
-    A link in its place, which may lead to another file, is not followed where the system can tell.
+    A link at ``path``, which may lead to another file, is not followed, except on Windows.
 
     Raises:
         OSError: The file cannot be written, or is a link.
@@ -228,14 +229,14 @@ def append_privately(path: str | os.PathLike[str], text: str) -> None:
 
 
 class SharedFlags:
-    """Flags by number, all down at first: a byte each in memory that forked processes share.
+    """Flags by number, all lowered at first: a byte each in memory that forked processes share.
 
-    A copy that was sent to another process or made by ``copy`` begins anew.
+    A copy that is sent to another process or made by ``copy`` begins with lowered flags.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        # Closed with the last process that has it; a length of 0 is refused.
+        # The memory goes with the last process that has it; a length of 0 is refused.
         self._raised = mmap.mmap(-1, max(1, count))
 
     def __contains__(self, index: int) -> bool:

@@ -70,7 +70,7 @@ _PIPELINE_CHANGED: Final = (
 
 
 class _Both(deque[BatchStamps]):
-    """Appends to two others what is appended to it, and keeps nothing."""
+    """A deque that appends each item to two others, and keeps nothing itself."""
 
     def __init__(self, one: deque[BatchStamps], other: deque[BatchStamps]) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class _Both(deque[BatchStamps]):
 class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
-    To a type checker its batches are what ``collate_fn`` returns; ``FastDataLoader[Batch]`` says
-    what those of torch's collation are.
+    For a type checker its batches have the type that ``collate_fn`` returns; for torch's collation
+    give their type as ``FastDataLoader[Batch]``.
 
     All of torch's arguments keep their meaning (``timeout`` is about progress, where workers of
     this package read) and are found under the same attributes, so that Lightning, Fabric and every
-    sampler tool treat it as the DataLoader it is. Albumentations
-    pipelines inside the dataset are seeded per sample from ``(seed, epoch, index)``.
+    sampler tool treat it as a DataLoader, which it is. Albumentations pipelines inside the dataset
+    are seeded per sample from ``(seed, epoch, index)``.
 
     Args:
         dataset: Map-style or iterable dataset.
@@ -99,57 +99,57 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         shuffle: Permute the samples each epoch; ``"blocks"``: as :class:`BlockShuffleSampler` does.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
-        num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
-            process. ``"auto"``: what suits the dataset, of which some samples are read now in a
-            process that is thrown away; ``plan.explain()`` says why. None: 0, as in torch; of
-            ``executor="ray"`` as many as the cluster has CPUs for, up to 8.
-        collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
+        num_workers: Number of side processes that fetch, or threads with ``"gather"``; 0 fetches in
+            the calling process. ``"auto"`` chooses a number that suits the dataset: some samples
+            are read now, in a process that is then ended; ``plan.explain()`` says why. None: 0, as
+            in torch; with ``executor="ray"``, as many as the cluster has CPUs for, up to 8.
+        collate_fn: Makes a batch of samples; default: ``default_collate``, also for dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
-        timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and the
-            sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto": 60,
-            or 20 times the 99th percentile of tasks if that is more. ``executor="torch"`` waits so
-            long for a batch, as torch does; "auto": for ever.
+        timeout: Seconds after which a worker that is stuck on a sample is replaced, and the sample
+            read once more; an error if that is stuck, too. 0 waits for ever. "auto": 60, or 20
+            times the 99th percentile of tasks if that is more. ``executor="torch"`` waits that long
+            for a batch, as torch does; with "auto", for ever.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs, as torch does: they read the dataset of
-            the first one. ``"unchanged"``: while what they read is as it was when they started,
-            down to each element; else they start anew, as torch's do by default. None: that, if
-            ``num_workers="auto"``, or not at all.
+        persistent_workers: Keep the workers between epochs, as torch does: they go on with the
+            dataset of the first epoch. ``"unchanged"``: keep them while the data is as it was when
+            they started, down to each element; else they start anew, as torch's do by default.
+            None: ``"unchanged"`` if ``num_workers="auto"``, else False.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness. None: that of ``seed_everything``, else 0.
-        epoch: Asked for the epoch, counted from 0, when the first batch of each iteration is asked
-            for. Default: the number of iterations that gave a batch so far.
-        transform: A transform of this package, of which the part that belongs to the workers runs
-            on each sample. With ``on_device`` that is what prepares its run on the device;
-            otherwise it is the whole Albumentations pipeline.
-        on_device: Whether the pixels of ``transform`` are to be computed on the device.
+        epoch: Returns the epoch, counted from 0; called when the first batch of each iteration is
+            asked for. Default: the number of iterations that gave a batch so far.
+        transform: A transform of this package. The workers run their part of it on each sample:
+            with ``on_device``, the part that prepares its run on the device; otherwise the whole
+            Albumentations pipeline.
+        on_device: Whether to compute the pixels of ``transform`` on the device.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
-        executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"ray"`` (actors of a Ray cluster; or ``Ray(...)``);
-            ``"auto"`` and None: what suits the dataset; but ``"torch"`` where it would have to
-            start processes in a script that cannot be imported again. An iterable dataset, which
-            has no index, is read by ``"workers"`` in place of ``"gather"`` and ``"ray"``, DataPipes
-            always by torch.
-        ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
-            batches to the device before they are asked for.
-        run: Who takes the batches, where that is not a plain loop: asked which epoch it is in and
-            how many batches of it were taken, in place of ``epoch``.
+        executor: How to fetch: ``"torch"`` (torch's own iterator), ``"inline"``, ``"gather"``,
+            ``"workers"`` or ``"ray"`` (actors of a Ray cluster; or ``Ray(...)``). ``"auto"`` and
+            None choose one that suits the dataset, but ``"torch"`` if processes would have to start
+            in a script that cannot be imported again. An iterable dataset, which has no index, is
+            read by ``"workers"`` in place of ``"gather"`` and ``"ray"``; DataPipes are always read
+            by torch.
+        ahead: Takes the iterator of each epoch and returns the one that is handed out, which may
+            send batches to the device before they are asked for.
+        run: The run that takes the batches, if it is no plain loop: it tells, in place of
+            ``epoch``, which epoch it is in and how many batches of it were taken.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
-        split: With ``num_workers="auto"``: whether a stream divides itself
-            among workers; see :class:`LoaderOptions`.
-        tuner: Changes the number of workers as the steps show what pays. None: one of its own with
-            ``num_workers="auto"``, otherwise none.
-        chosen: ``num_workers`` is what somebody has chosen for ``"auto"``.
-        standby: The training process reads, too, where that is as the workers would and quicker.
+        split: With ``num_workers="auto"``, whether a stream divides itself among workers; see
+            :class:`LoaderOptions`.
+        tuner: Changes the number of workers during the training, if that pays. None: a tuner of the
+            loader's own with ``num_workers="auto"``, otherwise none.
+        chosen: Whether ``num_workers`` was chosen for ``"auto"`` by somebody else.
+        standby: The training process reads, too, if that gives the same samples and is quicker.
 
     Raises:
-        DatasetError: What was given is no dataset, or has neither length nor sampler.
+        DatasetError: ``dataset`` is no dataset, or has neither length nor sampler.
         OptionsError: An argument has an impossible value.
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
@@ -158,7 +158,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     timeout: float | Literal["auto"]  # type: ignore[assignment]  # torch takes numbers alone
     _inner: Source | None
     _inner_settings: tuple[Any, ...] | None
-    """What its source rests on, and whether that takes stamps."""
+    """Settings for which the source was made, and whether it takes stamps; None: no source."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     ) -> None:
         executor, num_workers, alone = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
-        """``num_workers`` was left open."""
+        """Whether ``num_workers`` was ``"auto"``, here or where this loader was made."""
         options.check_dataset(
             dataset,
             "FastDataLoader's dataset",
@@ -237,7 +237,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._read_by: KeptExecutor | None = None
-        """What read the last epoch, also when it is closed; None: torch's own loader."""
+        """Executor of the last epoch, also when it is closed; None: torch's own loader."""
         self.plan: LoaderPlan | None = None
         if executor == "auto" or num_workers == "auto":
             spec = LoaderSpec(
@@ -265,7 +265,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self.faults = FaultLog.of(on_bad_sample, dataset)
         self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor
-        """As it was given; None: the executor chooses how far it is ahead."""
+        """``prefetch_factor`` as it was given; None: the executor chooses how far it is ahead."""
         self.executor = able_to_read_on(
             executor,
             workers=num_workers or 0,
@@ -278,7 +278,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         super().__init__(
             dataset,
             batch_size,
-            cast("bool | None", shuffle),  # with a sampler, torch says that it has no use
+            cast("bool | None", shuffle),  # with a sampler, torch raises an error
             sampler,
             batch_sampler,
             num_workers or 0,
@@ -309,10 +309,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self.set_workers(tuner.workers or self.num_workers)
 
     def _show_share(self) -> None:
-        """Have what shares out an order among ranks stand where Lightning looks for it.
+        """Show Lightning the sampler that shares out an order among ranks, as ``sampler``.
 
-        torch puts a sequential sampler there for a batch sampler, which Lightning shares out once
-        more, as it does with a sampler that splits itself and is none of torch's.
+        With a batch sampler, torch puts a sequential sampler there, which Lightning would share out
+        again; so it would do with a sampler that splits itself and is not of torch's class.
         """
         if isinstance(self.dataset, IterableDataset):
             return
@@ -329,11 +329,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
-        """Where the stamps of delivered batches go; None: no stamps are taken."""
+        """Deque to which the stamps of delivered batches are appended; None: none are taken."""
         self.tuning_records: deque[BatchStamps] | None = None
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more of torch's workers than CPUs; this package's may well wait."""
+        """Warn of more workers than CPUs, for torch's only; this package's often just wait."""
         if kind_of(self.executor).is_torch:
             super().check_worker_number_rationality()
 
@@ -350,14 +350,14 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         Order and randomness are those of ``epoch()``.
         """
         if self.run is not None:
-            # Lightning counts batches from here on, and may have to count what was taken anew.
+            # Lightning counts batches from here on; its count of taken ones may need correction.
             self.run.resumed(self)
         ahead_of = order_of(self) if self.num_workers or self.chosen else None
         watch = self._state_watch()
         return position.CountedBatches(self._begin, self, watch, ahead_of, self._passes)
 
     def _state_watch(self) -> StateWatch | None:
-        """Return what sees that steps change what is read; None: what is read is always right."""
+        """Return a watch for steps that change the data; None: changes are never missed."""
         here = kind_of(self.executor).gathers or not self.num_workers
         given = () if self.transform is None else self.transform.made_of()
         caches = caches_in(self.dataset) if here else []
@@ -370,7 +370,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return StateWatch(given, _PIPELINE_CHANGED, caches) if here and (given or caches) else None
 
     def _reads_later(self) -> bool:
-        """Return whether what comes next of this epoch is read as things are by then."""
+        """Return whether later batches of this epoch are read in the state of that time."""
         return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
     def _begin(self) -> tuple[Pass, Iterator[Batch]]:
@@ -397,9 +397,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return begun, batches
 
     def as_set_up(self, **changes: Any) -> Self:
-        """Return a copy, as the loader is now but for ``changes``: what its source rests on.
+        """Return a copy of the loader as it is now, with ``changes``, to make a source from.
 
-        It has no workers, and refers to nobody who takes batches.
+        It has no workers, and no reference to the run that takes the batches.
         """
         taken = copy.copy(self)
         vars(taken).update(
@@ -412,7 +412,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return tuple(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
-        """Begin the epoch, with the workers of the one before if they persist."""
+        """Begin the epoch, with the workers of the previous epoch if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
@@ -444,14 +444,14 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 if self.records is not None:
                     self.records.clear()
             return read
-        skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
+        skips = self.on_bad_sample.policy == "skip"  # batches may then become empty
         if skips or not self.in_order:
             return position.ReadBatches(batches, begun, source, first=begun.handed)
         return batches
 
     @property
     def quarantine(self) -> list[int]:
-        """Indices that are not read again, as they killed whoever read them; may be set."""
+        """Indices that are not read again, as they killed the process that did; may be set."""
         return sorted(self.faults.quarantine)
 
     @quarantine.setter
@@ -461,16 +461,16 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     @property
     def all_records(self) -> deque[BatchStamps] | None:
-        """Where all that take stamps get them."""
+        """Deque that passes stamps on to all that take them; None: nobody does."""
         one, other = self.records, self.tuning_records
         if one is None or other is None:
             return one if other is None else other
         return _Both(one, other)
 
     def record_stamps(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch that is delivered from now on; None: no more.
+        """Append the stamps of each batch that is delivered from now on; None: stop doing so.
 
-        Torch's own executor begins and ends it with the next iteration. It takes no stamps of
+        Torch's own executor begins and stops with the next iteration. It takes no stamps of
         iterable DataPipes.
         """
         # Lightning carries over what is set in a data hook if it makes the loader anew.
@@ -478,7 +478,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._record()
 
     def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
+        """Append the stamps of each batch from now on for a tuner; None: stop doing so."""
         self.tuning_records = records
         self._record()
 
@@ -487,19 +487,19 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self._inner.record(self.all_records)
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-        """Return the loader with so many workers, as the model knows it; None: it does not."""
+        """Return the setup with ``workers`` workers for the simulation; None: it has no model."""
         settings = self.as_set_up(num_workers=workers)
         return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
 
     def set_workers(self, workers: int) -> None:
-        """Read with so many workers from now on, in the middle of an epoch, too.
+        """Read with ``workers`` workers from now on, also in the middle of an epoch.
 
-        Order and content of the batches stay. Only ``"workers"`` of map-style data come and go so.
+        Order and content of the batches stay. It needs ``"workers"`` or ``"ray"``, and an index.
 
         Raises:
-            OptionsError: ``workers`` is below 1, or other workers read this loader, or none.
-            WorkerError: They cannot be had, or the dataset holds by now what forked processes must
-                not share.
+            OptionsError: ``workers`` is below 1, or this loader is read by others, or by none.
+            WorkerError: They cannot be started, or the dataset now holds objects that forked
+                processes must not share.
         """
         go = kind_of(self.executor).side_processes and not isinstance(self.dataset, IterableDataset)
         if workers < 1 or not self.num_workers or not go:
@@ -521,7 +521,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
         if inner is not None:
-            # Torch's own loader knows no position, and what it takes stamps with is to go.
+            # Torch's own loader knows no position, and its wrappers for stamps must not be kept.
             vars(self)["_read_by"] = inner if isinstance(inner, KeptExecutor) else None
 
     def close(self) -> None:
@@ -543,16 +543,16 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come in the batches: plain data, below 2 kB.
 
-        It is what :meth:`load_state_dict` goes on from, in any process, with any executor and
-        number of workers. After the last batch of an epoch it is the start of the next one. A
-        dataset or a sampler that has a ``state_dict()`` of its own adds that.
+        :meth:`load_state_dict` goes on from it, in any process, with any executor and number of
+        workers. After the last batch of an epoch it is the start of the next one. A dataset or a
+        sampler that has a ``state_dict()`` of its own adds that.
         """
         return self.state_behind(0)
 
     def state_behind(self, ahead: int) -> dict[str, Any]:
-        """Return the state as of so many batches before the last one that was handed out.
+        """Return the state as of ``ahead`` batches before the last one that was handed out.
 
-        For who takes batches of a plain loop ahead of their use.
+        It is for a plain loop that takes batches ahead of their use.
         """
         epoch, batches, found = self._passes.now(self._run_now(), self._length(), ahead)
         if isinstance(found, Position):
@@ -587,7 +587,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return replace(state, dataset_state=position.dataset_state(self.dataset)).as_dict()
 
     def progress(self) -> tuple[int, int]:
-        """Return the epoch, counted from 0, and how many samples of it all ranks took."""
+        """Return the epoch, counted from 0, and the number of its samples that all ranks took."""
         epoch, batches, found = self._passes.now(self._run_now(), self._length())
         if isinstance(found, Position):
             return epoch, found.samples
@@ -595,16 +595,16 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, with the next iteration, behind the batch after which a state was saved.
+        """Have the next iteration go on after the last batch before a state was saved.
 
         Raises:
-            OptionsError: It is no state of a loader, or one of a later version.
+            OptionsError: It is no state of a loader, or one of another version.
         """
         self._passes.load(Position.from_dict(state))
 
     @property
     def begun(self) -> bool:
-        """Whether a batch was asked for, since the last state was loaded if one was."""
+        """Whether a batch was asked for, since the loading of a state if there was one."""
         return self._passes.current is not None
 
     def cut_anew(self, state: Position) -> Position:
@@ -631,10 +631,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return self.run if self.run is not None and self.run.began else None
 
     def _go_on(self, begun: Pass) -> int:
-        """Have the pass that begins next begin where it should.
-
-        Return how many batches of a stream are to be read again first.
-        """
+        """Have the pass begin at its position; return how many batches of a stream to reread."""
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
             position.restore_dataset(self.dataset, state)
@@ -650,7 +647,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return 0 if state is None else self._go_on_in_stream(state)
 
     def _go_on_in_stream(self, state: Position) -> int:
-        """Have a stream go on at a state; return how many batches are to be read again first."""
+        """Have a stream go on at a state; return how many batches have to be read again first."""
         inner, now, lanes = self._inner, position.as_it_is(self, None), state.lanes or []
         if state.draws:
             position.tell_draws(self.dataset)
@@ -671,7 +668,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):
-            return None  # it may give more or less than it says
+            return None  # a stream may give more or fewer batches than it says
         try:
             return len(self)
         except TypeError:
@@ -697,16 +694,13 @@ _RESTS_ON: Final = (
     *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),
     *("asked_prefetch_factor", "keeps", "faults"),
 )
-"""What decides which batches its source gives: what a loader is given, but for who takes them."""
+"""Names of the settings that decide which batches the source of a loader gives."""
 
 
 def _asked(
     executor: AnyExecutor | Literal["auto"] | None, num_workers: int | Literal["auto"] | None
 ) -> tuple[AnyExecutor | Literal["auto"], int | Literal["auto"], bool]:
-    """Return who is to read and how many, and whether the caller said that there are no workers.
-
-    None means what it means to torch.
-    """
+    """Return the executor, the number of workers, and whether the caller asked for no workers."""
     if num_workers is None:
         kind = find_kind(executor)
         num_workers = "auto" if kind is not None and kind.elsewhere else 0

@@ -1,6 +1,6 @@
-"""How far the training has come in the batches of a loader: kept, saved, and gone on from.
+"""The position of a training in the batches of a loader: how it is tracked, saved and resumed.
 
-What counts is what the training took, not what was fetched or handed out ahead of it.
+Only batches that the training took count, not those fetched or handed out ahead of it.
 """
 
 from __future__ import annotations
@@ -49,64 +49,63 @@ if TYPE_CHECKING:
 
 VERSION: Final = 1
 _KEPT: Final = 2**12
-"""Batches that are handed out ahead of the training at most."""
+"""Number of last batches of a pass whose :class:`Noted` is kept."""
 _WITHIN_S: Final = 0.01
 _SHARE: Final = 0.01
 _LOOKED_AT: Final = 64
-"""Batches at the beginning of a stream of which a digest is made, and each so many later."""
+"""Number of first batches in a stream's digest, and the interval of those it takes in later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a training is in the batches of a loader, of map-style data or a stream: plain data."""
+    """Position of a training in a loader's batches, of map-style data or a stream: plain data."""
 
     epoch: int
-    """Counted from 0; the randomness of the batches is keyed by it."""
+    """Epoch, counted from 0; the randomness of the batches is keyed by it."""
     batches: int
-    """Batches of this pass over the data that the training took, of each rank."""
+    """Batches of this pass over the data that the training took, per rank."""
     samples: int
-    """Samples of it that all ranks took, and those of ``late``; below 0: not known."""
+    """Samples of this pass that all ranks took, and those of ``late``; below 0: not known."""
     late: list[int] = field(default_factory=list)
-    """Numbers, in the order of the epoch, of batches that others have overtaken: they were not
-    taken, and come first."""
+    """Numbers, in the order of the epoch, of batches that later ones have overtaken. They were not
+    taken, and come first when the training goes on."""
     reached: int | None = None
-    """Batches of the order up to the last one that was taken; None: ``batches``."""
+    """Batches of the order up to the last one that was taken; None: equal to ``batches``."""
     in_order: bool = True
-    """They were the first ones of the order; False: they came as they were ready."""
+    """Whether batches are taken in the order of the epoch; False: as they are ready."""
     length: int | None = None
-    """Of the dataset; None: it has none."""
+    """Samples of the dataset; None: it has no length."""
     batch_size: int | None = None
-    """Of one rank."""
+    """Samples of one rank's batch; None: not known."""
     world_size: int = 1
     seed: int = 0
     order: str = ""
-    """Who decides the order: the class of the sampler."""
+    """Class name of the sampler that decides the order; "a stream" for an iterable dataset."""
     digest: int | None = None
-    """CRC-32 of the indices before the position, or of batches of a stream; None: not known."""
+    """CRC-32 of the indices before the position, or of a stream's batches; None: not known."""
     dataset: str = ""
-    """The dataset's fingerprint."""
+    """Fingerprint of the dataset's class and of the names of its files."""
     drawn: Drawn = field(default_factory=dict)
     """What the sampler drew the epoch from, if its order is no function of (seed, epoch)."""
     dataset_state: dict[str, Any] | None = None
-    """What the dataset's own ``state_dict()`` returned."""
+    """What a map-style dataset's own ``state_dict()`` returned; None: it has none."""
     parts: int = 1
-    """In so many a stream is read, one by each worker."""
+    """Number of parts in which a stream is read, one per worker; 1 for map-style data."""
     lanes: list[dict[str, Any]] | None = None
-    """Of each part of a stream a :class:`LanePosition`; empty: its batches are counted; None: its
-    state is not known."""
+    """A :class:`LanePosition` for each part of a stream; empty: the stream has no state, and its
+    batches are counted; None: its state is not known."""
     draws: bool = False
-    """The stream, or its ``collate_fn``, draws from global generators, whose states are not
-    saved."""
+    """Whether a stream or its ``collate_fn`` draws from global generators, which are not saved."""
     base_seed: int | None = None
-    """What the side processes were seeded from."""
+    """Seed from which those of the side processes were derived; None: not known."""
     quarantine: list[int] = field(default_factory=list)
-    """Samples that are not read again, as they killed or hung who read them."""
+    """Indices of samples that are not read again, as they killed or hung the process that did."""
     bad: list[int | str] = field(default_factory=list)
-    """Samples that were replaced or left out, which count against the budget of bad ones."""
+    """Samples that were replaced or left out; they count against the budget of bad samples."""
     package: str = ""
-    """Version that wrote it."""
+    """Version of this package that wrote the state."""
     version: int = VERSION
-    """Of this form."""
+    """Version of the format of the state."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`from_dict` takes."""
@@ -117,7 +116,7 @@ class Position:
         """Return the state that was saved as plain data.
 
         Raises:
-            OptionsError: It is none, or of a later version.
+            OptionsError: It is no state of a loader, or one of another version.
         """
         if not isinstance(state, Mapping) or not {"epoch", "batches", "version"} <= state.keys():
             raise OptionsError(
@@ -143,7 +142,7 @@ class Position:
 
     @property
     def order_from(self) -> int:
-        """Number, in the order of the epoch, of the first batch that is not begun."""
+        """Number, in the order of the epoch, of the first batch after all that were taken."""
         return self.batches if self.reached is None else self.reached
 
     @property
@@ -152,7 +151,7 @@ class Position:
         return self.in_order or not self.batches or self.reached is not None or bool(self.lanes)
 
     def differences(self, now: Position) -> Iterator[str]:
-        """Yield what of the loader is not as it was, the most important first."""
+        """Yield how the loader differs from when the state was saved, most important first."""
         if self.length != now.length:
             yield f"the dataset has {now.length} samples and had {self.length}"
         elif self.dataset != now.dataset:
@@ -165,22 +164,22 @@ class Position:
             yield f"this is lightning_fastdata {now.package} and it was {self.package}"
 
     def same_steps(self, now: Position) -> bool:
-        """Return whether steps take as many samples over all ranks as they did."""
+        """Return whether a step takes as many samples over all ranks as when it was saved."""
         was = (self.batch_size or 1) * self.world_size
         return was == (now.batch_size or 1) * now.world_size
 
 
 class Place(NamedTuple):
-    """Where a run is."""
+    """How far a run has come."""
 
     epoch: int
-    """Counted from 0; as soon as one is over it is the next one."""
+    """Epoch, counted from 0; as soon as one is over, the number of the next."""
     taken: int
-    """Batches of it that the training took; between two epochs still those of the one before."""
+    """Batches of the epoch that the training took; between epochs, those of the previous one."""
     last: bool
-    """The batch that it took last was the last one of its epoch."""
+    """Whether the batch that the training took last was the last one of its epoch."""
     within: bool = False
-    """It goes on within an epoch, from a checkpoint that was written there."""
+    """Whether the run goes on within an epoch, from a checkpoint that was written there."""
 
 
 class Run(Protocol):
@@ -192,26 +191,26 @@ class Run(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether the training has ended: a plain loop takes what comes next."""
+        """Whether the training has ended: a plain loop takes the batches that come next."""
 
     def place(self) -> Place:
-        """Return where the run is."""
+        """Return how far the run has come."""
 
     def resumed(self, loader: object) -> Position | None:
-        """Return where a loader was when the run was saved that goes on now; None: not known."""
+        """Return the position of a loader in the checkpoint that is resumed; None: not known."""
 
 
 UnderWay: TypeAlias = tuple[int, tuple[int, ...]]
-"""How many batches were begun since a pass began, and which of them are not handed over."""
+"""Number of batches begun since a pass began, and the numbers of those not handed over yet."""
 
 
 class Noted(NamedTuple):
-    """What is known behind a batch of a pass, where it does not follow from the batch's number."""
+    """State after a batch of a pass, where it does not follow from the batch's number."""
 
     under_way: UnderWay | None = None
-    """Of those of the order that were begun."""
+    """Batches of the pass that were begun, and those not handed over yet; None: not known."""
     digest: int | None = None
-    """Of the batches of a stream until then."""
+    """CRC-32 of the stream's batches so far; None: not known, or no stream."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,45 +219,45 @@ class Pass:
 
     epoch: int
     state: Position | None = None
-    """Where it began; None: at the start of the epoch."""
+    """Position at which the pass began; None: the start of the epoch."""
     before: int = 0
-    """Batches of earlier passes in the same epoch, of a loader that is shorter than others."""
+    """Batches of earlier passes in the same epoch, where the loader is shorter than others."""
     sampler_epoch: int | None = None
-    """The epoch that somebody else has set for the sampler."""
+    """Epoch that was set on the sampler from outside; None: none was."""
     handed: int = 0
-    """Batches that were handed out, and those before the pass began."""
+    """Batches that were handed out, including those before the pass began."""
     exhausted: bool = False
     aside: bool = False
-    """It is not what the training takes."""
+    """Whether the training does not take the batches of this pass."""
     earlier: Pass | None = None
-    """The one before it in the same epoch."""
+    """The pass before this one in the same epoch; None: this is the first."""
     indices: EpochIndices | None = None
-    """Those of its own, where another pass has begun since; None: those of the loader."""
+    """Copy of the loader's indices, where another pass has begun since; None: the loader's own."""
     executor: Executor | None = None
-    """What reads it; None: torch's own iterator."""
+    """Executor that reads the pass; None: torch's own iterator does."""
     base_seed: int | None = None
-    """What its side processes were seeded from."""
+    """Seed from which those of its side processes were derived; None: torch's own iterator."""
     noted: dict[int, Noted] = field(default_factory=dict)
-    """What is known behind each of the last batches that were read, by their number."""
+    """State after each of the last batches that were read, by the number of batches until then."""
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # What reads belongs to one loader; a copy of that starts its own.
+        # The executor belongs to one loader; a copy of the loader starts its own.
         state = {each.name: getattr(self, each.name) for each in fields(self)}
         return None, {**state, "indices": None, "executor": None}
 
     def note(self, batches: int, noted: Noted) -> None:
-        """Note what is known behind so many batches."""
+        """Note the state after a number of batches."""
         self.noted[batches] = noted
         self.noted.pop(batches - _KEPT, None)
 
     def behind(self, batches: int) -> tuple[int | None, list[int], int | None]:
-        """Return what of the order was reached, what of it was left out, and a stream's digest."""
+        """Return ``reached``, ``late`` and ``digest`` of the :class:`Position` after a batch."""
         state = self.state or Position(epoch=self.epoch, batches=0, samples=0)
         if batches == state.batches:
             return state.reached, state.late, state.digest
         now, digest = self.noted.get(batches, Noted())
         if not self.noted and state.reached is not None:
-            now = batches - state.batches, ()  # each one is handed over, in order
+            now = batches - state.batches, ()  # all batches are handed over in order
         if now is None:
             return None, [], digest
         before, ahead = state.late, state.order_from - len(state.late)
@@ -275,8 +274,10 @@ class CountedBatches(Around):
     """The batches of a pass, counted as they are handed out.
 
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
-    read from a checkpoint which epoch comes next, and before its hooks have changed what is read.
-    Where indices are drawn ``ahead_of`` steps, it warns of one that changes a batch sampler's size.
+    read the next epoch from a checkpoint, and before its hooks have changed the data.
+
+    ``ahead_of``: the sampler whose indices are drawn ahead of the steps. If it is a batch sampler,
+    a step that changes its ``batch_size`` is warned of.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class CountedBatches(Around):
         return batch
 
     def _look_at_size(self, sampler: BatchSampler) -> None:
-        # One whose constructor leaves out super() has none, which torch does not ask for.
+        # A batch sampler whose constructor leaves out super() has no batch_size; torch needs none.
         size, self._size = self._size, getattr(sampler, "batch_size", None)
         if None not in (size, self._size) and size != self._size:
             _warn(
@@ -327,7 +328,7 @@ class CountedBatches(Around):
             )
 
     def __len__(self) -> int:
-        return len(self._loader)  # as torch's iterators, which have a length
+        return len(self._loader)  # torch's iterators have a length, too
 
 
 class NamedBatches(Around):
@@ -345,17 +346,17 @@ class NamedBatches(Around):
 
 
 class Passes:
-    """Where a loader's training is in its passes, and where the next of them begins."""
+    """The passes of a training over a loader: how far it has come, where the next pass begins."""
 
     def __init__(self) -> None:
         self._pending: Position | None = None
-        """What was loaded and no batch has followed yet."""
+        """Position that was loaded, until a batch follows it; None: there is none."""
         self.current: Pass | None = None
-        """The pass that began last; None: no batch was asked for since a state was loaded."""
+        """The pass whose batches the training takes; None: none was asked for since a load."""
         self._begun: Pass | None = None
-        """The one that began last, also if it is not what the training takes."""
+        """The pass that began last, also if the training does not take its batches."""
         self._epochs = 0
-        """The epoch of the next pass where nobody else counts."""
+        """Epoch of the next pass, where neither the user nor a run counts epochs."""
 
     def load(self, state: Position) -> None:
         """Go on from a state with the next pass."""
@@ -364,11 +365,11 @@ class Passes:
         self._epochs = state.epoch
 
     def next_pass(self, epoch: Callable[[], int] | None, sampler_epoch: int | None) -> Pass:
-        """Return where the pass of a loader in a plain loop begins.
+        """Return the next pass of a loader in a plain loop.
 
         Args:
-            epoch: Asked for the epoch; None: passes are counted from 0.
-            sampler_epoch: As the user has set it.
+            epoch: Returns the epoch; None: passes are counted from 0.
+            sampler_epoch: Epoch that the user has set on the sampler; None: it has none.
         """
         pending = self._pending
         if epoch is not None:
@@ -376,7 +377,7 @@ class Passes:
         elif pending is not None:
             number = pending.epoch
         else:
-            # Who sets the epoch of a sampler knows better; one that nobody sets stays at 0.
+            # An epoch that the user sets on a sampler goes first; unset, it stays at 0.
             number = max(self._epochs, sampler_epoch or 0)
         self._epochs = max(self._epochs, number + 1)
         if pending is None or pending.epoch != number:
@@ -386,7 +387,7 @@ class Passes:
         )
 
     def next_pass_of(self, run: Run, loader: object, epoch: Callable[[], int] | None) -> Pass:
-        """Return where the pass begins whose batches a run is going to take.
+        """Return the pass whose batches a run is going to take next.
 
         ``epoch``, if given, is asked for the epoch in place of the run.
         """
@@ -414,7 +415,7 @@ class Passes:
         return Pass(epoch=number, state=state, before=before, handed=state.batches)
 
     def another_begins(self, indices: EpochIndices | None) -> None:
-        """Keep what the pass that began last draws from, if it is open: the next one draws anew."""
+        """Keep the indices of the last pass with it, if it is still open: the next draws anew."""
         if self._begun is not None and not self._begun.exhausted and indices is not None:
             self._begun.indices = copy.copy(indices)
 
@@ -425,7 +426,7 @@ class Passes:
             self.current, self._pending = begun, None
 
     def handed_out(self, begun: Pass) -> None:
-        """Note that a pass gave a batch: where several are open, the state is of that one."""
+        """Note that a pass gave a batch: of several open passes, the state is that of this one."""
         if self.current is not None and not begun.aside:
             self.current = begun
 
@@ -435,13 +436,13 @@ class Passes:
         """Return the epoch and how many batches of the pass were taken.
 
         Args:
-            run: Who takes the batches; None: a plain loop takes what is handed out.
+            run: The run that takes the batches; None: a plain loop takes all that are handed out.
             length: Batches of a whole pass; None: not known.
-            ahead: Batches that a plain loop has taken and not used.
+            ahead: Batches that a plain loop has taken but not used yet.
 
         Returns:
-            Epoch, batches, and the state that was loaded if no batch has followed yet, else the
-            pass that gave the batches, if any were taken of one.
+            Epoch, batches, and a third value: the loaded state if no batch has followed it yet,
+            else the pass that gave the batches, or None if none were taken.
         """
         begun = self.current
         if self._pending is not None:
@@ -471,17 +472,17 @@ def _warn(text: str) -> None:
 
 
 class StateWatch:
-    """Compares what is read before and behind steps: the first, 2nd, 4th, 8th, ..., and others.
+    """Compares the objects that are read before and after a step, to find steps that change them.
 
-    Others as long as that takes a hundredth of the time. What reading itself changes makes no
-    difference, nor what cannot be compared.
+    It looks at steps 1, 2, 4, 8, and so on, and at others while looking takes at most a hundredth
+    of the time. It ignores changes by reading itself, and objects that cannot be compared.
 
     Args:
-        objects: What is read.
-        text: The warning where a step has changed it, with a place for its number.
-        caches: Of what is read; used no more where a step has changed what they were made of.
-        reads_later: Returns whether what comes next is read as things are by then. Where it was
-            read when the epoch began, no step can change it.
+        objects: The objects that are read.
+        text: The warning if a step has changed them, with a place for the number of the step.
+        caches: Caches of these objects; one is no longer used once a step has changed its dataset.
+        reads_later: Returns whether later batches are read in the state of that time. If they were
+            read when the epoch began, no step can change them.
     """
 
     def __init__(
@@ -512,7 +513,7 @@ class StateWatch:
             self._spent_s += clock.monotonic() - began_s
 
     def asked(self) -> None:
-        """Warn, once, if the step that has ended changed what is read."""
+        """Warn, once, if the step that has ended changed the objects that are read."""
         if not self._looks:
             return
         began_s = clock.monotonic()
@@ -525,14 +526,14 @@ class StateWatch:
         self._spent_s += clock.monotonic() - began_s
 
     def _look(self) -> Fingerprint | None:
-        # What a step draws from a pipeline changes no sample, each of which has its own key.
+        # A step that draws from a pipeline changes no sample: each sample has a key of its own.
         drawn = lasting(find_composes(self._objects))
         how = {"roughly": True, "with_globals": False}
         return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
 
 
 def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Position:
-    """Return the position of a loader at the start of epoch 0; ``indices``: None of a stream."""
+    """Return a loader's position at the start of epoch 0; ``indices`` is None for a stream."""
     batch_size, workers = loader.batch_size, workers_of(loader)
     if batch_size is None:
         batch_size = rows_in(loader.batch_sampler)
@@ -555,10 +556,10 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Posit
 
 
 def _fingerprint(dataset: object) -> str:
-    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
+    """Return 16 hexadecimal digits that differ for datasets of another class or other files.
 
-    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
-    without their folders, as data may move to another machine.
+    No sample is read. If the dataset lists its files (``samples``, ``imgs``), their number and 64
+    of their names count, without folders, as data may move to another machine.
     """
     text: list[str] = []
     while dataset is not None and len(text) < 64:
@@ -581,7 +582,7 @@ def _file_name(entry: object) -> str:
 
 @functools.cache
 def own_version() -> str:
-    """Return the version of this package; "" where it is on the path without being installed."""
+    """Return the version of this package; "" if it is on the path without being installed."""
     try:
         return importlib.metadata.version("lightning-fastdata")
     except importlib.metadata.PackageNotFoundError:
@@ -589,7 +590,7 @@ def own_version() -> str:
 
 
 def samples_before(indices: EpochIndices, now: Position, epoch: int, batches: int) -> int:
-    """Return how many samples of an epoch all ranks have had after so many batches of each."""
+    """Return how many samples of an epoch all ranks have had after ``batches`` batches of each."""
     known = indices.samples(epoch, batches)
     if known is None:
         return min(batches * (now.batch_size or 1) * now.world_size, now.length or 2**62)
@@ -597,7 +598,7 @@ def samples_before(indices: EpochIndices, now: Position, epoch: int, batches: in
 
 
 def with_indices(state: Position, indices: EpochIndices) -> Position:
-    """Return a state with what its sampler drew, and which samples were delivered."""
+    """Return a state completed by the samples delivered, their digest, and the sampler's draws."""
     if not state.batches:
         return replace(state, drawn=indices.drawn(state.epoch))
     samples = samples_before(indices, state, state.epoch, state.order_from)
@@ -606,21 +607,21 @@ def with_indices(state: Position, indices: EpochIndices) -> Position:
 
 
 def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
-    """Return where the indices of a pass begin, and tell what of the loader is not as it was."""
+    """Return where the indices of a pass begin, and warn of what has changed in the loader."""
     state = begun.state
     if state is None:
         return Start()
     if not state.batches:
         indices.prepare(state.drawn)
         return Start(drawn=None if "ahead" in state.drawn else state.drawn or None)
-    if state.samples < 0:  # a training that was saved without our state
+    if state.samples < 0:  # the training was saved without a state of the loader
         tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(
             batches=state.batches,
             samples=samples_before(indices, now, begun.epoch, state.batches),
         )
     changed = _tell(state, now, indices)
-    # The digest of a sampler that splits itself is that of one rank, and rank 0 saves.
+    # If a sampler splits itself among ranks, the saved digest is that of rank 0 alone.
     splits = now.world_size > 1 and not _shared_here(indices, begun.epoch)
     return Start(
         batches=state.order_from,
@@ -643,7 +644,7 @@ def tell_unknown(state: Position, where: str) -> None:
 
 
 def tell_loose(loader: object) -> None:
-    """Warn, as a position is saved, that nothing can go on from it."""
+    """Warn, as a position is saved, that no training can go on from it."""
     _warn(
         f"{type(loader).__name__} hands over batches of a stream as they are ready "
         "(in_order=False), and which of them were taken is not saved: a training cannot go on "
@@ -653,7 +654,7 @@ def tell_loose(loader: object) -> None:
 
 
 def check_order(state: Position) -> None:
-    """Refuse to go on where it is not known which batches came before; warn where of rank 0 only.
+    """Refuse to go on if it is not known which batches were taken; warn if only rank 0 knows.
 
     Raises:
         OptionsError: With what to do.
@@ -690,9 +691,9 @@ def tell_draws(stream: object) -> None:
 
 
 def why_new(state: Position, now: Position, *, by_torch: bool) -> str:
-    """Return why an epoch begins without what a stream keeps from pass to pass; "": it does not.
+    """Return why an epoch begins without the state that a stream keeps from pass to pass.
 
-    ``by_torch``: torch's own iterator reads it.
+    "": it begins with it. ``by_torch``: torch's own iterator reads the stream.
     """
     if by_torch:
         return "torch's iterator gives no state of it"
@@ -703,7 +704,7 @@ def why_new(state: Position, now: Position, *, by_torch: bool) -> str:
 
 
 def tell_new_stream(stream: object, state: Position, why: str) -> None:
-    """Warn that an epoch begins without what a stream keeps from the passes before."""
+    """Warn that an epoch begins without the state that a stream keeps from earlier passes."""
     if not why:
         return
     _warn(
@@ -714,9 +715,9 @@ def tell_new_stream(stream: object, state: Position, why: str) -> None:
 
 
 def of_other_rank(state: Position, dataset: object) -> Position:
-    """Return what another rank goes on from, where rank 0 saved a state.
+    """Return the state from which another rank goes on, made from the one that rank 0 saved.
 
-    Of a stream, rank 0 knows the part that it reads.
+    The state of a stream on rank 0 covers only the part that rank 0 reads.
     """
     if not isinstance(dataset, IterableDataset):
         return state
@@ -724,12 +725,12 @@ def of_other_rank(state: Position, dataset: object) -> Position:
         tell_new_stream(dataset, state, "its state was saved on rank 0, for the part that it reads")
     if state.batches and state.is_known and not state.in_order:
         _tell_of_rank_0(state)
-    # Where rank 0 refuses to go on, so do all; where it goes on, none may leave it alone.
+    # All ranks decide as rank 0 does: they all refuse to go on, or all go on.
     return replace(state, lanes=state.lanes and [], digest=None, in_order=state.is_known)
 
 
 def check_stream(state: Position, now: Position) -> None:
-    """Refuse to go on within an epoch of a stream whose batches would be others.
+    """Refuse to go on within an epoch of a stream that would give other batches than before.
 
     Raises:
         OptionsError: With what to set.
@@ -751,7 +752,7 @@ def check_stream(state: Position, now: Position) -> None:
 def cut_anew(state: Position, now: Position, indices: EpochIndices) -> Position:
     """Return a state with its position counted in batches of the present size.
 
-    They count from the end of the epoch, where the whole batches are those that are left.
+    It is the length of the epoch less the batches that are left of it.
     """
     if state.same_steps(now):
         return state
@@ -761,12 +762,12 @@ def cut_anew(state: Position, now: Position, indices: EpochIndices) -> Position:
 
 
 def _shared_here(indices: EpochIndices, epoch: int) -> bool:
-    """Return whether it is known here what the other ranks get."""
+    """Return whether this process knows which samples the other ranks get."""
     return epoch_order(indices.source, epoch) is not None or share_in(indices.source) is not None
 
 
 def _tell(state: Position, now: Position, indices: EpochIndices) -> bool:
-    """Tell what is not as it was, and return whether the order is another one."""
+    """Warn of what has changed since the state was saved; return whether the order has changed."""
     texts = list(_told(state, now, indices))
     if texts:
         _warn(" ".join(texts))
@@ -808,14 +809,14 @@ def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str
 
 
 def dataset_state(dataset: object) -> dict[str, Any] | None:
-    """Return what a map-style dataset saves of itself; None: nothing."""
+    """Return the state that a map-style dataset saves of itself; None: it has none."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Stateful):
         return None
     return dataset.state_dict()
 
 
 def restore_dataset(dataset: object, state: Position) -> None:
-    """Give a map-style dataset what it saved of itself."""
+    """Give a map-style dataset the state that it saved of itself."""
     saved = state.dataset_state
     if saved is not None and isinstance(dataset, Stateful):
         dataset.load_state_dict(saved)
@@ -824,7 +825,7 @@ def restore_dataset(dataset: object, state: Position) -> None:
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
-    """Return the epoch that was set for a loader's sampler; None: it has none.
+    """Return the epoch that was set on a loader's sampler; None: the sampler has no epoch.
 
     Lightning sets it after it has made the iterator of a resumed run.
     """
@@ -836,10 +837,10 @@ def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
 
 
 class ReadBatches(Around):
-    """The batches of a pass as they are read; what is known behind each is noted.
+    """The batches of a pass as they are read; the state after each is noted.
 
-    ``source`` tells which it has handed over (None of a stream), ``first`` how many of the pass
-    came before.
+    ``source``: tells which batches are under way; None for a stream. ``first``: the number of
+    batches of the pass that came before.
     """
 
     def __init__(
@@ -850,7 +851,7 @@ class ReadBatches(Around):
         self._source = source
         self._count = first
         self.digest: int | None = None if first or source is not None else 0
-        """Of the batches of a stream until now; None: not known."""
+        """CRC-32 of the stream's batches until now; None: not known, or no stream."""
 
     def __next__(self) -> Batch:
         batch, source = next(self._batches), self._source
@@ -877,17 +878,17 @@ def _some_of(leaf: object) -> str:
     else:
         known = isinstance(leaf, str | int | float | bool | np.generic | None)
         return repr(leaf) if known else type(leaf).__name__
-    # An odd step meets another place in each sample.
+    # With an odd step, the values come from different places in each sample.
     return repr(values[:: len(values) // 64 | 1].tolist())
 
 
 def read_again(batches: ReadBatches, state: Position, stream: object, *, by_torch: bool) -> None:
-    """Drop the batches of a stream that were delivered before a state, and say what that took.
+    """Read and drop the batches of a stream that were delivered before a state, with a warning.
 
-    ``by_torch``: torch's own iterator reads it.
+    ``by_torch``: torch's own iterator reads the stream.
 
     Raises:
-        DatasetError: There are fewer.
+        DatasetError: The stream has fewer batches.
     """
     name, began_s = type(stream).__name__, clock.monotonic()
     found = sum(1 for _ in islice(batches, state.batches))

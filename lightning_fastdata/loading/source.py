@@ -1,4 +1,4 @@
-"""What gives the batches of a FastDataLoader: torch's own loader, or an executor that is kept."""
+"""The source of a FastDataLoader's batches: torch's own loader, or an executor that is kept."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
 Loader: TypeAlias = "FastDataLoader[Any]"
-"""A loader; its ``settings`` are a copy of it, as it was set up, without workers."""
+"""The type of a FastDataLoader; ``settings`` is a copy without workers of one, as it is set up."""
 _TORCH_PREFETCH: Final = 2
-"""Torch's own default."""
+"""Batches that each worker of torch's DataLoader fetches ahead by default."""
 _PASSED_ON: Final = (
     "num_workers", "pin_memory", "multiprocessing_context", "generator",
     "prefetch_factor", "pin_memory_device", "in_order",
@@ -97,12 +97,12 @@ _WRAPPED_PIPE: Final = (
     "worker would read all of it. Set num_workers=1."
 )
 Keeps: TypeAlias = bool | Literal["unchanged"]
-"""Whether workers are kept between epochs; ``"unchanged"``: while what they read is as it was."""
+"""Whether workers are kept between epochs; ``"unchanged"``: while their data does not change."""
 _LEAST_BUDGET_S: Final = 0.02
-"""What a new worker takes to start, about."""
+"""Least seconds allowed for a comparison of the data: about the start of a new worker."""
 _SHARE_OF_EPOCH: Final = 0.01
 _PER_SAMPLE_S: Final = 1e-6
-"""A hundredth of what a quick sample takes, while no epoch was timed."""
+"""Seconds per sample allowed for a comparison of the data, until an epoch was timed."""
 _CHANGED: Final = (
     "what the dataset holds has changed since this epoch began, or cannot be compared with what it "
     "was"
@@ -110,16 +110,16 @@ _CHANGED: Final = (
 
 
 class _State(NamedTuple):
-    """What is read at one moment."""
+    """Fingerprints of the data that is read, at one moment."""
 
     read: Fingerprint
-    """Dataset and ``collate_fn``, which workers call."""
+    """Fingerprint of the dataset and ``collate_fn``, which workers call."""
     pipeline: Fingerprint
-    """Of ``augment=``, which is made anew for each epoch in which it has changed."""
+    """Fingerprint of the pipeline of ``augment=``, which is made anew if it changes."""
 
     @property
     def own(self) -> tuple[bytes, bytes]:
-        """All but what other processes see change."""
+        """The fingerprints without shared memory and files, whose changes all processes see."""
         return self.read.own, self.pipeline.own
 
 
@@ -127,34 +127,34 @@ class _State(NamedTuple):
 class KeptExecutor:
     """Iterable over epochs; starts its executor at the first one.
 
-    Side processes are seeded from the ``generator`` of the settings, which torch would draw its
-    base seed from at this place, so that the draws after it are the same: those of a stream as
-    torch does, others from that, the plan's seed and the epoch they start in.
+    As torch does, it draws a base seed from the ``generator`` of the settings when an epoch begins,
+    so that later draws from that generator are the same. Side processes that read a stream are
+    seeded with it, as in torch; others from it, the plan's seed and the epoch in which they start.
     """
 
     name: AnyExecutor
-    """Not torch's own."""
+    """Executor to open; never torch's own."""
     plan: FetchPlan
     settings: Loader
     indices: EpochIndices | None
-    """Gives the batches of indices of each epoch; None of a stream."""
+    """Gives the batches of indices of each epoch; None for a stream."""
     epoch: Callable[[], int]
     """Returns the number of the epoch that begins."""
     staged: Stage | None
-    """Deliver :class:`StagedBatch` of this stage, without draws."""
+    """Stage of the :class:`StagedBatch` to deliver, without draws; None: deliver plain batches."""
     reported_batches: Callable[[], int | None] | None
-    """Returns the length that the loader of a stream has reported, or None."""
+    """Returns the length that the loader of a stream has reported; None for map-style data."""
 
     def __post_init__(self) -> None:
         self.trial, self.ways = CrewTrial(self.settings.num_workers), Ways()
         self.aside = kind_of(self.name).side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
-        """What the workers read, as it was when they started; None: it cannot be compared."""
+        """State of the data when the workers started; None: it cannot be compared."""
         self._seen: _State | None = None
         self._pipeline = Watched()
         self.told = False
-        """The dataset was told the epoch that begins, which has changed it."""
+        """Whether the dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
         self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
@@ -162,16 +162,16 @@ class KeptExecutor:
         self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
         self.records: deque[BatchStamps] | None = None
         self._iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-        """All that somebody holds, finished ones too."""
+        """Iterators that are still referenced, finished ones too."""
         self.base_seed: int | None = None
-        """What the side processes are seeded from; None: nothing was drawn for it yet."""
+        """Seed from which those of the side processes are derived; None: it is not drawn yet."""
         self._earlier_seed: int | None = None
         self._within = False
-        """The next epoch goes on within one of a run that was saved."""
+        """Whether the next epoch continues one within which a run was saved."""
         self._in_stream: list[LanePosition] | None = None
         self.last: Executor | None = None
-        """Of the epoch that began last, also when it is over."""
-        # Under this name Lightning looks for workers to stop when it is done.
+        """Executor of the epoch that began last, also when it is over; None: none has begun."""
+        # Lightning stops the workers that it finds under this name when it is done.
         self._iterator: Executor | None = None
 
     def __iter__(self) -> EpochIterator:
@@ -186,7 +186,7 @@ class KeptExecutor:
                 other.end("another epoch of its loader has begun, which keeps its workers")
             unfinished = []
         if self._within and self.indices is None and self.aside and self._iterator is not None:
-            self._iterator.close()  # those that go on in a stream are seeded as its first ones were
+            self._iterator.close()  # new workers are seeded as the first ones of the epoch were
             self._iterator = None
         self._within = False
         keep = self._keeps_now(in_use=bool(unfinished)) and not unfinished
@@ -207,7 +207,7 @@ class KeptExecutor:
             self._start_epoch(executor)
         except BaseException:
             self._iterator = None
-            executor.close()  # which would otherwise live as long as the traceback
+            executor.close()  # otherwise it would live as long as the traceback
             raise
         self.last = executor
         if keep:
@@ -220,13 +220,13 @@ class KeptExecutor:
         return running
 
     def _unfinished(self) -> list[EpochIterator]:
-        """Return the iterators whose epochs are not over: a loop may hold one within another."""
+        """Return the iterators whose epochs are not over: loops may be nested."""
         return [each for each in self._iterators if each.executor is not None]
 
     def look(self) -> None:
-        """Note whether what is read is as the workers have it; before the dataset is told an epoch.
+        """Note the state of the data before the dataset is told the next epoch.
 
-        What the dataset makes of that, each worker is told, too.
+        Each worker is told that epoch, too, so that its effect on the dataset is no difference.
         """
         if self.aside and self._state is not None:
             self._seen = self._read_state()
@@ -234,14 +234,14 @@ class KeptExecutor:
     def _keeps_now(self, *, in_use: bool) -> bool:
         """Return whether the executor of the epoch that begins may outlive it.
 
-        One that stays from the epoch before is let go where what it reads has changed since; while
-        it is ``in_use`` by an iterator of before, it ends with that.
+        The executor kept from the previous epoch is given up if its data has changed since. If an
+        earlier iterator still uses it (``in_use``), it ends together with that iterator.
         """
         if not self.aside:
             return True  # Threads and reused memory cost nothing between epochs.
         seen, then, self._seen = self._seen, self._state, None
         same = seen is not None and seen == then
-        if self.persistent:  # shared memory and files are theirs to see, too
+        if self.persistent:  # the workers see changes of shared memory and files themselves
             same = seen is not None and then is not None and seen.own == then.own
         elif same and seen is not None and not in_use:
             same = self._workers_read(seen)
@@ -252,19 +252,19 @@ class KeptExecutor:
         if same or self._iterator is None:
             self._state = seen if same and not self.told else self._read_state()
         else:
-            self._state = None  # the workers that are kept have what it was
+            self._state = None  # the workers that are kept have the dataset as it was before
         self._began_s = clock.monotonic()
         if self.settings.keeps == "unchanged":
-            # A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may
-            # change what is read in each epoch: one that is kept would not read as a new one.
+            # A stream goes on with the worker's random numbers, and ``worker_init_fn`` may change
+            # the data in each epoch: in both cases a kept worker would not read as a new one does.
             reads_as_new = self.indices is not None and self.settings.worker_init_fn is None
             return self._state is not None and reads_as_new
         return self.persistent
 
     def _read_state(self) -> _State | None:
-        """Return what workers that start now read; None: it cannot be compared in time."""
+        """Return the state that workers started now would read; None: no comparison in time."""
         if self.indices is None:
-            return None  # New processes read each epoch of a stream, or those that the user keeps.
+            return None  # A stream has new processes in each epoch, or the user keeps them.
         given = () if self.settings.transform is None else self.settings.transform.made_of()
         read = self.plan.state(self._budget_s())
         pipeline = self._pipeline.now(
@@ -273,14 +273,14 @@ class KeptExecutor:
         return None if read is None or pipeline is None else _State(read, pipeline)
 
     def _budget_s(self) -> float:
-        """Return how long to compare what is read, at most."""
+        """Return how many seconds a comparison of the data may take."""
         epoch_s = (dataset_length(self.settings.dataset) or 0) * _PER_SAMPLE_S / _SHARE_OF_EPOCH
         if self._began_s is not None:
             epoch_s = clock.monotonic() - self._began_s
         return max(_LEAST_BUDGET_S, _SHARE_OF_EPOCH * epoch_s)
 
     def _ask_workers(self) -> None:
-        """Ask workers that may be kept what they read, now that an epoch is over."""
+        """Ask workers that may be kept for their state of the data, now that an epoch is over."""
         ask = getattr(self._iterator, "ask_states", None)
         if ask is not None and self._state is not None and not self.persistent:
             ask(self._budget_s())
@@ -288,8 +288,8 @@ class KeptExecutor:
     def _workers_read(self, seen: _State) -> bool:
         """Return whether the workers would read the next epoch as new ones would.
 
-        What they have read may have changed their own copies: a counter, a cache, an open file.
-        Executors whose workers have no copies tell nothing.
+        Reading may have changed their own copies of the dataset: a counter, a cache, an open file.
+        Executors whose workers have no copies of their own are not asked.
         """
         the_same = getattr(self._iterator, "read_the_same", None)
         return the_same is None or bool(the_same(seen.read.own, self._budget_s()))
@@ -297,8 +297,8 @@ class KeptExecutor:
     def _seed_of_processes(self, base_seed: int) -> int:
         if self.plan.seed is None:
             return base_seed
-        # A worker_init_fn may draw from what the process was seeded with: another epoch, seed or
-        # global seed has to give other numbers.
+        # A worker_init_fn may draw from the generators of its process: they have to give other
+        # numbers for another epoch, seed or global seed.
         return _digest(self.plan.seed, self.epoch(), base_seed)
 
     def _start_epoch(self, executor: Executor) -> None:
@@ -311,13 +311,14 @@ class KeptExecutor:
     def lanes(
         self, executor: Executor | None, batches: int, *, over: bool
     ) -> list[dict[str, Any]] | None:
-        """Return where each part of a stream is after so many batches of an epoch, as plain data.
+        """Return the position of each part of a stream after ``batches`` of an epoch: plain data.
 
-        Empty: its batches are counted. None: its state is not known. ``executor``: what read it.
-        ``over``: the batches were all, and it is where the next epoch begins.
+        Empty: the stream has no state, and its batches are counted. None: its state is not known.
+        ``executor``: the one that read the epoch. ``over``: all batches of the epoch were taken,
+        and the position is where the next epoch begins.
 
         Raises:
-            OptionsError: So many were not handed out, or too long ago.
+            OptionsError: That batch was not handed out, or too long ago.
         """
         if not isinstance(executor, StreamReader) or executor.history is None:
             return None
@@ -328,12 +329,12 @@ class KeptExecutor:
 
     @property
     def keep(self) -> bool:
-        """Whether what reads a stream outlives its epoch."""
+        """Whether the readers of a stream outlive the epoch."""
         return self.persistent or not self.aside
 
     @property
     def reads_later(self) -> bool:
-        """Whether what comes next of this epoch is read as things are by then."""
+        """Whether later batches of this epoch are read in the state of that time."""
         return bool(getattr(self.last, "reads_later", True))
 
     @property
@@ -343,10 +344,10 @@ class KeptExecutor:
         return history is not None and history.drew
 
     def go_on_from(self, base_seed: int | None, *, epoch: int, within: bool) -> None:
-        """Begin the next epoch as a run that goes on did.
+        """Seed the next epoch as the run did that is resumed.
 
-        ``base_seed``: what the side processes of the run were seeded from; None: not known.
-        ``within``: it goes on within that epoch; else the next one begins.
+        ``base_seed``: that of the run's side processes; None: not known. ``within``: the run was
+        saved within ``epoch``, and goes on there; otherwise it begins that epoch.
         """
         self._within = within
         if base_seed is None:
@@ -354,21 +355,21 @@ class KeptExecutor:
         if self.indices is None and not within:
             if self.persistent and self._iterator is not None:
                 return  # the workers of the epoch before are there, and go on
-            # From the very seed, the draws of a stream's last epoch would come once more.
+            # With the same seed, a stream would repeat the draws of its last epoch.
             base_seed = _digest(base_seed, epoch)
         if self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
 
     def go_on_in_stream(self, lanes: list[dict[str, Any]]) -> None:
-        """Have each part of a stream go on in the next epoch where :meth:`lanes` says."""
+        """Have each part of a stream begin the next epoch at a position that :meth:`lanes` gave."""
         self._in_stream = list(map(LanePosition.from_dict, lanes))
 
     def resize(self, workers: int, look_ahead: int | None) -> None:
-        """Read with so many side processes from now on, and be so many batches ahead.
+        """Read with ``workers`` side processes from now on, ``look_ahead`` batches ahead.
 
         Raises:
-            WorkerError: They cannot be had, or would not read what those read that are there.
+            WorkerError: They cannot be started, or would read other data than the present ones.
         """
         if workers > self.settings.num_workers:
             refuse_late_fork(self.plan)
@@ -380,12 +381,12 @@ class KeptExecutor:
             executor.resize(workers, look_ahead)
 
     def _has_changed(self) -> bool:
-        """Return whether what the workers of this epoch read may have changed since they began."""
+        """Return whether the data may have changed since the workers of this epoch started."""
         now, then = self._read_state(), self._state
         return now is None or then is None or now.own != then.own
 
     def _tell_other_state(self) -> None:
-        """Warn where a worker that took a dead one's place may read something else."""
+        """Warn if a worker that replaced a dead one may read other data."""
         respawned: int = getattr(self.last, "respawned", 0)
         if respawned > self._respawned and self._has_changed():
             warnings.warn(
@@ -401,7 +402,7 @@ class KeptExecutor:
         return list({id(each): each for each in executors if each is not None}.values())
 
     def record(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
+        """Append the stamps of each batch to ``records`` from now on; None: stop doing so."""
         self.records = records
         for executor in self._at_work():
             executor.record(records)
@@ -428,13 +429,13 @@ class KeptExecutor:
 
 
 def _digest(*numbers: int) -> int:
-    """Return a seed that follows from some numbers, from 0 to 2**63 - 1."""
+    """Return a seed that is computed from some numbers, 0 to 2**63 - 1."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class EpochIterator:
-    """The batches of one epoch; without an executor none, or the error that keeps them away."""
+    """The batches of one epoch; without an executor there are none, or ``error`` is raised."""
 
     def __init__(
         self,
@@ -476,9 +477,9 @@ class EpochIterator:
         return batch if self._finish is None else self._finish(batch)
 
     def ready(self) -> bool | None:
-        """Return whether the next batch, or the end, comes without waiting.
+        """Return whether the next batch, or the end of the epoch, comes without waiting.
 
-        None: this process makes it when it is asked for.
+        None: this process makes the batch itself when it is asked for.
         """
         if self.executor is None:
             return True
@@ -486,7 +487,7 @@ class EpochIterator:
         return None if ready is None else ready()
 
     def under_way(self) -> tuple[int, tuple[int, ...]] | None:
-        """Return how many batches were begun, and which were not handed over; None: not known."""
+        """Return the number of batches begun, and those not handed over yet; None: not known."""
         known: Callable[[], tuple[int, tuple[int, ...]]] | None
         known = getattr(self.executor, "under_way", None)
         return None if known is None else known()
@@ -520,7 +521,7 @@ def makes_batches(loader: Loader) -> bool:
 
 
 def order_of(loader: Loader) -> Any:
-    """Return what gives the indices of samples, or of batches."""
+    """Return the batch sampler of a loader, or its sampler if it makes no batches."""
     return loader.batch_sampler if makes_batches(loader) else loader.sampler
 
 
@@ -531,7 +532,7 @@ def reads_with_torch(loader: Loader) -> bool:
 
 
 def workers_of(loader: Loader) -> int:
-    """Return how many processes or actors read a loader; 0: the training process does."""
+    """Return how many processes or actors read for a loader; 0: the training process reads."""
     streamed = isinstance(loader.dataset, IterableDataset)
     executor = executor_for(loader.executor, stream=streamed, workers=loader.num_workers)
     aside = reads_with_torch(loader) or kind_of(executor).side_processes
@@ -539,7 +540,7 @@ def workers_of(loader: Loader) -> int:
 
 
 def indices_of(settings: Loader) -> EpochIndices | None:
-    """Return what gives the indices of a loader's epochs; None of a stream."""
+    """Return the indices of a loader's epochs; None for a stream."""
     if isinstance(settings.dataset, IterableDataset):
         return None
     seed = None if settings.run is None else settings.seed
@@ -554,16 +555,16 @@ def open_source(
     reported: dict[str, int],
     stamps: WaitWatch | None,
 ) -> Source:
-    """Return what gives the batches of a loader.
+    """Return the source of a loader's batches.
 
-    It holds no reference to the loader, so that one that is dropped stops its workers at once.
+    It holds no reference to the loader, so that a loader that is dropped stops its workers at once.
 
     Args:
         settings: The loader, as it is set up now.
-        indices: Gives the indices of its epochs; None of a stream.
-        epochs: Where it says which epoch it is in.
+        indices: Gives the indices of its epochs; None for a stream.
+        epochs: Holds the epoch that the loader is in.
         reported: Holds under ``"batches"`` the length that a stream has reported.
-        stamps: Where to note calls of the sampler of torch's own iterator; None: nowhere.
+        stamps: Notes the calls of the sampler by torch's own iterator; None: they are not noted.
 
     Raises:
         OptionsError: Each of several workers would read the whole of a DataPipe.
@@ -598,20 +599,20 @@ def open_source(
 
 
 def epoch_of(source: Source, *, reported: bool) -> Iterator[Batch]:
-    """Begin an epoch; ``reported``: the length of the loader was asked for."""
+    """Begin an epoch of a source; ``reported``: whether somebody has asked for the length."""
     if isinstance(source, DataLoader):
         if isinstance(source.worker_init_fn, WorkerStart):
             source.worker_init_fn.about_to_start(source.multiprocessing_context)
         if reported:
             with contextlib.suppress(TypeError):
-                len(source)  # a stream that gives more than was reported is warned of
+                len(source)  # so that torch warns if a stream gives more than it reported
     return iter(source)
 
 
 def _collation(settings: Loader, worker_part: WorkerTransform | None) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
     collate_fn = collate_samples if collate_fn is default_collate else collate_fn
-    # A kept executor stages what has no draws itself, and may so collate in place.
+    # A kept executor stages batches without draws itself, so that it can collate in place.
     if settings.staged is not None and (worker_part is not None or reads_with_torch(settings)):
         return StagingCollate(collate_fn, worker_part, settings.staged)
     if worker_part is not None:
@@ -648,7 +649,7 @@ def _open_executor(
         standby=_stands_by(settings),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
-        # The state of a stream runs on from sample to sample, and so do its random numbers.
+        # A stream's random numbers go on from sample to sample, as its state does: no keys.
         seed=None if streamed else settings.seed,
         own=None if streamed else OwnGenerators(settings.dataset),
         worker_init_fn=settings.worker_init_fn,
@@ -666,7 +667,7 @@ def _open_executor(
         faults=settings.faults,
         rank=rank_now() if streamed else Rank(0, 1),
     )
-    if settings.asked_prefetch_factor:  # large batches, too, as far as memory allows
+    if settings.asked_prefetch_factor:  # it holds for large batches, too, as far as memory allows
         plan = replace(plan, ahead_bytes=plan.memory_limit_bytes)
     staged = isinstance(collate_fn, StagingCollate)
     return KeptExecutor(
@@ -681,9 +682,9 @@ def _open_executor(
 
 
 def _stands_by(settings: Loader) -> bool:
-    """Return whether the training process may read as well as workers, and as they would.
+    """Return whether the training process may read in place of workers, with the same result.
 
-    What only workers do, or are watched for, needs them.
+    ``worker_init_fn`` and ``timeout`` need workers.
     """
     works = settings.worker_init_fn or settings.timeout != "auto"
     sure = is_drawn_at_start(order_of(settings)) and settings.in_order
@@ -691,13 +692,13 @@ def _stands_by(settings: Loader) -> bool:
 
 
 def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
-    """Return how many batches are under way at once, where side processes read by index.
+    """Return how many batches are under way at once when side processes read by index.
 
-    ``split``: the samples of one batch are given to several workers.
+    ``split``: whether the samples of one batch are shared out among several workers.
     """
     if not is_drawn_at_start(order_of(loader)):
-        # It may look at what steps write, and is asked when torch asks it: for so many batches at
-        # first, and for one before each is handed out.
+        # The sampler may depend on what steps write, so it is asked when torch would ask it: for
+        # all of these batches at first, then for one more before each batch is handed out.
         return workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH) + 1
     return look_ahead_batches(
         workers,
@@ -708,15 +709,15 @@ def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
 
 
 def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-    """Return the setup of a loader; None for what the model does not know.
+    """Return the setup of a loader for the simulation; None if that has no model of it.
 
-    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"ray"``, and
-    those that read in the training process when a batch is asked for. It does not know
-    ``"gather"``, whose caller helps its threads. It takes samples to be of one shape, and memory to
-    suffice for the whole look-ahead.
+    It models loaders whose workers read by themselves (torch's own, ``"workers"`` and ``"ray"``),
+    and loaders that read in the training process when a batch is asked for. It does not model
+    ``"gather"``, whose caller helps its threads. It assumes that samples are of one shape, and that
+    memory suffices for the whole look-ahead.
 
     Args:
-        loader: As it is set up now; it is not iterated.
+        loader: The loader, as it is set up now; it is not iterated.
         cpus: CPUs this process and its workers may use.
         step_cpus: CPUs the training process uses between two requests, see
             :class:`TrainingTimes`.
@@ -750,7 +751,7 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
 def splits_batches(loader: Loader) -> bool:
     """Return whether this package's executors share out the samples of one batch among workers.
 
-    They do where samples of one form, read one at a time, are collated by default.
+    They do if samples are read one at a time and put together by the default collation.
     """
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
@@ -766,7 +767,7 @@ def tuner_for(
     local_ranks: int = 1,
     tell: Callable[[str], None] = log.info,
 ) -> Tuner | None:
-    """Return what tunes a loader of a plan, its ``own`` if it has one; None: nothing to tune."""
+    """Return the tuner of a loader with a plan, its ``own`` if it has one; None: none is needed."""
     if not plan.tuned or own is not None:
         return own if plan.tuned else None
     forked = plan.start_method in (None, "fork")
@@ -779,8 +780,8 @@ def tuner_for(
 class WorkerStart:
     """Prepares a worker process of torch, then runs the user's own ``worker_init_fn``.
 
-    It computes on one thread (torch sees to its own threads, not to OpenCV's), and takes the
-    sharing strategy of its parent, which only a forked one has.
+    OpenCV is set to one thread there (torch does so for its own threads only), and the sharing
+    strategy to that of the parent, which only a forked process would have by itself.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -790,7 +791,7 @@ class WorkerStart:
         self.rank = rank_now()
 
     def about_to_start(self, context: BaseContext | str | None) -> None:
-        """Note what a forked process will share with this one: call it before each start."""
+        """Note the open files that a forked process will share: call it before each start."""
         self.files = files_being_read() if forks(context) else ()
 
     def __call__(self, worker_id: int) -> None:

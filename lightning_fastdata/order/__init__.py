@@ -1,1 +1,1 @@
-"""Which sample is read when."""
+"""The order in which samples are read."""

@@ -1,4 +1,4 @@
-"""In which order the samples of an epoch are read, for sets of any size, and who reads which."""
+"""The order of the samples of an epoch, for datasets of any size, and each rank's share of it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lightning_fastdata.tree import has_method
 
 Ints: TypeAlias = NDArray[np.int64]
 Order: TypeAlias = "Ints | KeyedPermutation | BlockOrder | range"
-"""Samples in an order: held, computed, or as the dataset has them."""
+"""An order of samples: held as an array, computed on demand, or the dataset's own."""
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
 # one thread of a server CPU), and of 2**30 8 GiB in half a minute. A computed batch costs 30 ns a
 # sample when many are drawn together, and 0.1 ms of overhead when few are, at any length.
 DRAWN_AT_ONCE: Final = 2**24
-"""Length from which the order of an epoch is computed where it is needed, and held nowhere."""
+"""Samples of a dataset from which on the order of an epoch is computed on demand, not held."""
 
 _ROUNDS: Final = 8
 _LONGEST: Final = 2**62
 _DRAWN_TOGETHER: Final = 2**13
 _BLOCK: Final = 100
-"""Samples in a block of data that does not say how it is stored."""
+"""Samples in a block, for a dataset that does not say how it is stored."""
 _TOGETHER: Final = 8000
-"""Of such data, samples that are shuffled together."""
+"""Least number of samples shuffled together, for a dataset that does not say how it is stored."""
 _AT_ONCE: Final = 8
-"""Blocks of other data: as many groups of rows as the sources of this package keep."""
+"""Least number of blocks shuffled together: the sources of this package keep as many in memory."""
 _MASK: Final = 2**64 - 1
 
 
@@ -55,8 +55,8 @@ def check_whole(**values: int | None) -> None:
 class KeyedPermutation:
     """A permutation of ``range(length)`` that is computed, not stored.
 
-    Any part of it is had at the price of that part, so that neither memory nor the time to the
-    first batch depends on the length. It is the generalised Feistel network with cycle walking of
+    Any part of it costs no more than that part, so that neither memory nor the time to the first
+    batch depends on the length. It is the generalised Feistel network with cycle walking of
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002, method 3), with 8
     rounds on pairs of numbers below about ``sqrt(length)`` and the finaliser of SplitMix64 (Steele,
     Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) for its round
@@ -64,7 +64,7 @@ class KeyedPermutation:
     not all orders are equally likely.
 
     Args:
-        length: Of the permuted range, 0 to 2**62.
+        length: Length of the permuted range, 0 to 2**62.
         seed: Seed of the run; its low 64 bits count.
         epoch: Epoch, counted from 0.
 
@@ -76,7 +76,7 @@ class KeyedPermutation:
         if not 0 <= length <= _LONGEST:
             raise OptionsError(f"length is {length!r}; a permutation has one of 0 to 2**62.")
         self.length = length
-        # left < _lefts and right < _rights; as few pairs beyond the length as there can be.
+        # left < _lefts and right < _rights, with as few pairs beyond the length as possible.
         self._lefts = math.isqrt(max(length - 1, 0)) + 1
         self._rights = max(1, -(-length // self._lefts))
         words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32]
@@ -92,8 +92,8 @@ class KeyedPermutation:
     def at(self, positions: Ints) -> Ints:
         """Return the samples at these positions, each 0 <= position < length; int64."""
         found = self._once(positions.astype(np.uint64))
-        # The pairs are a few more than the samples. A pair that is no sample is sent on until it
-        # comes to one; that keeps the map one to one.
+        # There are a few more pairs than samples. A pair that is no sample is mapped again until it
+        # is one; this keeps the map one to one.
         while (outside := np.flatnonzero(found >= self.length)).size:
             found[outside] = self._once(found[outside])
         return found.astype(np.int64)
@@ -128,14 +128,14 @@ def _add(
 
 
 def epoch_permutation(length: int, seed: int, epoch: int) -> Ints | KeyedPermutation:
-    """Return the order of ``length`` samples that (seed, epoch) stand for.
+    """Return the order of ``length`` samples that belongs to (seed, epoch).
 
-    Below :data:`DRAWN_AT_ONCE` it is an array, int64 [length], from there on a
+    It is an array, int64 [length], below :data:`DRAWN_AT_ONCE` samples, and else a
     :class:`KeyedPermutation`; slices of both are arrays.
     """
     if length >= DRAWN_AT_ONCE:
         return KeyedPermutation(length, seed=seed, epoch=epoch)
-    # torch's CPU generator takes in 32 bits of its seed only, so the two are hashed into those.
+    # torch's CPU generator uses only 32 bits of its seed, so seed and epoch are hashed to 32 bits.
     words = np.random.SeedSequence([seed & 0xFFFFFFFF, epoch]).generate_state(1)
     generator = torch.Generator().manual_seed(int(words[0]))
     return drawn_permutation(length, generator)
@@ -143,18 +143,18 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Ints | KeyedPermuta
 
 def drawn_permutation(length: int, generator: torch.Generator | None) -> Ints:
     """Return ``torch.randperm(length, generator=generator)``, int64 [length], in half its time."""
-    # The draws are the same for each type of numbers, and narrow ones stay in the cache.
+    # The draws are the same for each integer type, and int32 fits the CPU's cache better.
     dtype = torch.int32 if length < 2**31 else torch.int64
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
 
 
 def edges_of(sizes: Sequence[int] | Ints) -> Ints:
-    """Return where each of some runs begins, and the last one ends, int64 [runs + 1]."""
+    """Return where each run begins, and where the last one ends, int64 [runs + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def reordered(edges: Ints, order: Ints) -> tuple[Ints, Ints]:
-    """Return the places in some runs, which come in another order, and the edges of these."""
+    """Return the places of all runs in another order of the runs, and the new edges."""
     sizes = np.diff(edges)[order]
     ends = edges_of(sizes)
     return np.arange(ends[-1]) + np.repeat(edges[order] - ends[:-1], sizes), ends
@@ -177,19 +177,20 @@ class Blocks:
     """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
 
     starts: Ints
-    """[blocks]; where in ``positions`` each block begins."""
+    """Place in ``positions`` at which each block begins, int64 [blocks]."""
     length: int
     """Samples of the dataset."""
     positions: Ints | None
-    """[length]; the samples, block by block. None: as the dataset has them."""
+    """Indices of the samples, block by block, int64 [length]; None: in the dataset's order."""
     at_once: int
+    """Blocks that are shuffled together."""
 
 
 class BlockOrder:
-    """The samples of one epoch, in an order that is drawn where it is asked for.
+    """The samples of one epoch in an order of blocks, each part drawn when it is asked for.
 
-    It holds the order of the blocks. Each run of ``at_once`` of them is put together and permuted
-    by a generator of its own, with the key (seed, epoch, run).
+    It holds the order of the blocks. The samples of each run of ``at_once`` blocks are permuted
+    together by a generator of their own, with the key (seed, epoch, run).
     """
 
     def __init__(self, blocks: Blocks, seed: int, epoch: int) -> None:
@@ -225,7 +226,7 @@ class BlockOrder:
 
 
 def _stored(dataset: Any, block: int | None) -> tuple[Ints, NDArray[np.int64] | None, bool]:
-    """Return the starts and positions of blocks, and whether the dataset has said them."""
+    """Return the starts and positions of blocks, and whether the dataset has stated them."""
     if type(dataset) is Subset:
         starts, positions, said = _stored(dataset.dataset, block)
         places = np.asarray(dataset.indices, np.int64).reshape(-1)
@@ -275,7 +276,7 @@ def _checked(dataset: object, starts: NDArray[Any], length: int) -> Ints:
 
 
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of parts of ``size``, the last one shorter, up to ``stop``."""
+    """Yield the bounds of parts of ``size`` up to ``stop``; the last part may be shorter."""
     for start in range(0, stop, size):
         yield start, min(start + size, stop)
 
@@ -286,7 +287,7 @@ def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[Ints]:
         for start, stop in bounds:
             yield np.arange(start, stop) if isinstance(order, range) else order[start:stop]
         return
-    # A call costs about 0.1 ms however short the part is, so that several parts share one.
+    # A call costs about 0.1 ms however short the part is, so several parts share one call.
     bounds = iter(bounds)
     for start, stop in bounds:
         more = islice(bounds, (_DRAWN_TOGETHER - 1) // max(1, stop - start))
@@ -296,14 +297,14 @@ def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[Ints]:
 
 
 def steps_in(items: int, full: int, *, drop_last: bool) -> int:
-    """Return how many steps of ``full`` items so many items make."""
+    """Return how many steps of ``full`` items each ``items`` items make."""
     return max(0, items // full if drop_last else -(-items // full))
 
 
 def part_of(items: int, rank: int, ranks: int) -> slice:
-    """Return which items of a step are a rank's; of what does not divide, the first ones have more.
+    """Return which items of a step a rank gets.
 
-    Ranks have one item more or less than others at most.
+    Ranks differ by one item at most: a remainder goes to the first ones.
     """
     each, more = divmod(items, ranks)
     start = rank * each + min(rank, more)
@@ -311,12 +312,12 @@ def part_of(items: int, rank: int, ranks: int) -> slice:
 
 
 def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
-    """Return whether all ranks can have as many batches, none empty and none above the size."""
+    """Return whether all ranks can get equally many batches, none empty and none too large."""
     return steps_in(length, batch_size * world_size, drop_last=False) * world_size <= length
 
 
 def dataset_length(dataset: object) -> int | None:
-    """Return the length of a dataset or a loader, or None when it has none, as streams."""
+    """Return the length of a dataset or a loader; None: it has none, as most streams."""
     try:
         return len(cast("Sized", dataset))
     except (TypeError, NotImplementedError):
@@ -325,22 +326,22 @@ def dataset_length(dataset: object) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOrder:
-    """Which samples each batch of one epoch holds of those that ranks share: it reads nothing."""
+    """A plan of the batches of one epoch that ranks share: it reads no samples."""
 
     epoch: int = 0
     """Epoch, counted from 0."""
     drop_last: bool = False
-    """Leave out what does not fill a step of all ranks; else they share it."""
+    """Whether to leave out samples that do not fill a step of all ranks; else ranks share them."""
     rank: int = 0
-    """This process among ``world_size``."""
+    """Number of this process, below ``world_size``."""
     world_size: int = 1
-    """Processes that share the epoch."""
+    """Number of processes that share the epoch."""
     start: int = 0
-    """Samples of this epoch, over all ranks, that were delivered before; they are skipped. Behind
-    whole steps the batches are those of the whole epoch from there on."""
+    """Samples of this epoch, over all ranks, that were delivered before and are skipped. If they
+    are whole steps, the batches that follow are those of an epoch that was not interrupted."""
 
     def __len__(self) -> int:
-        """Batches of this rank that are still to come."""
+        """Return the number of batches of this rank that are still to come."""
         raise NotImplementedError
 
     def samples(self) -> Order:
@@ -364,29 +365,30 @@ class SharedOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOrder(SharedOrder):
-    """Which samples each batch of one epoch holds: a pure plan that reads nothing.
+    """A plan of which samples each batch of one epoch holds; it reads no samples.
 
     The samples are put in one order for all ranks and cut into global batches of
-    ``batch_size * world_size``, of which each rank takes its slice. With the global batch size
-    kept, a run may therefore go on with another number of ranks.
+    ``batch_size * world_size``. Each rank takes its slice of each of these, so that a run may go
+    on with another number of ranks if the global batch size stays the same.
 
-    All ranks have as many batches, and in one step these differ by one sample at most. If the last
-    global batch has fewer samples than there are ranks, the one before gives up what is missing.
+    All ranks have equally many batches, and the batches of one step differ by one sample at most.
+    If the last global batch has fewer samples than there are ranks, it takes the missing ones from
+    the global batch before it.
 
     Raises:
-        OptionsError: A number is impossible, or there are too few samples for that.
+        OptionsError: A number is impossible, or there are too few samples for equal batches.
     """
 
     length: int
-    """Samples in the dataset, from 0."""
+    """Samples of the dataset, 0 or more."""
     batch_size: int
-    """Samples of one rank's batch, from 1."""
+    """Samples of one rank's batch, 1 or more."""
     seed: int = 0
     """Seed of the run."""
     shuffle: bool = True
     """Permute the samples; False keeps the dataset's order."""
     blocks: Blocks | None = None
-    """Within which each epoch is ordered, in place of a permutation of all samples."""
+    """Blocks to shuffle samples within; None: each epoch is a permutation of all samples."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("length", 0), ("batch_size", 1), ("world_size", 1), ("start", 0)):
@@ -409,7 +411,7 @@ class EpochOrder(SharedOrder):
         return max(0, self.length - self.start)
 
     def __len__(self) -> int:
-        """Batches of this rank that are still to come."""
+        """Return the number of batches of this rank that are still to come."""
         return steps_in(self._left, self.batch_size * self.world_size, drop_last=self.drop_last)
 
     def samples(self) -> Order:
@@ -426,23 +428,23 @@ class EpochOrder(SharedOrder):
         return begin + own.start, begin + own.stop
 
     def samples_before(self, batches: int) -> int:
-        """Return how many samples of the epoch all ranks have had after so many batches of each."""
+        """Return how many samples of the epoch all ranks have had after ``batches`` of each."""
         step = self.batch_size * self.world_size
         full, rest = divmod(self._left, step)
         if batches == full and 0 < rest < self.world_size and not self.drop_last:
-            return self.length - self.world_size  # one each for the last batch
+            return self.length - self.world_size  # the last batch has one sample for each rank
         return min(self.start + batches * step, self.length)
 
 
 class Rank(NamedTuple):
-    """Which of the training processes this is."""
+    """Number of this training process, and how many there are."""
 
     number: int
     ranks: int
 
 
 def rank_now() -> Rank:
-    """Return which rank this process is; 0 of 1 where there are no others, or not yet."""
+    """Return the rank of this process; rank 0 of 1 if there is no process group (yet)."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return Rank(0, 1)

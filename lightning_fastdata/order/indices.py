@@ -1,8 +1,8 @@
 """The batches of indices that a loader reads in an epoch, from any position on, and their digest.
 
-An order that is a function of (seed, epoch) goes on by arithmetic. Of any other sampler the first
-batches are drawn again and dropped, from the random state that it began the epoch with; whether
-they are those of before is seen by their digest.
+An order that is a function of (seed, epoch) is continued by arithmetic. Any other sampler draws its
+first batches again, from the random state with which it began the epoch, and they are dropped; a
+digest tells whether they are the same as before.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from lightning_fastdata.randomness.global_generators import kept_random_state
 
 AnyOrder: TypeAlias = EpochOrder | BucketOrder
 Drawn: TypeAlias = dict[str, Any]
-"""What a sampler drew an epoch from, as plain data; empty: nothing is known."""
+"""State from which a sampler drew an epoch, as plain data; empty: nothing is known."""
 
 _HASHED_AT_ONCE: Final = 2**16
 _DIGESTS_KEPT: Final = 2**12
-"""Batches that are read ahead of the training at most."""
+"""Last steps of an epoch whose digests are kept; no more are read ahead of the training."""
 _CHECKED: Final = 2**27
-"""Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
+"""Most samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
-"""Without a generator they draw from torch's own when their first index is asked for."""
+"""Samplers that, without a generator, draw from torch's global one at their first index."""
 
 
 @runtime_checkable
@@ -66,29 +66,29 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where in an epoch to begin."""
+    """Place in an epoch at which to begin."""
 
     batches: int = 0
     """Batches of this rank that were delivered before."""
     samples: int = 0
-    """Samples that all ranks were given before."""
+    """Samples that were delivered before, over all ranks."""
     late: tuple[int, ...] = ()
-    """Numbers of batches among them that were not delivered, and come first."""
+    """Numbers of batches before ``batches`` that were not delivered, and come first."""
     same_batches: bool = True
-    """They were cut as they are now; False: only ``samples`` counts."""
+    """Whether batches have the size that they had before; False: only ``samples`` counts."""
     drawn: Drawn | None = None
-    """What the sampler drew the epoch from."""
+    """State from which the sampler drew the epoch; None: not known, or not needed."""
     digest: int | None = None
-    """Of the indices before, as they were delivered; None: not known."""
+    """CRC-32 of the indices before this place, as they were delivered; None: not known."""
 
 
 class EpochIndices:
-    """Iterable over epochs of the batches of indices, each from ``start`` on.
+    """The batches of indices of each epoch: each iteration is one epoch, from ``start`` on.
 
     Args:
         source: A batch sampler, or a sampler whose items are taken one by one.
         arrays: Yield int64 arrays where that gives the same indices.
-        seed: By which, with the epoch, draws from global generators are keyed; None: they are not.
+        seed: Keys draws from global generators, together with the epoch; None: they are not keyed.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class EpochIndices:
         self._share = share_in(source)
         self._seed = seed if self._share is None else self._share.seed
         self.start = Start()
-        """Of the epoch that begins next."""
+        """Place at which the next epoch begins."""
         self.epoch = 0
-        """Its number."""
+        """Number of the next epoch, counted from 0."""
         self._taken = _Taken()
         self._began_at = Start()
         self._drawn = self._to_draw()
@@ -112,7 +112,7 @@ class EpochIndices:
         return _drawn_from(deciding(self.source), keyed=self._seed is not None)
 
     def __len__(self) -> int:
-        """Return the length of a whole epoch, as torch's iterators tell it."""
+        """Return the length of a whole epoch, as torch's iterators do."""
         return len(cast("Sized", self.source))
 
     def __iter__(self) -> Iterator[Any]:
@@ -122,7 +122,7 @@ class EpochIndices:
             _restore(deciding(self.source), start.drawn)
         whole, left = epoch_order(self.source), epoch_order(self.source, start=start.samples)
         if whole is None or left is None:
-            # What is shared out goes on by samples, unless some of its steps come first.
+            # An order that ranks share is continued by samples, unless late batches come first.
             by_steps = self._share is None or bool(start.late) or not start.batches
             again = start.same_batches and by_steps
             self._taken = _Taken() if again else _Taken(start.batches, start.digest, start.samples)
@@ -135,10 +135,10 @@ class EpochIndices:
         return batches if self.arrays else (batch.tolist() for batch in batches)
 
     def drawn(self, epoch: int | None = None) -> Drawn:
-        """Return what the sampler drew the epoch from that began last.
+        """Return the state from which the sampler drew the epoch that began last.
 
-        ``epoch``: of another one, what the sampler holds that it is going to draw it from, and
-        torch its seed of an epoch before that; see :meth:`prepare`.
+        ``epoch``: if it is another epoch, one still to be drawn, return the state that the sampler
+        and its generator hold now, for :meth:`prepare`.
         """
         if epoch in (None, self._drawn_epoch):
             return self._drawn
@@ -147,18 +147,17 @@ class EpochIndices:
         return {"ahead": held} if held else {}
 
     def prepare(self, drawn: Drawn) -> None:
-        """Set the sampler to what it held before an epoch."""
+        """Set the sampler to the state that it held before an epoch was drawn."""
         _restore(deciding(self.source), drawn.get("ahead", {}))
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.
 
         The position is given as samples of all ranks, and as batches of this one. Indices count as
-        little-endian int64, however they are put into batches. They are those of all ranks; of a
-        sampler that splits itself among them, of this rank. Of an order that does not follow from
-        (seed, epoch), the epoch is the one that began last. Of others the digest is made of no more
-        samples than are checked: on a thousand ranks these pass in a minute, and would take longer
-        than ten seconds.
+        little-endian int64, however they are put into batches. They are the indices of all ranks,
+        or those of this rank if the sampler splits itself among ranks. If the order does not follow
+        from (seed, epoch), only the epoch that began last is known. If it does, no digest is made
+        beyond the most samples that are checked, as that would take longer than ten seconds.
         """
         order = epoch_order(self.source, epoch)
         if order is None:
@@ -176,7 +175,7 @@ class EpochIndices:
         return crc
 
     def samples(self, epoch: int, batches: int) -> int | None:
-        """Return how many samples all ranks had after so many batches of each; None: not known."""
+        """Return how many samples all ranks had after ``batches`` of each; None: not known."""
         begun = self._began_at
         if batches < begun.batches or self.epoch != epoch:
             begun = Start()
@@ -186,7 +185,7 @@ class EpochIndices:
         return left.samples_before(min(batches - begun.batches, len(left)))
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
-        """Return how many batches an epoch has behind a position; None: not known."""
+        """Return how many batches an epoch has after a position; None: not known."""
         left, share = epoch_order(self.source, epoch, start.samples), self._share
         if left is not None:
             return len(left)
@@ -201,9 +200,9 @@ class EpochIndices:
         return steps_in(items - done, ranks, drop_last=drop_last)
 
     def _cut(self) -> tuple[Any, int | None, bool]:
-        """Return a sampler, of how many of its samples a step is, and whether a rest is left out.
+        """Return the sampler, its samples in a step, and whether a rest is left out.
 
-        None: it gives batches.
+        The number of samples is None if the sampler gives batches.
         """
         share, source = self._share, self.source
         if share is not None:
@@ -215,10 +214,10 @@ class EpochIndices:
     def _watched(self, start: Start, taken: _Taken, *, again: bool) -> Iterator[Any]:
         """Yield the batches of an order that is not known before it is drawn.
 
-        ``again``: those before the start are drawn and dropped; else its samples are.
+        ``again``: draw and drop whole batches up to the start; else draw and drop its samples.
         """
         decides = deciding(self.source)
-        # Not before: torch draws a seed of its own between iter() and the first index.
+        # Not earlier: torch draws a seed of its own between iter() and the first index.
         _restore(decides, start.drawn or {})
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
         steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
@@ -239,22 +238,22 @@ class EpochIndices:
             yield step.own
 
     def _steps(self, start: Start, taken: _Taken) -> Iterator[Step]:
-        """Yield the steps behind a start's samples."""
+        """Yield the steps that follow the samples of a start."""
         sampler, size, drop_last = self._cut()
         sampler, samples = _drawing_again(sampler, start.drawn), start.samples
         items = sampler
         if size is not None:
-            if samples % size:  # where no step of now ends: what is left is cut anew
+            if samples % size:  # no present step ends there: the rest is cut into steps anew
                 sampler, samples = _without_first(sampler, samples), 0
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
         share, first = self._share, list[Any]()
         if samples:
-            items = (each for each in items)  # lhotse's have iter() begin anew
+            items = (each for each in items)  # iter() of lhotse's samplers begins anew
             if share is not None and not share.gives_samples:
                 first = list(islice(items, share.num_replicas))
             items = _behind(chain(first, items), start, taken, deciding(self.source))
-        # Not before: what a sampler draws when it is iterated is keyed, too.
+        # Not earlier: what a sampler draws at the start of its iteration is keyed, too.
         yield from (
             (Step((one,), one) for one in items)
             if share is None
@@ -279,9 +278,9 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
 
 
 def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
-    """Return what a sampler is about to draw an epoch from."""
+    """Return the state from which a sampler is about to draw an epoch."""
     state = copy.deepcopy(sampler.state_dict()) if isinstance(sampler, Stateful) else None
-    # torchdata's says how many samples it gave of the epoch before, and would go on from there.
+    # torchdata's samplers save how many samples they gave, and would go on behind those.
     if state is not None and [*state] != ["yielded"]:
         return {"sampler": state}
     generator = getattr(sampler, "generator", None)
@@ -297,14 +296,14 @@ def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
 
 
 def _restore(sampler: object, drawn: Drawn) -> None:
-    """Set a sampler, or the generator that it holds, to what an epoch was, or will be, drawn from.
+    """Set a sampler, or the generator that it holds, to the state that an epoch is drawn from.
 
     Raises:
         OptionsError: The state of a generator was expected, and something else was saved.
     """
     if "sampler" in drawn and isinstance(sampler, Stateful):
         epoch = getattr(sampler, "epoch", None)
-        # lhotse's take out of a state what they load, and stay at its epoch until they are told.
+        # lhotse's samplers pop what they load from the state, and keep its epoch until it is set.
         sampler.load_state_dict(copy.deepcopy(drawn["sampler"]))
         if epoch is not None:
             tell_samplers(epoch, sampler)
@@ -314,7 +313,7 @@ def _restore(sampler: object, drawn: Drawn) -> None:
 
 
 def _drawing_again(sampler: Any, drawn: Drawn | None) -> Any:
-    """Return a sampler that draws the seed anew that one of torch's has drawn before."""
+    """Return a sampler as it is, but torch's RandomSampler with the seed that it drew before."""
     if not drawn or "draw" not in drawn or type(sampler) is not RandomSampler:
         return sampler
     generator = torch.Generator()
@@ -325,7 +324,7 @@ def _drawing_again(sampler: Any, drawn: Drawn | None) -> Any:
 
 @contextmanager
 def _as_before(drawn: Drawn | None) -> Iterator[None]:
-    """Have torch's generator in the block in the state that the epoch was drawn from."""
+    """Set torch's generator to the state that the epoch was drawn from while the block runs."""
     if not drawn or "torch" not in drawn:
         yield
         return
@@ -342,7 +341,7 @@ def _without_first(sampler: Iterable[Any], samples: int) -> Iterator[Any]:
 
 
 def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:
-    """Yield batches without the samples before a start, which may end within one of them."""
+    """Yield batches without the samples before a start, which may lie within a batch."""
     before, crc = start.samples, 0
     for item in items:
         rows = _rows(item)
@@ -361,18 +360,18 @@ def _rows(batch: object) -> int:
 
 
 class _Taken:
-    """The digest and the number of the indices of an epoch before each of its last steps."""
+    """Digest and number of the indices of an epoch before each of its last steps."""
 
     def __init__(self, step: int = 0, crc: int | None = 0, samples: int = 0) -> None:
         self.begin(step, crc, samples)
 
     def begin(self, step: int, crc: int | None, samples: int) -> None:
-        """Count on from a step, of what was taken before."""
+        """Start to count at a step, with the digest and the samples before it."""
         self._step = step
         self._before = {step: (crc, samples)}
 
     def add(self, whole: tuple[Any, ...]) -> None:
-        """Count a step of all ranks in."""
+        """Add the indices of a step of all ranks."""
         crc, samples = self._before[self._step]
         for batch in whole:
             crc = None if crc is None else zlib.crc32(_as_bytes(batch), crc)
@@ -382,26 +381,27 @@ class _Taken:
         self._before.pop(self._step - _DIGESTS_KEPT, None)
 
     def before(self, step: int) -> tuple[int | None, int | None]:
-        """Return the digest, and how many samples all ranks had, before a step; None: not known."""
+        """Return the digest and the samples of all ranks before a step; None: not known."""
         return self._before.get(step, (None, None))
 
 
 def _as_bytes(batch: object) -> Any:
     if type(batch) is list and sys.byteorder == "little":
-        with suppress(TypeError, OverflowError):  # which other lists raise
-            return array("q", batch).tobytes()  # in a half of NumPy's time
+        with suppress(TypeError, OverflowError):  # raised by lists of other items than int64
+            return array("q", batch).tobytes()  # in half of NumPy's time
     if isinstance(batch, np.ndarray | list | tuple | int):
-        with suppress(ValueError):  # of items of several lengths, such as lhotse's cuts
+        with suppress(ValueError):  # raised by items of several lengths, such as lhotse's cuts
             numbers = np.asarray(batch)
             if numbers.dtype.kind in "iu":
                 return numbers.astype("<i8", copy=False).tobytes()
-    # One after another, so that another cut has the same digest; addresses are of this process.
+    # Item by item, so that batches cut otherwise have the same digest; without memory addresses,
+    # which differ between processes.
     items = batch if isinstance(batch, list) else [batch]
     return re.sub(" at 0x[0-9a-f]+", "", "".join(f"{item!r}," for item in items)).encode()
 
 
 def _packed(state: torch.Tensor) -> str:
-    """Return the state of a generator as text; zlib, as half of a Mersenne Twister's is zeros."""
+    """Return the state of a generator as text, compressed: half of a Mersenne Twister is zeros."""
     return base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
 
 

@@ -1,4 +1,4 @@
-"""Samples of different length: batches of those of like length, and documents packed together."""
+"""Samples of different lengths: batches of samples of like length, and packs of documents."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from lightning_fastdata.order.epoch_order import (
 from lightning_fastdata.types import has_own_order
 
 Lengths: TypeAlias = Sequence[int] | NDArray[Any] | torch.Tensor
-"""Of samples, whole numbers [samples]."""
+"""Length of each sample, whole numbers [samples]."""
 Cost: TypeAlias = Literal["linear", "quadratic"]
 _POWERS: Final = {"linear": 1.0, "quadratic": 2.0}
 _ORDER_OF_GROUPS: Final = 0x5BD1E995
-"""Mixed into the seed, as the order of batches is drawn apart from that of samples."""
+"""Number mixed into the seed, so that batches are ordered independently of their samples."""
 _BY_LOAD: Final = 4096
-"""Steps whose batches are given to ranks by what each has had; those of the others are nearly of
-one cost, and go in turn."""
+"""Number of steps, those with the most unequal batches, whose dearest batch goes to the rank with
+the least cost so far. In the other steps batches cost nearly the same, and are dealt in turn."""
 IGNORED: Final = -100
-"""A label that no loss counts: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
+"""Label that no loss counts: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 Packed: TypeAlias = dict[str, torch.Tensor]
-"""Documents one behind the other, see :class:`PackedDataset`."""
+"""Documents one after the other, see :class:`PackedDataset`."""
 
 
 def checked_lengths(lengths: Lengths, tokens: int | None, remedy: str) -> Ints:
     """Return lengths as int64 [samples].
 
     Raises:
-        DatasetError: They are no whole numbers from 0 on, or not one for each sample; or some are
-            above ``tokens``, if that is given: the message names the first, and ends with
+        DatasetError: They are not whole numbers from 0 on in one dimension, or some are above
+            ``tokens``, if that is given. The message then names the first, and ends with
             ``remedy``.
     """
     found = np.asarray(lengths)
@@ -71,19 +71,19 @@ def checked_lengths(lengths: Lengths, tokens: int | None, remedy: str) -> Ints:
 
 
 def shuffled_within(classes: NDArray[Any], seed: int, epoch: int) -> Ints:
-    """Return all samples by class, in an order within each that (seed, epoch) stand for."""
+    """Return all samples sorted by class, in an order within each drawn from (seed, epoch)."""
     drawn = epoch_permutation(len(classes), seed, epoch)[:]
     return drawn[np.argsort(classes[drawn], kind="stable")]
 
 
 class KeepsEpochs:
-    """Draws each epoch once: it keeps the last two, as loaders read ahead, and pickles neither."""
+    """Draws each epoch once. It keeps the last two, as loaders read ahead, and pickles neither."""
 
     _kept: dict[Any, tuple[Ints, ...]] = {}  # noqa: RUF012  # never changed, but replaced
 
     def drawn(self, *key: int) -> tuple[Ints, ...]:
         """Return what ``_draw`` returns for an epoch."""
-        kept = self._kept  # once, as other threads may draw another epoch
+        kept = self._kept  # read once, as other threads may draw another epoch
         if key not in kept:
             self._kept = kept = {**dict([*kept.items()][-1:]), key: self._draw(*key)}
         return kept[key]
@@ -101,36 +101,38 @@ class KeepsEpochs:
 class BucketBatchSampler(BatchSampler):
     """Batches of samples of like length, each sample once an epoch, equally many on each rank.
 
-    Samples are put into buckets by their length: in one, the shortest is no more than ``padding``
-    shorter than the longest. Each epoch draws anew, from (seed, epoch), which samples of a bucket
-    come together, and the order of the batches. What does not fill the last batch of a bucket goes
-    into one with samples of the next. So of a padded batch at most ``padding`` is padding, about
-    half of that on average, and more where a bucket does not fill a batch. That is the randomness:
-    samples of very different length are never in one batch, and as many batches in a row as there
-    are ranks are of like length, so that no rank waits for one with longer samples.
+    Samples are put into buckets by their length: the shortest of a bucket is no more than
+    ``padding`` shorter than the longest. Each epoch draws anew, from (seed, epoch), which samples
+    of a bucket come together, and the order of the batches. The rest of a bucket that does not fill
+    a batch shares one with samples of the next bucket. So at most ``padding`` of a padded batch is
+    padding, about half of that on average, and more where a bucket does not fill a batch. This
+    limits the randomness: samples of very different lengths are never in one batch, and as many
+    consecutive batches as there are ranks have like lengths, so that no rank waits for another with
+    longer samples.
 
-    The number of batches is the same in each epoch and on each rank. What is left for the last step
-    is cut into smaller batches, one for each rank. Batches of a step are given to ranks so that the
-    costs of an epoch come out even, unless, with ``batch_size`` alone, one of a few steps costs too
-    much. A training may go on within an epoch, on other ranks, too, with every sample once.
+    The number of batches is the same in each epoch and on each rank. The samples left for the last
+    step are cut into smaller batches, one for each rank. The batches of a step are given to ranks
+    so that the costs of an epoch come out even, unless, with ``batch_size`` alone, one of a few
+    steps costs too much. A training may go on within an epoch, with another number of ranks, too,
+    and takes every sample once.
 
-    Ranks are those of ``torch.distributed`` when an epoch begins, unless they are given. With
+    The ranks are those of ``torch.distributed`` when an epoch begins, unless they are given. With
     torch's own DataLoader in Lightning, set ``Trainer(use_distributed_sampler=False)``.
 
     Args:
         lengths: Length of each sample, whole numbers [samples]: tokens, frames, characters.
-        tokens: A batch has ``samples * longest <= tokens``, per rank.
-        batch_size: Samples of a batch at most, per rank. Give this, ``tokens``, or both.
-        padding: Share of a batch of one bucket that is padding at most, above 0 and below 1.
-        cost: What a batch costs, for the balance among ranks: ``"linear"`` samples * longest,
-            ``"quadratic"`` samples * longest ** 2.
-        together: Batches in a row that are of like length. Default: the number of ranks. With
-            ``together=4``, 4 ranks, 2 ranks that accumulate 2 batches and 1 that accumulates 4
+        tokens: Most tokens of a padded batch, per rank: ``samples * longest <= tokens``.
+        batch_size: Most samples of a batch, per rank. Give this, ``tokens``, or both.
+        padding: Largest share of padding in a batch of one bucket, above 0 and below 1.
+        cost: Cost of a batch, for the balance among ranks: ``"linear"`` is samples * longest,
+            ``"quadratic"`` is samples * longest ** 2.
+        together: Number of consecutive batches of like length. Default: the number of ranks. With
+            ``together=4``, 4 ranks, 2 ranks that accumulate 2 batches and 1 rank that accumulates 4
             train on the same samples in each optimizer step.
-        drop_last: Leave out what does not fill a step, in place of smaller batches.
+        drop_last: Leave out samples that do not fill a step, in place of smaller batches.
         seed: Seed of the run.
-        num_replicas: Ranks. Default: see above.
-        rank: This one.
+        num_replicas: Number of ranks. Default: see above.
+        rank: Number of this rank.
 
     Raises:
         DatasetError: Lengths are negative or no whole numbers, or a sample is longer than
@@ -144,7 +146,7 @@ class BucketBatchSampler(BatchSampler):
     """
 
     sampler: BucketShare
-    """What has this rank's share of the samples."""
+    """Sampler with this rank's share of the samples."""
 
     def __init__(
         self,
@@ -191,7 +193,7 @@ class BucketBatchSampler(BatchSampler):
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch."""
+        """Return the number of batches of this rank in an epoch."""
         return len(self.sampler.order)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -202,23 +204,23 @@ class BucketBatchSampler(BatchSampler):
 class BucketShare(DistributedSampler[Any]):
     """One rank's share of the samples of a :class:`BucketBatchSampler`, batch by batch.
 
-    Lightning leaves a ``DistributedSampler`` where it is, and sets its epoch.
+    Lightning does not replace a ``DistributedSampler``, and sets its epoch.
     """
 
     def __init__(self, plan: BucketOrder, together: int | None, given: Rank | None) -> None:
-        # Not that of the base class, which asks for the ranks where they may not be known yet.
+        # No super().__init__(): it asks for the ranks, which may not be known yet.
         self._plan, self._given, self.together = plan, given, together
         self.seed, self.epoch, self.shuffle = plan.buckets.seed, 0, True
         self.drop_last = plan.drop_last
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """This process among ``num_replicas``."""
+        """Number of this process, below ``num_replicas``."""
         return self.order.rank
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        """Processes that share the epoch."""
+        """Number of processes that share the epoch."""
         return self.order.world_size
 
     @property
@@ -230,7 +232,7 @@ class BucketShare(DistributedSampler[Any]):
         return replace(plan, rank=rank, world_size=ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order rests on beside (seed, epoch): how many batches are together."""
+        """Return what decides the order besides (seed, epoch): batches of like length in a row."""
         return {"together": self.order.together}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -254,19 +256,19 @@ class Buckets(KeepsEpochs):
     batch_size: int | None
     padding: float
     power: float
-    """Of the length, in what a batch costs."""
+    """Exponent of the longest length in the cost of a batch: 1 or 2."""
     seed: int
 
     def __post_init__(self) -> None:
         floored = np.maximum(self.lengths, 1)
         longest = floored.max(initial=1)
-        # Buckets are numbered from that of the longest samples on.
+        # Bucket 0 has the longest samples.
         step = max(-math.log1p(-self.padding), math.log(longest) / 2**15)
         self._bucket = (np.log(longest / floored) / step).astype(np.uint16)
         ends = np.cumsum(np.bincount(self._bucket))
         highest = np.ones(len(ends), np.int64)
         np.maximum.at(highest, self._bucket, floored)
-        # A batch has as many samples as it may have of the longest in the bucket where it begins.
+        # The number of samples of a batch is set by the longest sample of the bucket it begins in.
         rows = np.full(len(ends), self.batch_size or len(floored))
         if self.tokens is not None:
             rows = np.minimum(rows, self.tokens // highest)
@@ -277,9 +279,9 @@ class Buckets(KeepsEpochs):
         self._cuts = np.array(cuts, np.int64)
 
     def _draw(self, *key: int) -> tuple[Ints, Ints]:
-        """Return the samples of an epoch, batch by batch, and where these begin and the last ends.
+        """Return the samples of an epoch, batch by batch, and the edges of the batches.
 
-        The key is the epoch, and how many batches in a row are of like length.
+        The key is the epoch, and the number of consecutive batches of like length.
         """
         epoch, together = key
         samples = shuffled_within(self._bucket, self.seed, epoch)
@@ -287,7 +289,7 @@ class Buckets(KeepsEpochs):
         groups = -(-batches // together)
         order = epoch_permutation(groups, self.seed ^ _ORDER_OF_GROUPS, epoch)[:]
         sizes = np.full(groups, together, np.int64)
-        sizes[order[-1:]] -= groups * together - batches  # what comes last is not full
+        sizes[order[-1:]] -= groups * together - batches  # the last group is not full
         numbers, _ = reordered(edges_of(sizes), order)
         places, edges = reordered(self._cuts, numbers)
         return samples[places], edges
@@ -295,11 +297,11 @@ class Buckets(KeepsEpochs):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOrder(SharedOrder):
-    """Which batches of buckets a rank reads in one epoch: as many as any other, in any case."""
+    """The batches of buckets that a rank reads in one epoch: equally many on each rank."""
 
     buckets: Buckets
     together: int = 1
-    """Batches in a row that are of like length."""
+    """Number of consecutive batches of like length."""
 
     def __len__(self) -> int:
         edges, before = self._steps
@@ -310,7 +312,7 @@ class BucketOrder(SharedOrder):
         return self.buckets.drawn(self.epoch, self.together)[0]
 
     def samples_before(self, batches: int) -> int:
-        """Return how many samples of the epoch all ranks have had after so many batches of each."""
+        """Return how many samples of the epoch all ranks have had after ``batches`` of each."""
         edges, before = self._steps
         return int(edges[min(before + batches * self.world_size, len(edges) - 1)])
 
@@ -322,17 +324,17 @@ class BucketOrder(SharedOrder):
 
     @cached_property
     def _steps(self) -> tuple[Ints, int]:
-        """Return the edges of the batches of all ranks, step by step, and how many were before."""
+        """Return the edges of the batches of all ranks, and how many come before the start."""
         edges = self.buckets.drawn(self.epoch, self.together)[1]
         whole = self._even(edges)
         before = int(np.searchsorted(whole, self.start))
         if before % self.world_size == 0 and self.start in whole[before : before + 1]:
             return whole, before
-        # Steps of other ranks ended here, maybe within a batch.
+        # The epoch was interrupted on another number of ranks, maybe within a batch of now.
         return self._even(np.concatenate([[self.start], edges[edges > self.start]])), 0
 
     def _even(self, edges: Ints) -> Ints:
-        """Return the edges of as many batches as make whole steps."""
+        """Return the edges of batches that make whole steps: the last ones are dropped or cut."""
         rest = (len(edges) - 1) % self.world_size
         if rest == 0 or self.drop_last:
             return edges[: len(edges) - rest]
@@ -343,7 +345,7 @@ class BucketOrder(SharedOrder):
                 f"{sizes.sum()} samples cannot make {self.world_size} batches, one for each rank. "
                 "Use fewer ranks, or drop_last=True."
             )
-        # The last batches, as few as have samples enough, are cut into more.
+        # As few of the last batches as have enough samples are cut into smaller ones.
         last = max(rest, int(np.searchsorted(spare, missing)) + 1)
         begins, sizes, parts = edges[-last - 1 : -1], sizes[-last:], np.ones(last, np.int64)
         for _ in range(missing):
@@ -354,7 +356,7 @@ class BucketOrder(SharedOrder):
 
     @cached_property
     def _places(self) -> Ints:
-        """Return which batch of each step is that of this rank [steps]."""
+        """Return the number of this rank's batch within each step, int64 [steps]."""
         edges = self._steps[0]
         if self.world_size == 1 or len(edges) == 1:
             return np.zeros(len(edges) - 1, np.int64)
@@ -365,10 +367,10 @@ class BucketOrder(SharedOrder):
 
 
 def dealt(costs: NDArray[np.float64]) -> Ints:
-    """Return the number of the batch that each rank gets of each step, int64 [steps, ranks].
+    """Return the number of the batch that each rank gets in each step, int64 [steps, ranks].
 
-    By the costs of the batches of each step [steps, ranks]. What ranks have in the end differs by
-    little, unless the batches of one step differ by more than those of all others together.
+    ``costs``: those of the batches of each step [steps, ranks]. In the end the ranks' costs differ
+    by little, unless the batches of one step differ by more than those of all others together.
     """
     dearest = np.argsort(-costs, axis=1, kind="stable")
     by_spread = np.argsort(np.min(costs, axis=1) - np.max(costs, axis=1), kind="stable")
@@ -376,7 +378,7 @@ def dealt(costs: NDArray[np.float64]) -> Ints:
     given[by_spread[1::2]] = dearest[by_spread[1::2], ::-1]
     loads = np.take_along_axis(costs, given, axis=1)[by_spread[_BY_LOAD:]].sum(axis=0)
     for step in by_spread[:_BY_LOAD]:
-        # Who has least so far gets the dearest batch.
+        # The rank with the least cost so far gets the dearest batch.
         given[step, np.argsort(loads, kind="stable")] = dearest[step]
         loads += costs[step, given[step]]
     return given
@@ -393,21 +395,21 @@ def pack(
     split: bool = True,
     seed: int = 0,
 ) -> PackedDataset:
-    """Return a dataset whose samples are packs of the documents of another one.
+    """Return a dataset whose samples are packs of the documents of another dataset.
 
-    Attention stays within a document by ``cu_seqlens``, and the loss is that of the documents one
-    by one: nothing is padded, and no label is predicted across documents.
+    With ``cu_seqlens``, attention stays within a document, and the loss is the same as for the
+    documents one by one: nothing is padded, and no label is predicted across documents.
 
     Args:
-        dataset: Map-style; a sample is the ids of a document, or a mapping with ``"input_ids"`` and
-            maybe ``"labels"`` of the same length, not shifted.
-        tokens: Tokens of a pack at most.
-        lengths: Length of each document [documents]. Default: each document is read once to know.
-        split: Put the documents one behind the other, in an order that each epoch draws, and cut
-            every ``tokens``, so that all packs but the last are full. A part of a document is like
-            a document of its own. False: keep documents whole, each in the fullest pack in which
-            there is room, the longest first (best fit decreasing); each epoch draws which of the
-            documents of one length goes where.
+        dataset: Map-style dataset. A sample is the ids of a document, or a mapping with
+            ``"input_ids"`` and maybe ``"labels"`` of the same length, not shifted.
+        tokens: Most tokens of a pack.
+        lengths: Length of each document [documents]. Default: each document is read once for it.
+        split: Put the documents one after the other, in an order that each epoch draws, and cut
+            every ``tokens`` tokens, so that all packs but the last are full. A part of a document
+            is treated as a document of its own. False: keep documents whole, each in the fullest
+            pack that has room for it, the longest first (best fit decreasing); each epoch draws
+            which of the documents of one length goes where.
         seed: Seed of the run.
 
     Raises:
@@ -447,12 +449,12 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
 
     A pack is a dict of four tensors. ``input_ids``: int64 [tokens]. ``position_ids``: int64
     [tokens], from 0 in each document, or part of one. ``labels``: int64 [tokens], not shifted,
-    -100 where nothing is to be predicted: at least the first token of each document.
-    ``cu_seqlens``: int32 [documents + 1], where each begins, and the last one ends.
+    -100 where nothing is predicted: at least at the first token of each document.
+    ``cu_seqlens``: int32 [documents + 1], where each document begins, and where the last one ends.
 
-    There are as many in each epoch, in an order that is drawn, too: a data module does not shuffle
-    them. Loaders of this package set the epoch; with torch's own, call :meth:`set_epoch` before
-    each one, and do not keep workers.
+    Each epoch has equally many packs, in an order that is drawn, too: a data module does not
+    shuffle them. Loaders of this package set the epoch; with torch's own, call :meth:`set_epoch`
+    before each epoch, and do not keep workers.
     """
 
     has_own_order = True
@@ -463,7 +465,7 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
         self._packs = -(-int(lengths.sum()) // tokens)
 
     def _draw(self, *epoch: int) -> tuple[Ints, Ints, Ints]:
-        """Return documents in the order of an epoch, and the edges of these, and of the packs."""
+        """Return the documents in the order of an epoch, their edges, and those of the packs."""
         documents = epoch_permutation(len(self._lengths), self._seed, *epoch)[:]
         edges = edges_of(self._lengths[documents])
         return documents, edges, np.minimum(np.arange(self._packs + 1) * self._tokens, edges[-1])
@@ -473,20 +475,20 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Packs."""
+        """Return the number of packs in an epoch."""
         return self._packs
 
     @property
     def waste(self) -> float:
-        """Share of the tokens that the packs could hold, but do not, 0 to 1."""
+        """Share of the packs' room that holds no token, 0 to 1."""
         return 1 - int(self._lengths.sum()) / max(1, self._packs * self._tokens)
 
     def __getitem__(self, index: int) -> Packed:
         """Return a pack of the epoch that was set.
 
         Raises:
-            IndexError: There is none of this number.
-            DatasetError: A document is not as long as its length says, or is no row of ids.
+            IndexError: There is no pack of this number.
+            DatasetError: A document is not as long as ``lengths`` says, or is no row of ids.
         """
         return self.of_epoch(index, self._epoch)
 
@@ -513,7 +515,7 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
         }
 
     def _pieces(self, number: int, epoch: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each document of a pack, and from where to where its tokens are in it."""
+        """Yield each document of a pack, and the bounds of the part of it that the pack holds."""
         documents, edges, packs = self.drawn(epoch)
         first, last = packs[number : number + 2].tolist()
         at = int(np.searchsorted(edges, first, side="right")) - 1
@@ -524,11 +526,11 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
 
     @staticmethod
     def collate(packs: Sequence[Packed]) -> dict[str, torch.Tensor | int]:
-        """Return a batch: the documents of all packs one behind the other, in one row.
+        """Return a batch: the documents of all packs one after the other, in one row.
 
-        It is for ``collate_fn``. ``input_ids``, ``position_ids`` and ``labels`` are int64
-        [1, tokens], ``cu_seqlens`` is int32 [documents + 1], and ``max_seqlen``, an int, the length
-        of the longest.
+        Use it as ``collate_fn``. ``input_ids``, ``position_ids`` and ``labels`` are int64
+        [1, tokens], ``cu_seqlens`` is int32 [documents + 1], and ``max_seqlen``, an int, is the
+        length of the longest document.
         """
         rows = ("input_ids", "position_ids", "labels")
         batch = {name: torch.cat([one[name] for one in packs])[None] for name in rows}
@@ -537,11 +539,11 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
 
 
 class _WholeDocuments(PackedDataset):
-    """Packs of whole documents, each in the fullest pack in which there is room."""
+    """Packs of whole documents, each in the fullest pack that has room for it."""
 
     def __init__(self, dataset: Dataset[Any], lengths: Ints, tokens: int, seed: int) -> None:
         super().__init__(dataset, lengths, tokens, seed)
-        # The longest is first. Numbers of 16 bits are sorted in a tenth of the time.
+        # Class 0 has the longest documents. Numbers of 16 bits are sorted in a tenth of the time.
         self._classes = (tokens - lengths).astype(np.min_scalar_type(tokens))
         packs = best_fit(np.sort(lengths[lengths > 0])[::-1], tokens)
         self._places = np.argsort(packs, kind="stable")
@@ -582,7 +584,7 @@ def _row(given: Any, name: str) -> torch.Tensor:
     try:
         if not isinstance(given, bytes | bytearray | str):
             row = torch.as_tensor(given)
-            if row.ndim == 1 and not (row.is_floating_point() and len(row)):  # [] has such a type
+            if row.ndim == 1 and not (row.is_floating_point() and len(row)):  # an empty [] is float
                 return row.long()
             why = f"of the shape {list(row.shape)} and of numbers of type {row.dtype}"
     except (TypeError, ValueError, RuntimeError) as error:
@@ -594,11 +596,11 @@ def best_fit(lengths: Ints, tokens: int) -> Ints:
     """Return the number of the pack of each document, int64 [documents].
 
     Best fit decreasing: documents, of 1 to ``tokens`` tokens, come the longest first, and each goes
-    where the least room is left that suffices.
+    into the pack with the least room that suffices.
     """
     numbers, packs = [], 0
-    rooms: list[int] = []  # that packs have left, in order
-    having: defaultdict[int, list[int]] = defaultdict(list)  # room -> packs
+    rooms: list[int] = []  # the distinct numbers of tokens that packs have room for, ascending
+    having: defaultdict[int, list[int]] = defaultdict(list)  # packs by the room that is left
     for length in lengths.tolist():
         place = bisect_left(rooms, length)
         if place < len(rooms):

@@ -1,4 +1,4 @@
-"""Mixture: several datasets as one, each as often as its weight says, in an order of its own."""
+"""Mixture: several datasets as one, sampled in proportion to their weights, in an own order."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.epoch_order import Ints
 
 Weights: TypeAlias = Mapping[str, float]
-"""Of each part, by its name; only their ratios count."""
+"""Weight of each part, by its name; only their ratios count."""
 Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
-"""Weights, or those from each of some steps on."""
+"""Weights, or the weights by the number of the first step in which they hold."""
 
 _TOGETHER: Final = 2**10
-"""Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
+"""Places whose samples are located at once: that takes 1 us each, and 0.5 ms for a single one."""
 _KEPT: Final = 64
 _NONE: Final = object()
 _WHOLE: Final = 2**20
-"""Weights count in parts of this: products with 2**42 samples are exact."""
+"""Sum of the weights when they are rounded to integers: products with 2**42 samples are exact."""
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
 class Mixture(Dataset[Any]):
     """Several datasets as one map-style dataset, which has an order of its own.
 
-    In any 1,000 samples in a row the number from each part is within 4 of its weight (within 7
-    where weights change), see :class:`Interleaving`. A part is read in passes over it, each in
-    another order; how many there were, :meth:`epochs` tells. Sample ``i`` is the ``i``-th of the
-    epoch, and follows from seed, weights and epoch: any loader that reads the dataset in its own
-    order, on any number of ranks, reads the mixture. Draws within a sample are keyed by its place,
-    so that a sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does
-    not shuffle it, resumes it exactly, and logs the proportions.
+    In any 1,000 consecutive samples the number from each part is within 4 of its weight (within 7
+    where weights change), see :class:`Interleaving`. A part is read in passes, each in another
+    order; :meth:`epochs` tells how many there were. Sample ``i`` is the ``i``-th of the epoch, and
+    follows from seed, weights and epoch: any loader that reads the dataset in its own order, on any
+    number of ranks, reads the mixture. Draws within a sample are keyed by its place, so that a
+    sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does not
+    shuffle it, resumes it exactly, and logs the proportions.
 
     A :class:`PackedDataset` or another mixture may be a part; a pass over it is one of its epochs.
 
-    An iterable dataset may be a part. It is read in its own order by each process that reads, which
-    drops what others get: read it with one worker. At its end it begins anew.
+    An iterable dataset may be a part. Each process reads all of it in its own order and drops the
+    samples that other processes get: read it with one worker. At its end it begins anew.
 
     Args:
         datasets: The parts, by name.
-        weights: Of each part, from 0; or, by the number of the first step from which they hold,
-            the first of them 0. Default: the lengths of the parts.
-        length: Samples of an epoch. Default: those of all parts.
-        samples_a_step: Of all ranks, in the steps in which ``weights`` count. Default: 1, which
-            counts samples.
-        seed: Of the order within the parts.
-        shuffle: Whether each pass over a part has another order, or that of the part.
+        weights: Weight of each part, 0 or more; or such weights by the number of the first step in
+            which they hold, the first number being 0. Default: the lengths of the parts.
+        length: Samples of an epoch. Default: those of all parts together.
+        samples_a_step: Samples of a step of all ranks, for the steps of ``weights``. Default: 1, so
+            that ``weights`` count samples.
+        seed: Seed of the order within the parts.
+        shuffle: Whether each pass over a part has another order; False: the order of the part.
 
     Raises:
         DatasetError: There is no part, one is empty, or one is no dataset.
@@ -84,7 +84,7 @@ class Mixture(Dataset[Any]):
     """
 
     has_own_order = True
-    """A loader is not to shuffle it."""
+    """Tells loaders not to shuffle it."""
 
     def __init__(
         self,
@@ -135,18 +135,18 @@ class Mixture(Dataset[Any]):
         if name in self._streams:
             return self._streams[name].get(row)
         part = self.datasets[name]
-        # What has other samples in each epoch is to have the same ones throughout a pass.
+        # A part whose samples change with the epoch has the same samples throughout a pass.
         return part.of_epoch(row, number) if has_method(part, "of_epoch") else part[row]
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the part that the sample at a place is of, and its index there.
+        """Return the name of the part that a place's sample comes from, and its index there.
 
-        Of a stream, that is how many of its samples come before it, in all epochs.
+        For a stream, the index is the number of its samples that come before, over all epochs.
         """
         return self._located(index, self.epoch)[:2]
 
     def _located(self, index: int, epoch: int) -> tuple[str, int, int]:
-        """Return the part, the index there, and the number of the pass over it."""
+        """Return the part of a place's sample, its index there, and the number of the pass."""
         index = index + self.length if index < 0 else index
         if not 0 <= index < self.length:
             raise IndexError(f"There is no sample {index} in an epoch of {self.length}.")
@@ -164,15 +164,15 @@ class Mixture(Dataset[Any]):
     # -- proportions -------------------------------------------------------------------------------
 
     def weights_at(self, epoch: int, samples: int = 0) -> dict[str, float]:
-        """Return the weights, with a sum of 1, behind so many samples of an epoch."""
+        """Return the weights, with a sum of 1, after ``samples`` samples of an epoch."""
         return self._order.segment(epoch * self.length + samples).weights
 
     def counts(self, epoch: int, samples: int = 0) -> dict[str, int]:
-        """Return how many samples each part gave until so many samples of an epoch, of all."""
+        """Return how many samples each part gave in all until ``samples`` samples of an epoch."""
         return self._order.counts(epoch * self.length + samples)
 
     def epochs(self, epoch: int, samples: int = 0) -> dict[str, float | None]:
-        """Return how many passes over each part were made until then; None of a stream."""
+        """Return how many passes over each part were made until then; None for a stream."""
         return {
             name: None if (length := self._lengths[name]) is None else number / length
             for name, number in self.counts(epoch, samples).items()
@@ -185,7 +185,7 @@ class Mixture(Dataset[Any]):
     # -- going on ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights as plain data; the loader knows the place."""
+        """Return the weights as plain data; the loader saves the position."""
         return {
             "weights": [[start, dict(each)] for start, each in self._schedule.items()],
             "lengths": dict(self._lengths),
@@ -193,10 +193,10 @@ class Mixture(Dataset[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the weights of before, with which :meth:`go_on_at` goes on.
+        """Take the weights of a saved state, for :meth:`go_on_at`.
 
         Raises:
-            OptionsError: A part that was there before is missing.
+            OptionsError: A part of the saved mixture is missing.
         """
         gone = [name for name in state["lengths"] if name not in self._lengths]
         if gone:
@@ -218,10 +218,10 @@ class Mixture(Dataset[Any]):
         self._saved = state
 
     def go_on_at(self, epoch: int, samples: int) -> None:
-        """Go on behind so many samples of an epoch, with the state that was loaded.
+        """Go on after ``samples`` samples of an epoch, with the state that was loaded.
 
-        From this place on it has the weights that it was made with; what came before was by those
-        of the state.
+        Samples before this place follow the weights of the state, and those from it on the weights
+        with which the mixture was made.
         """
         saved = vars(self).pop("_saved", None)
         if saved is None:
@@ -251,7 +251,7 @@ def _length_of(part: Any, name: str) -> int | None:
 
 
 def _schedule(weights: Any) -> Mapping[int, Any]:
-    """Return weights by the first step from which they hold."""
+    """Return weights by the number of the first step in which they hold."""
     each = list(weights.values()) if isinstance(weights, Mapping) else []
     if not any(isinstance(one, Mapping) for one in each):
         return {0: weights}
@@ -280,27 +280,27 @@ def _checked(weights: Any, names: Mapping[str, object]) -> dict[str, float]:
             f"The weights of a Mixture are {given!r:.300}; give numbers from 0 that do not sum up "
             "to 0."
         )
-    ratios = {name: float(one) / largest for name, one in given.items()}  # of a finite sum
+    ratios = {name: float(one) / largest for name, one in given.items()}  # their sum is finite
     return {name: ratio / sum(ratios.values()) for name, ratio in ratios.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Segment:
     first: int
-    """Number of its first sample, counted over all epochs."""
+    """Number of the segment's first sample, counted over all epochs."""
     weights: dict[str, float]
     parts: Interleaving
     before: list[int]
-    """Samples of each part that come before it."""
+    """Number of samples of each part that come before the segment."""
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many samples of each part come until so many of all."""
+        """Return how many of the first ``samples`` samples are of each part."""
         more = self.parts.counts(samples - self.first)
         return [one + other for one, other in zip(self.before, more, strict=True)]
 
 
 class _Order:
-    """Which sample of which part each of the samples of all epochs is."""
+    """The part, and the index in it, of each sample of all epochs."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class _Order:
     ) -> None:
         self.names, self.lengths = tuple(lengths), tuple(lengths.values())
         self.seeds = [_seed_of(seed, name) if shuffle else None for name in lengths]
-        """Of the orders of the parts; None: as they are."""
+        """Seed of the order of each part; None: the part keeps its own order."""
         self.segments: list[_Segment] = []
         for first, weights in sorted(schedule.items()):
             before = self.segments[-1].counts(first) if self.segments else [0] * len(lengths)
@@ -327,7 +327,7 @@ class _Order:
         return dict(zip(self.names, self.segment(samples).counts(samples), strict=True))
 
     def at(self, places: Any) -> tuple[Any, Any, Any]:
-        """Return the part at each place, the index there, and the number of the pass; int64."""
+        """Return each place's part, index in that part, and number of the pass over it; int64."""
         firsts = [segment.first for segment in self.segments]
         in_segment = np.searchsorted(firsts, places, side="right") - 1
         parts, rows = np.empty_like(places), np.empty_like(places)
@@ -342,7 +342,7 @@ class _Order:
         return parts, rows, passes
 
     def _rows(self, part: int, numbers: Any) -> tuple[Any, Any]:
-        """Return indices in a part, and passes over it, by how many of its samples come before."""
+        """Return the indices in a part, and the passes, of samples numbered over all passes."""
         length, seed = self.lengths[part], self.seeds[part]
         if length is None:
             return numbers, 0
@@ -353,7 +353,7 @@ class _Order:
         return rows, passes
 
 
-@lru_cache(maxsize=_KEPT)  # not in the dataset, whose state would change as it is read
+@lru_cache(maxsize=_KEPT)  # kept outside the dataset, so that reading does not change its state
 def _together(order: _Order, number: int) -> tuple[list[int], list[int], list[int]]:
     start = number * _TOGETHER
     parts, rows, passes = order.at(np.arange(start, start + _TOGETHER))
@@ -370,11 +370,11 @@ class _Pair:
     left: _Pair | int
     right: _Pair | int
     share: int
-    """Of ``left``, out of ``of``."""
+    """Weight of ``left``; ``left`` and ``right`` together have the weight ``of``."""
     of: int
 
     def lefts(self, numbers: Any) -> Any:
-        """Return how many of the first so many are of ``left``."""
+        """Return how many of the pair's first ``numbers`` samples are of ``left``."""
         return (2 * numbers * self.share + self.of) // (2 * self.of)
 
 
@@ -383,7 +383,7 @@ class Interleaving:
 
     Every run of it holds each part in proportion, with random access. Two parts are interleaved as
     the pixels of a straight line are: of the first ``n`` samples, ``floor(n * share + 1/2)`` are of
-    the one. Such a sequence is balanced (Morse and Hedlund, "Symbolic Dynamics II: Sturmian
+    the first part. Such a sequence is balanced (Morse and Hedlund, "Symbolic Dynamics II: Sturmian
     Trajectories", American Journal of Mathematics 62, 1940): in any run of ``L`` samples each part
     comes less than once more or less than ``L`` times its share. More parts are interleaved two by
     two along Huffman's tree of their weights ("A Method for the Construction of Minimum-Redundancy
@@ -393,7 +393,8 @@ class Interleaving:
     it is less than the sum of their reciprocals, 3.36, for any number of parts, run and weights.
 
     Args:
-        weights: Of each part, at least 0; not all of them 0. They count in millionths of their sum.
+        weights: Weight of each part, 0 or more, not all of them 0. Weights are rounded to about a
+            millionth of their sum.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -413,7 +414,7 @@ class Interleaving:
         self._root = heap[0][2]
 
     def at(self, places: Ints) -> tuple[Ints, Ints]:
-        """Return the part at each place, and how many of that part come before it; int64."""
+        """Return each place's part, and how many samples of that part come before it; int64."""
         parts, before = np.empty_like(places), np.empty_like(places)
         waiting = [(self._root, np.arange(len(places)), places)]
         while waiting:
@@ -428,7 +429,7 @@ class Interleaving:
         return parts, before
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many of the first so many samples are of each part."""
+        """Return how many of the first ``samples`` samples are of each part."""
         found = [0] * self.parts
         waiting = [(self._root, samples)]
         while waiting:
@@ -442,7 +443,7 @@ class Interleaving:
 
 
 class _Stream:
-    """The samples of a stream by their number, over all passes; best asked for in their order."""
+    """The samples of a stream by number, over all passes; it is quickest in ascending order."""
 
     def __init__(self, stream: IterableDataset[Any], name: str) -> None:
         self._stream, self._name = stream, name
@@ -454,14 +455,14 @@ class _Stream:
         return {**self.__dict__, "_samples": None, "_last": None}
 
     def get(self, number: int) -> Batch:
-        """Return a sample; those before it that were not asked for are read and dropped.
+        """Return a sample; samples before it that were not asked for are read and dropped.
 
-        The last one may be asked for once more. Before that, the stream is read from its start.
+        The last one may be asked for again. For an earlier one, the stream is read from its start.
         """
         samples = self._samples if self._process == os.getpid() else None
         if samples is None or number < self._next - 1:
             samples, self._next, self._process = self._passes(), 0, os.getpid()
-        self._samples = None  # until it is known that this reads on
+        self._samples = None  # stays so if reading raises
         with unsplit_stream():
             while self._next <= number:
                 self._last = next(samples)

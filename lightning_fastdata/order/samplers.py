@@ -1,4 +1,4 @@
-"""Samplers of our own, any sampler on any number of ranks, and what is sure of it beforehand."""
+"""Samplers of this package, sharing any sampler among ranks, and orders that are known ahead."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.types import SetsEpoch
 
 Indices: TypeAlias = Any
-"""Of one batch: a list, a tuple or an array; of a sampler of ready batches, whatever it gives."""
+"""Indices of one batch: a list, tuple or array; or any item of a sampler of ready batches."""
 
 _RANKS: Final = ("num_replicas", "world_size")
 _SEQUENCES: Final = (list, tuple, np.ndarray)
@@ -55,9 +55,9 @@ _TO_INTEGERS: Final = 2**14
 class ShuffleSampler(RandomSampler):
     """A permutation of the dataset that depends on the seed and the epoch alone.
 
-    torch's own ``RandomSampler`` draws from the global generator, so what a user's model drew
-    before the epoch decides the order. It is a ``RandomSampler`` to everyone who asks. The order of
-    very large sets is computed on the way and takes no memory.
+    torch's own ``RandomSampler`` draws from the global generator, so that earlier draws of the
+    user's model change the order. As a subclass of it, this class counts as a ``RandomSampler``
+    everywhere. The order of a very large dataset is computed as it is read, and takes no memory.
 
     Args:
         data_source: The dataset; only its length is used.
@@ -81,30 +81,31 @@ class BlockShuffleSampler(Sampler[int]):
     """Every sample once, in an order that stays within a few blocks of the dataset at a time.
 
     The dataset is cut into blocks of samples that are stored together. Each epoch draws an order of
-    the blocks; so many of them at once are put together, and their samples shuffled. So all reads
-    of ``blocks_at_once * block`` samples fall into as many blocks, and two neighbours of one block
-    are never further apart than that in the order: less random than a full shuffle, which is the
-    price. With a block of 1, or with all blocks at once, it is a full shuffle.
+    the blocks, takes ``blocks_at_once`` of them at a time, and shuffles their samples together. So
+    ``blocks_at_once * block`` consecutive reads fall into that many blocks, and two samples of one
+    block are never further apart than that in the order. The price is an order that is less random
+    than a full shuffle. With a block of 1, or with all blocks at once, it is a full shuffle.
 
-    A dataset says how it is stored by a method ``block_starts()``, which returns the numbers of the
-    first samples of its blocks, increasing from 0; ``SourceDataset`` does where its source has
-    groups or chunks of rows. It is found through ``Subset``, ``ConcatDataset`` and what has the
-    dataset as ``.dataset`` of the same length; a block of a subset is what the subset has of it.
+    A dataset states how it is stored by a method ``block_starts()``, which returns the numbers of
+    the first samples of its blocks, increasing from 0; ``SourceDataset`` has it if its source has
+    groups or chunks of rows. The method is found through ``Subset``, ``ConcatDataset`` and any
+    wrapper that has the dataset as ``.dataset`` and the same length; a block of a subset holds the
+    samples of the block that are in the subset.
 
-    The order depends on seed and epoch alone, so that a training goes on within it. Ranks of a
-    data module share the batches of one order; of a loader without one, Lightning's own wrapper
-    gives each rank every so many samples of it.
+    The order depends on seed and epoch alone, so that a training can go on within an epoch. Ranks
+    of a data module share the batches of one order. For a loader without a data module, Lightning's
+    own wrapper deals the samples of the order to the ranks in turn.
 
     Args:
         data_source: The dataset.
-        block: Samples in a block, as they are stored. Default: what the dataset says, else 100.
-        blocks_at_once: Blocks whose samples are shuffled together. Default: 8 of those that the
-            dataset says, else as many as have 8,000 samples.
+        block: Samples in a block, as they are stored. Default: as the dataset states, else 100.
+        blocks_at_once: Blocks whose samples are shuffled together. Default: 8 if the dataset states
+            its blocks, else as many as have 8,000 samples, and 8 at least.
         seed: Seed of the run.
 
     Raises:
         OptionsError: ``block`` or ``blocks_at_once`` is below 1.
-        DatasetError: ``block_starts()`` gives no blocks of the dataset.
+        DatasetError: ``block_starts()`` returns numbers that are no blocks of the dataset.
 
     Example:
         >>> list(BlockShuffleSampler(range(6), block=2, blocks_at_once=1, seed=2))
@@ -136,7 +137,7 @@ class BlockShuffleSampler(Sampler[int]):
 
 
 def _integers(order: Order) -> Iterator[int]:
-    # All at once, as integers of Python, would take five times the memory of the order.
+    # In parts: all at once as Python integers would take five times the memory of the order.
     for part in parts_of(order, cut(len(order), _TO_INTEGERS)):
         yield from part.tolist()
 
@@ -145,7 +146,7 @@ def is_in_blocks(shuffle: object) -> bool:
     """Return whether ``shuffle`` is ``"blocks"``.
 
     Raises:
-        OptionsError: It is another text.
+        OptionsError: ``shuffle`` is another text.
     """
     if isinstance(shuffle, str) and shuffle != "blocks":
         raise OptionsError(f'shuffle={shuffle!r} has to be True, False or "blocks".')
@@ -156,19 +157,19 @@ def is_in_blocks(shuffle: object) -> bool:
 
 
 class Step(NamedTuple):
-    """What all ranks take in one step."""
+    """The indices of one step."""
 
     whole: tuple[Indices, ...]
-    """Of all ranks, in the order of the epoch, in one piece or several."""
+    """Indices of all ranks, in the order of the epoch, in one piece or several."""
     own: Indices
-    """Of this one."""
+    """Indices of this rank."""
 
 
 def keyed(steps: Iterable[Any], seed: int, epoch: int, *, once: bool = False) -> Iterator[Any]:
-    """Yield steps, whose draws from global generators are keyed from ``iter()`` on.
+    """Yield steps while their draws from global generators are keyed, from ``iter()`` on.
 
-    They rest on seed and epoch alone, and what others draw does not rest on them. ``once``: all
-    draws are made before the first item.
+    The draws depend on seed and epoch alone, and do not change the draws of other code. ``once``:
+    all draws are made before the first item.
     """
     with kept_random_state():
         seed_global_generators(seed, epoch, "order")
@@ -188,32 +189,31 @@ def keyed(steps: Iterable[Any], seed: int, epoch: int, *, once: bool = False) ->
 class SharedSampler(DistributedSampler[Any]):
     """One rank's part of each step of a sampler or of a batch sampler of any kind.
 
-    All ranks iterate the whole order, which has to be the same on each. Of a sampler, a step is the
-    next ``batch_size * num_replicas`` samples, of which each rank takes its slice: with the global
-    batch kept, any number of ranks takes the same steps. Of a batch sampler, a step is the next
-    ``num_replicas`` batches, of which each rank takes one.
+    All ranks iterate the whole order, which has to be the same on each. If the source is a sampler,
+    a step is its next ``batch_size * num_replicas`` samples, and each rank takes a slice of them:
+    with the same global batch, any number of ranks takes the same steps. If it is a batch sampler,
+    a step is its next ``num_replicas`` batches, and each rank takes one of them.
 
-    All ranks have equally many steps. What is left over at the end is left out with ``drop_last``.
-    Otherwise the ranks share it, so that the batches of the last step are smaller, and differ by
-    one sample at most. If fewer samples than ranks are left over, the step before gives up what is
-    missing, where it can; else the first samples of the epoch are taken again, and a warning says
-    how many. torch's own ``DataLoader(sampler=...)`` cuts the samples of a rank anew, so that there
-    they are always taken again. Items that are no lists cannot be cut, and the first of them are
-    taken again likewise.
+    All ranks have equally many steps. Samples left over at the end are left out with ``drop_last``.
+    Otherwise the ranks share them, so that the batches of the last step are smaller, and differ by
+    one sample at most. If fewer samples than ranks are left over, the missing ones are taken from
+    the step before, if it has enough; else the first samples of the epoch are taken again, and a
+    warning says how many. torch's own ``DataLoader(sampler=...)`` cuts the samples of a rank into
+    batches itself, so that there they are always taken again. Items that are not lists cannot be
+    cut, and the first of them are taken again likewise.
 
-    Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
-    epoch.
+    Lightning does not replace a ``DistributedSampler`` by one of its own, and sets its epoch.
 
-    ``FastDataModule`` makes one of what its loaders read, on several ranks. Elsewhere give it to a
+    On several ranks, ``FastDataModule`` makes one for each of its loaders. Elsewhere give it to a
     loader as ``sampler=``, or as ``batch_sampler=`` if the source gives batches.
 
     Args:
         source: The sampler, or the batch sampler. Its ``set_epoch()`` is called, if it has one.
         batch_size: Samples of one rank's batch. None: ``source`` gives batches.
-        num_replicas: Ranks. Default: those of torch's process group, else 1.
-        rank: This one. Default: likewise.
-        drop_last: Leave out what does not fill a step. Default: what ``source`` says, else False.
-        seed: By which, with the epoch, draws from global generators are keyed.
+        num_replicas: Number of ranks. Default: that of torch's process group, else 1.
+        rank: Number of this rank. Default: that of torch's process group, else 0.
+        drop_last: Leave out samples that do not fill a step. Default: as ``source``, else False.
+        seed: Keys draws from global generators, together with the epoch.
 
     Raises:
         OptionsError: ``rank`` is none of the ranks, ``batch_size`` is no whole number from 1, or
@@ -262,12 +262,12 @@ class SharedSampler(DistributedSampler[Any]):
         tell_samplers(epoch, self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        # Who puts the samples into batches anew knows no steps: none may be smaller but the last.
+        # A loader that puts samples into batches again knows no steps: only the last may be small.
         owns = (step.own for step in self.keyed_steps(even=self.gives_samples))
         return chain.from_iterable(owns) if self.gives_samples else owns
 
     def __len__(self) -> int:
-        """Return the samples of this rank, or the items if the source's are ready batches."""
+        """Return the number of samples of this rank, or of batches if the source gives batches."""
         steps = self.number_of_steps()
         if not self.gives_samples or not steps:
             return steps
@@ -278,12 +278,12 @@ class SharedSampler(DistributedSampler[Any]):
 
     @property
     def gives_samples(self) -> bool:
-        """Whether the source gives samples, and not batches."""
+        """Whether the source gives samples; False: it gives batches."""
         return self.batch_size is not None
 
     @property
     def full(self) -> int:
-        """Items of the source in a step."""
+        """Number of items of the source in a step."""
         return (self.batch_size or 1) * self.num_replicas
 
     def number_of_steps(self) -> int:
@@ -291,7 +291,7 @@ class SharedSampler(DistributedSampler[Any]):
         return steps_in(len(cast("Sized", self.source)), self.full, drop_last=self.drop_last)
 
     def left_over(self) -> str | None:
-        """Return what becomes of what does not fill a step; None: there is nothing known of."""
+        """Return in words what becomes of a rest that does not fill a step; None: no known rest."""
         rest = (dataset_length(self.source) or 0) % self.full
         if not rest:
             return None
@@ -319,10 +319,10 @@ class SharedSampler(DistributedSampler[Any]):
     def steps(self, items: Iterable[Any], *, even: bool = False, first: Any = ()) -> Iterator[Step]:
         """Yield the steps of a rank.
 
-        ``items``: of a sampler its samples in batches of all ranks, without a rest that is to be
-        dropped; of a batch sampler its batches. ``even``: all steps but the last are full; samples
-        come again rather than from the step before. ``first``: batches of the first step, if these
-        begin behind it.
+        ``items``: the samples of a sampler in batches of all ranks, without a rest to be dropped;
+        or the batches of a batch sampler. ``even``: keep all steps but the last full, and repeat
+        samples rather than take them from the step before. ``first``: batches of the first step, if
+        ``items`` begin after it.
         """
         if self.gives_samples:
             for whole in self._complete(items, even=even):
@@ -340,7 +340,7 @@ class SharedSampler(DistributedSampler[Any]):
         return whole[part_of(len(whole), self.rank, self.num_replicas)]
 
     def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
-        """Yield the samples of each step; a rest is made to do for all ranks."""
+        """Yield the samples of each step; too small a rest is completed to one for each rank."""
         first: Indices | None = None
         before: Indices | None = None
         waits = not even and self._waits()
@@ -361,7 +361,7 @@ class SharedSampler(DistributedSampler[Any]):
             yield before
 
     def _waits(self) -> bool:
-        """Return whether a step is not sure before the next one is known."""
+        """Return whether a step may change when the next one is known."""
         length = dataset_length(self.source)
         rest = None if length is None else length % self.full
         return not self.drop_last and (rest is None or 0 < rest < self.num_replicas)
@@ -396,10 +396,10 @@ def _joined(parts: Sequence[Indices]) -> Indices:
 
 
 class OwnSplit(DistributedSampler[Any]):
-    """A sampler or batch sampler that splits itself among ranks, as it is.
+    """Wraps a sampler or batch sampler that splits itself among ranks, and passes on its items.
 
-    Lightning and Fabric put no sampler of theirs in the place of a ``DistributedSampler``, and set
-    its epoch, which is passed on.
+    Lightning and Fabric do not replace a ``DistributedSampler`` by one of theirs, and set its
+    epoch, which is passed on.
     """
 
     def __init__(self, source: Any, num_replicas: int) -> None:
@@ -421,8 +421,8 @@ class OwnSplit(DistributedSampler[Any]):
 class RankBatchSampler(BatchSampler):
     """One rank's batches of the steps of a :class:`SharedSampler`.
 
-    With any other sampler they are those of ``BatchSampler``. Lightning, which makes the batch
-    sampler of a prediction anew, needs no more than this class and its arguments.
+    With any other sampler it gives the batches of ``BatchSampler``. Lightning can make it anew for
+    a prediction, as it has the arguments of ``BatchSampler``.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -439,7 +439,7 @@ class RankBatchSampler(BatchSampler):
         return share.number_of_steps() if isinstance(share, SharedSampler) else super().__len__()
 
 
-# -- what is in the sampler, or batch sampler, of a loader -----------------------------------------
+# -- the parts of the sampler, or batch sampler, of a loader ---------------------------------------
 
 
 def sampler_in(batch_sampler: object) -> Any:
@@ -448,26 +448,26 @@ def sampler_in(batch_sampler: object) -> Any:
 
 
 def rows_in(batch_sampler: object) -> int | None:
-    """Return how many samples a batch sampler says that its batches have; None: it does not."""
+    """Return the ``batch_size`` that a batch sampler states; None: it states none."""
     rows: int | None = getattr(batch_sampler, "batch_size", None)
     return rows
 
 
 def tell_samplers(epoch: int, *sources: object) -> None:
-    """Set the epoch of samplers, and of batch samplers and their samplers, where they have one."""
+    """Set the epoch of samplers, batch samplers and the samplers in these, if they have one."""
     for one in chain.from_iterable((source, sampler_in(source)) for source in sources):
         if isinstance(one, SetsEpoch):
             one.set_epoch(epoch)
 
 
 def split_of(source: object) -> DistributedSampler[Any] | None:
-    """Return what splits itself among ranks in a sampler or batch sampler, as Lightning knows it.
+    """Return the sampler that splits itself among ranks, as a ``DistributedSampler``.
 
-    That has ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or ``world_size``.
-    None: it does not split itself.
+    It is a sampler or batch sampler, or the sampler in one, that has ``rank`` and either
+    ``num_replicas``, as torch's ``DistributedSampler``, or ``world_size``. None: there is none.
     """
     for one in (source, sampler_in(source)):
-        if isinstance(one, BucketShare):  # how many ranks there are, it asks when it is iterated
+        if isinstance(one, BucketShare):  # it asks for the number of ranks when it is iterated
             return one
         found = (getattr(one, name, None) for name in _RANKS)
         ranks = next((each for each in found if type(each) is int), 1)
@@ -482,30 +482,31 @@ def as_given(sampler: Any) -> Any:
 
 
 def share_in(source: object) -> SharedSampler | None:
-    """Return what shares out the order of a loader among ranks; None: nothing of this module."""
+    """Return the :class:`SharedSampler` in a sampler or batch sampler; None: there is none."""
     share = sampler_in(source) if isinstance(source, BatchSampler) else source
     return share if isinstance(share, SharedSampler) else None
 
 
 def deciding(source: object) -> object:
-    """Return what decides the order of a loader: what has a state to save, or else the sampler."""
+    """Return the object that decides the order: the one with a state to save, else the sampler."""
     share = share_in(source)
     source = source if share is None else share.source
     inner = sampler_in(source)
     return source if inner is None or hasattr(source, "state_dict") else inner
 
 
-# -- what is sure of an order beforehand -----------------------------------------------------------
+# -- orders that are known before they are drawn ---------------------------------------------------
 
 
 def epoch_order(
     source: object, epoch: int | None = None, start: int = 0
 ) -> EpochOrder | BucketOrder | None:
-    """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
+    """Return the plan that a batch sampler will follow in an epoch; None: it is not known ahead.
 
-    It is of batches of a ``ShuffleSampler``, ``BlockShuffleSampler`` or ``SequentialSampler``,
-    shared among ranks or not, and of a :class:`BucketBatchSampler`. ``epoch``: there is none if
-    another one was set. Default: that one. ``start``: samples of all ranks that are skipped.
+    It is known for batches of a ``ShuffleSampler``, ``BlockShuffleSampler`` or
+    ``SequentialSampler``, shared among ranks or not, and for a :class:`BucketBatchSampler`.
+    ``epoch``: if the sampler is set to another one, the plan is None. Default: the one that is set.
+    ``start``: samples of all ranks that are skipped.
     """
     if type(source) is BucketBatchSampler:
         now = source.sampler.epoch
@@ -543,20 +544,20 @@ _DRAWN_AT_START: Final = (
     BlockShuffleSampler, BucketShare, DistributedSampler, RandomSampler, SequentialSampler,
     ShuffleSampler, WeightedRandomSampler,
 )  # fmt: skip
-"""Not SubsetRandomSampler, which looks at its list of indices as it goes."""
+"""Samplers with an order fixed at the start of an epoch; SubsetRandomSampler reads as it goes."""
 
 
 def is_drawn_at_start(source: object) -> bool:
-    """Return whether the order of an epoch is sure when it begins: no step has a part in it.
+    """Return whether the order of an epoch is fixed when it begins, so that no step can change it.
 
-    ``source``: a batch sampler, or a sampler. Known are torch's own and those of this package; one
-    of the user's may look at what the training writes.
+    ``source``: a batch sampler, or a sampler. It is so for most of torch's own and those of this
+    package; a sampler of the user's may depend on what the training writes.
     """
     return type(_grouped_in(source)) in _DRAWN_AT_START
 
 
 def draws_at_start(source: object) -> bool:
-    """Return whether what an epoch draws from global generators is drawn before its first index."""
+    """Return whether an epoch makes all draws from global generators before its first index."""
     return is_drawn_at_start(source) or type(_grouped_in(source)) is SubsetRandomSampler
 
 
@@ -573,8 +574,8 @@ def _grouped_in(source: object) -> object:
 def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
 
-    Python integers cost more than the gather of a row does. For torch's own samplers and for those
-    of this module the same indices are had as one array; every other sampler is asked as usual.
+    Python integers cost more than copying a row does. For torch's own samplers and for those of
+    this module the same indices are computed as one array; any other sampler is iterated as usual.
     """
     plan = epoch_order(batch_sampler)
     if plan is not None:
@@ -589,12 +590,12 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     yield from parts_of(order, cut(stop, plain.batch_size))
     sampler = plain.sampler
     if type(sampler) is RandomSampler and sampler.generator is not None:
-        # torch draws a second permutation for the remainder, of which it then takes nothing.
+        # torch draws a second permutation for a remainder, and then takes nothing of it.
         drawn_permutation(len(order), sampler.generator)
 
 
 def _drawn_order(sampler: object) -> Ints | None:
-    """Return what a sampler of torch's is going to give; None of a subclass, which may differ."""
+    """Return the order that a sampler of torch's will give; None for subclasses and others."""
     if type(sampler) is RandomSampler and not sampler.replacement:
         length, generator = len(sampler.data_source), sampler.generator
         if sampler.num_samples != length:

@@ -1,4 +1,4 @@
-"""Whether a change of the loader makes a training faster, tried on the training itself."""
+"""Trials, on the training itself, that tell whether a change of the loader makes it faster."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROVE_VARIABLE: Final = "LIGHTNING_FASTDATA_PROVE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProveSettings:
-    """What ``fastdata prove`` was asked for."""
+    """The settings of ``fastdata prove``."""
 
     script: str
-    """As the report calls it."""
+    """Name of the script in the report."""
     file: str
-    """Where what is known is written."""
+    """Path of the file to which the trial is written while it runs."""
     budget_s: float
-    """How long the trial may take, from when the training begins."""
+    """Seconds that the trial may take, from the beginning of the training."""
 
     def as_text(self) -> str:
         """Return the value of the environment variable."""
@@ -29,6 +29,6 @@ class ProveSettings:
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> ProveSettings | None:
-    """Return what was asked for; None: the program was started without ``fastdata prove``."""
+    """Return the settings; None: the program was started without ``fastdata prove``."""
     text = environ.get(PROVE_VARIABLE)
     return ProveSettings(**json.loads(text)) if text else None

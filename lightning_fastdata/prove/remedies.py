@@ -1,4 +1,4 @@
-"""Which changes of a loader are worth a try, by what is known of it, and which it refuses."""
+"""Changes of a loader that are worth a try, given the facts about it, and those it refuses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Changes: TypeAlias = Literal["nothing", "steps", "epochs", "unknown"]
 Reader: TypeAlias = Literal["torch", "ours", "other"]
 
 _CPU_BOUND: Final = 0.7
-"""Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
+"""Used share of the CPUs that could read, from which on more workers than CPUs are of no use."""
 _MOST_WORKERS: Final = 16
 _KEEP_UP: Final = 0.03
-"""Of a step, the part below which workers keep up with the training."""
+"""Share of a step that free data would save, below which workers keep up with the training."""
 _START_SHARE: Final = 0.015
-"""Of an epoch: where it starts sooner, workers that stay cannot gain 3 %."""
+"""Share of an epoch that its start takes, below which workers that stay cannot gain 3 %."""
 _OWN_DRAWS: Final = (
     "a shuffled order, and what is drawn for samples, follow from seed and epoch: other draws than "
     "now"
@@ -31,24 +31,24 @@ _WORKERS_DRAW: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is other in a loader; None and False: as it is."""
+    """A change of a loader; None and False: that setting stays as it is."""
 
     num_workers: int | None = None
     persistent_workers: bool = False
     fast: bool = False
-    """This package's loader, which chooses who reads."""
+    """Whether to use this package's loader, which chooses how to read."""
     cache: str | None = None
-    """Where samples are kept: ``"ram"`` or ``"disk"``."""
+    """Place where samples are kept, ``"ram"`` or ``"disk"``; None: they are not."""
     share: bool = False
-    """Lists and dicts of the dataset are in memory that all workers have together."""
+    """Whether to move lists and dicts of the dataset into memory that all workers share."""
 
     @property
     def lasts(self) -> bool:
-        """Its first epoch does what later ones need not do again."""
+        """Whether its first epoch does work that later epochs need not do again."""
         return self.persistent_workers or self.fast or self.cache is not None
 
     def __or__(self, other: Change) -> Change:
-        """Return both; the other's number of workers wins."""
+        """Return both changes together; a number of workers in ``other`` goes first."""
         theirs = ((field.name, getattr(other, field.name)) for field in fields(other))
         return replace(self, **{n: v for n, v in theirs if v is not None and v is not False})
 
@@ -58,16 +58,16 @@ class Remedy:
     """One change to try, or several together."""
 
     name: str
-    """As the table calls it."""
+    """Name of the remedy in the table of the report."""
     change: Change
     effort: float
-    """How much of the program and the machine it takes: of two that gain the same, the smaller."""
+    """How much it changes, as a rank: of two remedies of equal gain the smaller one is chosen."""
     says: tuple[str, ...] = ()
-    """What else changes with it."""
+    """Texts on what else changes with it, for the report."""
 
     @classmethod
     def of_dict(cls, known: Mapping[str, Any]) -> Remedy:
-        """Return what `dataclasses.asdict` made plain."""
+        """Return the remedy of a dict that `dataclasses.asdict` made."""
         says = tuple(known["says"])
         return cls(**{**known, "change": Change(**known["change"]), "says": says})
 
@@ -82,35 +82,35 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
-    """What decides which remedies there are."""
+    """Facts about a loader and its training that decide which remedies there are."""
 
     reader: Reader
-    """``"torch"``: a plain DataLoader; ``"ours"``: a FastDataLoader; ``"other"``: a class of
-    loaders of its own, or several loaders."""
+    """Kind of the loader: ``"torch"``, a plain DataLoader; ``"ours"``, a FastDataLoader;
+    ``"other"``, a class that makes batches in its own way, or several loaders."""
     num_workers: int
     cpus: int
-    """Usable ones."""
+    """CPUs that this process and its workers may use."""
     used_cpus: float
     """CPUs that the training and its workers used."""
     step_share: float = 1.0
-    """Of a step in the middle of an epoch, what free data would save, 0 to 1."""
+    """Share of a step in the middle of an epoch that free data would save, 0 to 1."""
     start_share: float = 0.0
-    """Of an epoch, what its start takes until the first batch is there, 0 to 1."""
+    """Share of an epoch that passes until its first batch is there, 0 to 1."""
     persistent: bool = False
     stream: bool = False
-    """The dataset is iterable: it has no index."""
+    """Whether the dataset is iterable, without an index."""
     changes: Changes = "nothing"
     """What was seen to change the dataset, its collate_fn or its own sampler while it is read;
     ``"unknown"``: they cannot be compared."""
     cached: bool = False
     keeps_bytes: float = 0.0
-    """What all samples take, as they come out of the loader."""
+    """Bytes that all samples take, as they come out of the loader."""
     free_bytes: float = 0.0
-    """What a cache in memory may take."""
+    """Bytes that a cache in memory may take."""
     epochs: float = math.inf
-    """Of the training."""
+    """Number of epochs of the training; infinity: no limit is known."""
     objects: str = ""
-    """The largest list or dict that workers would copy, in words; empty: none is large."""
+    """Description of the largest list or dict that workers would copy; empty: none is large."""
 
 
 FAST: Final = "the loader of this package"
@@ -121,14 +121,14 @@ PERSIST: Final = Remedy(
 
 
 def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
-    """Return the remedies that the evidence names, and those of them that must not be tried."""
+    """Return the remedies that suit the facts, and those that would, but must not be tried."""
     if facts.reader == "other":
         why = "the batches come from no plain DataLoader, which alone can be made anew"
         return [], [Refused(name="another loader", why=why)]
     if facts.reader == "ours":
         why = 'num_workers="auto" chooses them for a loader of this package'
         return [], [Refused(name="workers, persistence and pinning", why=why)]
-    # What is most likely to help comes first, as the time may not do for all.
+    # Remedies most likely to help come first, as the time may not suffice for all.
     workers, others = _workers(facts), _others(facts)
     starts = facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE
     wanted = [*others[:1], *workers[:1], *others[1:], *workers[1:]]
@@ -168,7 +168,7 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
 
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
-    if facts.objects and facts.changes == "nothing":  # what is shared can no longer change
+    if facts.objects and facts.changes == "nothing":  # shared objects can no longer change
         says = f"{facts.objects} is held once, and can no longer be changed"
         found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
@@ -179,7 +179,7 @@ def _others(facts: LoaderFacts) -> list[Remedy]:
 
 
 def _why_not(change: Change, facts: LoaderFacts) -> str:
-    """Return why a change must not be tried; empty: it may."""
+    """Return why a change must not be tried; empty: it may be tried."""
     if facts.stream and (change.num_workers is not None or change.fast):
         return (
             "which samples a stream gives depends on the number of workers; if yours divides "
@@ -215,16 +215,15 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
 def together(
     remedies: Mapping[str, Remedy], gains: Mapping[str, float], *, may_persist: bool
 ) -> list[Remedy]:
-    """Return the best remedies together, at most one of each kind of loader.
+    """Return combinations of the best remedies, at most one for each kind of loader.
 
-    ``gains``: how many times as fast an epoch is with those that help. ``may_persist``: workers
-    that were not there before may stay between epochs.
+    ``gains``: for each remedy that helps, the factor by which an epoch is faster. ``may_persist``:
+    whether workers that were not there before may stay between epochs.
     """
     plain = [name for name in gains if remedies[name].change.num_workers is not None]
     untried = plain and may_persist and PERSIST.name not in remedies
     flags = [PERSIST] if untried or PERSIST.name in gains else []
-    # Several numbers: the start of many workers is what they lose by, and where they stay, there
-    # is none.
+    # Two numbers of workers: many workers lose by their start, which is saved if they stay.
     best = sorted(plain, key=gains.__getitem__, reverse=True)[:2]
     workers = [[remedies[name], *flags] for name in best] or [flags]
     cache = [remedies[name] for name in gains if remedies[name].change.cache]
@@ -246,10 +245,11 @@ def _joined(parts: list[Remedy]) -> Remedy:
 def code_of(
     change: Change, *, given_to_fit: bool, validates: bool, home: str = "lightning_fastdata"
 ) -> list[str]:
-    """Return what to write; ``...`` stands for the arguments that a loader of the script has.
+    """Return lines of code for a change; ``...`` stands for the arguments of the script's loader.
 
-    ``given_to_fit``: ``trainer.fit(model, loader, ...)`` was given the loaders, and one of
-    validation if it ``validates``. ``home``: where the data module is that the Trainer takes.
+    ``given_to_fit``: whether the script passes its loaders to ``trainer.fit(model, loader, ...)``.
+    ``validates``: whether it has a loader for validation. ``home``: the module that has the
+    ``FastDataModule`` for the script's Trainer.
     """
     if change.fast and given_to_fit and not change.cache:
         given = "train_loader, val_loader" if validates else "train_loader"

@@ -1,6 +1,6 @@
-"""A training whose epochs are parts of a trial: who reads the next one, and what it took.
+"""A training whose epochs become parts of a trial: which loader reads each, and its time.
 
-Its loaders are made anew with one thing changed, in the same order of samples.
+The loaders of the script are made anew with one thing changed, in the same order of samples.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ from lightning_fastdata.types import Batch, Stage
 _FIRST_STEPS: Final = 8
 _PROBE_S: Final = 2.0
 _KEPT: Final = 8
-"""Batches that are used again and again in place of free data."""
+"""Number of batches that are given again and again, as data that costs nothing."""
 _LOOK_S: Final = 0.5
-"""CPU time that a comparison of what is read may take."""
+"""CPU seconds that one comparison of the data may take."""
 _BLOCKS: Final = 60
-"""About so many blocks make a trial; the budget is shared out among them."""
+"""Number of blocks in a trial, about; the budget is divided by it."""
 _BLOCK_S: Final = (0.7, 10.0)
 _EVEN_STEPS: Final = 32
-"""A part of an epoch has so many steps, if that does not take much longer than a block may."""
+"""Least steps in a part of an epoch, unless they take much longer than a block should."""
 _TUNED_STEPS: Final = 100
-"""Behind so many steps the number of workers of this package's loader has settled."""
+"""Number of steps after which this package's loader has settled on a number of workers."""
 _WARM_BLOCKS: Final = 3
-"""It has no more blocks than these to do so."""
+"""Most blocks of warm-up in which this package's loader may settle."""
 _OVER: Final = 0.25
-"""Of the budget, what it may take longer to confirm a remedy that was found in time."""
+"""Share of the budget by which confirming a remedy that was found in time may exceed it."""
 _LARGE_BYTES: Final = 64 * 2**20
-"""Of objects that each worker would copy."""
+"""Least size in bytes of a list or dict whose copies in workers are worth avoiding."""
 _CACHE_SHARE: Final = 0.25
-"""Of the memory that is free."""
+"""Share of the available memory that a cache may take."""
 
 
 class TrialEndedError(SystemExit):
@@ -86,7 +86,7 @@ class TrialEndedError(SystemExit):
 
 
 class TrialLoader:
-    """Stands where a loader of the script stood; each iteration reads what is its turn."""
+    """Takes the place of a loader of the script; each iteration reads the part whose turn it is."""
 
     def __init__(self, session: Session, place: Place) -> None:
         self._session, self._place = session, place
@@ -106,33 +106,33 @@ class TrialLoader:
 
 
 class Place:
-    """A loader of the script, and what takes its place."""
+    """A loader of the script, and the loaders that take its place."""
 
     def __init__(self, stage: Stage, own: Any, limit: int | None) -> None:
         self.stage, self.own = stage, own
         length = batches_in(own)
         known = [number for number in (length, limit) if number is not None]
         self.batches: int | None = min(known) if known else None
-        """Of an epoch; None: not known."""
+        """Batches of an epoch; None: not known."""
         self.steps = min(_FIRST_STEPS, self.batches or _FIRST_STEPS)
-        """Of the part of an epoch that is read in one go."""
+        """Steps of a part of an epoch, which is read in one go."""
         self.kept: list[Batch] = []
         self.arms: dict[str, Any] = {}
         self.pieces: Pieces | None = None
         self.asked_s: list[float] = []
-        """When each batch was asked for; behind the last one, when its step had ended."""
+        """Times at which batches of this part were asked for, and at which its last step ended."""
         self.given = 0
-        """Batches that were handed out."""
+        """Number of batches of this part that were handed out."""
         self.aside_s = 0.0
-        """What was spent on looking at what is read, which is no part of a step."""
+        """Seconds of this part spent on comparing the data, which belong to no step."""
 
     @property
     def is_whole(self) -> bool:
-        """A part of an epoch is all of it."""
+        """Whether a part of an epoch is the whole epoch."""
         return self.batches is not None and self.steps >= self.batches
 
     def loader(self, arm: str, change: Change, make: Callable[[Any], Any] | None) -> Any:
-        """Return the loader of an arm; it stays the same one until :meth:`cut`."""
+        """Return the loader of an arm; it stays the same one until :meth:`cut` or :meth:`close`."""
         if arm not in self.arms:
             self.arms[arm] = self._made(change, make)
         return self.arms[arm]
@@ -150,22 +150,22 @@ class Place:
         return remade(self.own, change, cut)
 
     def cut(self, steps: int) -> None:
-        """Read so many batches in one go from now on."""
+        """Have a part of an epoch be ``steps`` steps from now on."""
         self.steps = max(1, steps if self.batches is None else min(steps, self.batches))
         for arm in list(self.arms):
             self.close(arm)
 
     def ended(self, at_s: float) -> None:
-        """Note when the last step had ended, if nothing was asked for behind it."""
+        """Note when the last step had ended, if no batch was asked for after it."""
         if self.given and self.given == len(self.asked_s):
             self.asked_s.append(max(at_s - self.aside_s, self.asked_s[-1]))
 
     def step_s(self, arm: str) -> float:
-        """Return what a step took in the part that was read, of an arm."""
+        """Return the seconds of a step in the part that was read, with the loader of an arm."""
         return middle_step_s(self.asked_s, ahead=batches_ahead(self.arms.get(arm)))
 
     def close(self, arm: str) -> None:
-        """Let go of an arm's workers."""
+        """Drop the loader of an arm, and stop its workers."""
         loader = self.arms.pop(arm, None)
         if loader is None or loader is self.own:
             return
@@ -179,8 +179,8 @@ class Place:
 class Session:
     """The trial of one training, which is written to ``file`` after each part of an epoch.
 
-    ``make_fast`` makes the loader that ``from_loaders`` would make of one, by its stage; None:
-    FastDataLoader takes its place.
+    ``make_fast`` makes the loader that ``from_loaders`` would make of a loader of a stage; None: a
+    plain FastDataLoader is used.
     """
 
     def __init__(
@@ -196,45 +196,45 @@ class Session:
         self.device, self.make_fast = device, make_fast
         self.budget_s, self._until_s = budget_s, clock.monotonic() + budget_s
         self.validations = 0.0
-        """How often an epoch validates."""
+        """Number of validations in an epoch."""
         self.epochs = math.inf
-        """Of the training."""
+        """Number of epochs of the training; infinity: no limit is known."""
         self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
         self._places: dict[Stage, list[Place]] = {"train": [], "val": []}
         self._turns = turns(trial, self.left_s, self._name_remedies)
         self._turn: Turn | None = None
         self._repeats = 1
         self._parts: list[tuple[float, float, float, float]] = []
-        """Of the block that runs: epoch, step and wall time of each part, and CPUs of others."""
+        """Seconds of an epoch, a step and the part, and CPUs of others, per part of the block."""
         self._probes = 0
         self._bad = False
         self._looks: dict[int, Fingerprint | None] = {}
         self._before: dict[int, Fingerprint | None] = {}
-        """As it was before the step that runs."""
+        """Fingerprint of each place's data before the step that runs, by the id of the place."""
         self._changes: set[Changes] = set()
         self.open: list[Generator[Batch]] = []
-        """What is to be closed when the part of an epoch ends, as its workers end by it."""
+        """Iterators to close when the part of an epoch ends, which ends their workers."""
         self._in_place = False
         self._began_s = 0.0
         self._stepped_s = self._validated_s = 0.0
         self._first_s: list[float] = []
-        """Of parts of an epoch as it is: until the first batch was there."""
+        """Seconds until the first batch was there, in each part of the training as it is."""
         self._use: CpuUse | None = None
         self._used: list[float] = []
 
-    # -- what the loops ask ------------------------------------------------------------------------
+    # -- called by the loops -----------------------------------------------------------------------
 
     @property
     def settled(self) -> bool:
-        """How many steps a part of an epoch has will not change any more."""
+        """Whether the number of steps of a part of an epoch is final."""
         return self._turn is not None
 
     def left_s(self) -> float:
-        """Return what is left of the budget."""
+        """Return how many seconds are left of the budget."""
         return self._until_s - clock.monotonic()
 
     def loader(self, stage: Stage, own: Any, limit: int | None = None) -> TrialLoader:
-        """Return what takes the place of a loader of the script."""
+        """Return the loader that takes the place of a loader of the script."""
         place = Place(stage, own, limit)
         self._places[stage].append(place)
         return TrialLoader(self, place)
@@ -246,14 +246,14 @@ class Session:
             self._look_behind(place)
 
     def validated(self) -> None:
-        """Note that the validation after the last step has ended, if there is one."""
+        """Note that a validation has ended."""
         self._validated_s = clock.monotonic()
 
     def advance(self) -> None:
         """End a part of an epoch, if one runs, and begin the next.
 
         Raises:
-            TrialEndedError: There is none.
+            TrialEndedError: There is no next part.
         """
         for batches in self.open:
             batches.close()
@@ -275,7 +275,7 @@ class Session:
         self._began_s = self._stepped_s = self._validated_s = clock.monotonic()
 
     def read(self, place: Place) -> Generator[Batch]:
-        """Yield the batches of the part of an epoch that is its turn."""
+        """Yield the batches of the part of an epoch whose turn it is."""
         arm = AS_IS if self._turn is None else self._turn.arm
         place.asked_s.append(clock.monotonic())
         if arm == FREE and place.kept:
@@ -300,7 +300,7 @@ class Session:
                 yield batch
                 place.asked_s.append(clock.monotonic())
             if number + 1 == place.steps:
-                return  # what is behind it is not read; the iterator ends with this generator
+                return  # later batches are not read; the iterator ends with this generator
 
     def _batches(self, place: Place, arm: str) -> Generator[Batch]:
         remedy = self.trial.remedies.get(arm)
@@ -312,13 +312,13 @@ class Session:
             make = partial(self.make_fast, place.stage)
         try:
             yield from place.loader(arm, remedy.change, make)
-        except Exception as error:  # whatever the dataset raises in other hands
+        except Exception as error:  # whatever the dataset raises in another loader
             self._failed(arm, error)
 
     def _failed(self, arm: str, error: BaseException) -> None:
         text = str(error).strip().partition("\n")[0].partition(". ")[0]
         self.trial.failed[arm] = f"{type(error).__name__}: {text:.300}"
-        if isinstance(error, FastDataError):  # it is not for this dataset
+        if isinstance(error, FastDataError):  # the remedy does not suit this dataset
             self.trial.refused.append(Refused(name=arm, why=f"{text:.300}"))
         self._bad = True
 
@@ -330,7 +330,7 @@ class Session:
         self.trial.stopped = f"the script ended by {type(error).__name__}: {text:.300}"
         self._write()
 
-    # -- the first parts: how long a step is, what its steps change --------------------------------
+    # -- the first parts: how long a step takes, and what steps change -----------------------------
 
     def _probed(self, place: Place, batch: Batch) -> Generator[Batch]:
         if len(place.kept) < _KEPT:
@@ -346,7 +346,7 @@ class Session:
         self._look_behind(place)
 
     def _look_behind(self, place: Place) -> None:
-        """Look whether the step that has ended changed what is read."""
+        """Note whether the step that has ended changed the data."""
         if id(place) not in self._before:
             return
         before, after = self._before.pop(id(place)), self._look(place)
@@ -423,7 +423,7 @@ class Session:
             place.cut(_FIRST_STEPS)
 
     def _settle(self) -> None:
-        """Decide how much of an epoch a block is."""
+        """Decide how many steps a part of an epoch has, and how many parts a block has."""
         train, val = self._places["train"], self._places["val"]
         first = train[0]
         step_s = max(first.step_s(AS_IS), 1e-5)
@@ -454,7 +454,7 @@ class Session:
         cycle_s = now_s - self._began_s
         arm = self._turn.arm
         step_s = first.step_s(arm)
-        # Of each loader of validation: so many batches were read.
+        # Each loader of validation, and the number of batches that were read of it.
         read = [(place, len(place.asked_s) - 1) for place in val if len(place.asked_s) > 1]
         whole_s = epoch_s(
             cycle_s=cycle_s,
@@ -544,7 +544,7 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     """Yield the batches of a trial, one part of an epoch after the other, until it ends.
 
     Raises:
-        TrialEndedError: It has ended.
+        TrialEndedError: The trial has ended.
     """
     trial = Trial(script=settings.script)
     session = Session(trial, Path(settings.file), budget_s=settings.budget_s, device=device)
@@ -563,10 +563,10 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
 
 
 def _large_objects(dataset: object) -> str:
-    """Return in words the largest list or dict of a dataset that workers would copy.
+    """Return a description of the largest list or dict that workers would copy; empty: none.
 
-    Only one of the dataset itself: of what it holds, a shallow copy has the same, and the training
-    as it is would read what is shared.
+    Only one in an attribute of the dataset itself counts: deeper objects are the same in a shallow
+    copy of the dataset, so that the training as it is would read shared objects, too.
     """
     held = next(iter(held_objects(dataset)), None)
     own = held is not None and held.name.count(".") == 1
@@ -588,7 +588,7 @@ def _tree() -> list[int]:
 
 
 def reader_of(loader: object) -> Reader:
-    """Return whose loader it is, which decides how it can be changed."""
+    """Return the kind of a loader, which decides how it can be changed."""
     if isinstance(loader, FastDataLoader):
         return "ours"
     if not isinstance(loader, DataLoader):
@@ -597,7 +597,7 @@ def reader_of(loader: object) -> Reader:
 
 
 def own_method(loader: DataLoader[Any]) -> str | None:
-    """Return the method by which a loader makes batches in its own way; None: it does not."""
+    """Return the method by which a subclass of DataLoader makes its own batches; None: none."""
     kind = type(loader)
     own = (n for n in MAKES_BATCHES if getattr(kind, n) is not getattr(DataLoader, n))
     return next(own, None)
@@ -609,7 +609,7 @@ def is_stream(loader: object) -> bool:
 
 
 def batches_in(loader: object) -> int | None:
-    """Return the batches of an epoch; None: that is not known."""
+    """Return the number of batches of an epoch; None: it is not known."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -617,7 +617,7 @@ def batches_in(loader: object) -> int | None:
 
 
 def batches_ahead(loader: object) -> int:
-    """Return how many batches a loader makes before they are asked for; 0: that is not known."""
+    """Return how many batches a loader makes before they are asked for; 0: it is not known."""
     if not isinstance(loader, DataLoader):
         return 0
     if isinstance(loader, FastDataLoader):
@@ -634,7 +634,7 @@ def can_be_cut(loader: object) -> bool:
 
 
 def what_is_read(loader: object) -> tuple[object, ...]:
-    """Return what decides the samples of a loader, apart from a sampler that is torch's own."""
+    """Return the objects that decide the samples of a loader, except a sampler of torch's own."""
     if not isinstance(loader, DataLoader):
         return (loader,)
     source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -643,14 +643,14 @@ def what_is_read(loader: object) -> tuple[object, ...]:
 
 
 class Pieces:
-    """The batches of a sampler, of which each part of an epoch takes the next few."""
+    """The batches of a sampler; each part of an epoch takes the next few of them."""
 
     def __init__(self, batch_sampler: Iterable[Any]) -> None:
         self._sampler = batch_sampler
         self._batches: Iterator[Any] = iter(())
 
     def take(self, count: int) -> list[Any]:
-        """Return so many batches of indices; behind the last one the sampler begins again."""
+        """Return the next ``count`` batches of indices; after its last one the sampler restarts."""
         taken = list(islice(self._batches, count))
         while len(taken) < count:
             self._batches = iter(self._sampler)
@@ -662,7 +662,7 @@ class Pieces:
 
 
 class Cut(Sampler[Any]):
-    """A batch sampler of one part after the other; ``again``: of the same part each time."""
+    """A batch sampler that gives one part after the other; ``again``: the same part each time."""
 
     def __init__(self, pieces: Pieces, count: int, *, again: bool = False) -> None:
         self._pieces, self._count, self._again = pieces, count, again
@@ -672,14 +672,14 @@ class Cut(Sampler[Any]):
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        # Taken when the first one is asked for: torch begins an iteration twice.
+        # Taken when the first batch is asked for: torch calls iter() twice.
         taken = self._kept or self._pieces.take(self._count)
         self._kept = taken if self._again else []
         yield from taken
 
 
 def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> DataLoader[Any]:
-    """Return a loader of the same batches, or those of a part of an epoch, with a change."""
+    """Return a copy of a loader with a change; with ``cut``, it reads parts of an epoch."""
     workers = loader.num_workers if change.num_workers is None else change.num_workers
     given: dict[str, Any] = {
         "worker_init_fn": loader.worker_init_fn,
@@ -729,7 +729,7 @@ def is_shuffled(loader: DataLoader[Any]) -> bool:
 
 
 def copied(batch: Batch) -> Batch:
-    """Return a batch with tensors of its own."""
+    """Return a batch with copies of its tensors."""
     return replace_leaves(
         batch, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
     )

@@ -1,4 +1,4 @@
-"""Which change is tried when, what the measured blocks of epochs say of it, and that in words."""
+"""The order in which changes are tried, what the measured blocks say of them, and the report."""
 
 from __future__ import annotations
 
@@ -21,100 +21,100 @@ Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not 
 AS_IS: Final = "as it is"
 FREE: Final = "the same batches again"
 LEAST_GAIN: Final = 1.03
-"""A smaller gain is not worth a change of the code."""
+"""Factor by which an epoch has to be faster for a change of the code to be worth it."""
 _LEVEL: Final = 0.05
 _BOUND_PAIRS: Final = (2, 2, 4)
-"""Pairs of blocks that tell what free data would bring; more of them where that is close."""
+"""Pairs of blocks in each round that measures the gain of free data; a clear gain ends them."""
 _SURELY_MUCH: Final = 1.2
 _SURELY_NOTHING: Final = 1.06
-"""The upper end of what free data brings, where it brings nothing."""
+"""Upper end of the interval of free data's gain, below which there is nothing to gain."""
 _CONFIRMED_PAIRS: Final = (5, 12)
-"""Pairs of blocks that confirm a remedy, the fewest and the most that are planned."""
+"""Fewest and most pairs of blocks that are planned to confirm a remedy."""
 _LEAST_PAIRS: Final = 3
-"""Of these, what there has to be where the time was over before."""
+"""Fewest pairs of blocks that confirm a remedy, if the time is over before all planned ones."""
 _ROUNDS: Final = (2, 6)
-"""Of the remedies, one at a time: so many, and the most where none is seen to gain something."""
+"""Rounds in which the remedies run one at a time, and the most while none is seen to gain."""
 _LOSES: Final = 0.9
-"""A remedy that is surely so slow has no further round."""
+"""Gain factor below which a remedy, if that is sure, gets no further round."""
 _WITHOUT_A: Final = 3
-"""So many other blocks may lie between two of the training as it is."""
+"""Most blocks of remedies between two blocks of the training as it is."""
 _WIDTH: Final = 88
 _OTHERS_CPUS: Final = 0.3
-"""CPUs of other programs from which on they are told of."""
+"""Mean number of CPUs used by other programs, above which the report says so."""
 _KNOWN: Final = 99.0
-"""The upper end of an interval above which the interval says nothing."""
+"""Upper end of an interval of a gain, above which the interval says nothing."""
 _UNSURE: Final = 1.1
-"""An upper end above which it is said that one cannot be sure of nothing."""
+"""Upper end of the interval of free data's gain, above which "nothing to gain" is not sure."""
 _UNMEASURED: Final = "no training step was measured"
 _MORE_TIME: Final = "More time, or a quieter machine, would tell."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Some steps of a training with one setting, and what an epoch takes by them."""
+    """Some steps of a training with one setting, and the time of an epoch computed from them."""
 
     arm: str
-    """The setting: ``AS_IS``, ``FREE`` or the name of a remedy."""
+    """Setting of the block: ``AS_IS``, ``FREE`` or the name of a remedy."""
     phase: Phase
     epoch_s: float
-    """Wall time of an epoch with its start and its share of validation."""
+    """Wall time of an epoch with its start and its share of validation, in seconds."""
     step_ms: float
-    """Wall time of a step in the middle of an epoch, wait included."""
+    """Wall time of a step in the middle of an epoch, wait included, in ms."""
     wall_s: float
-    """What the block itself took."""
+    """Wall time of the block itself, in seconds."""
     others_cpus: float = 0.0
-    """CPUs that other programs used meanwhile."""
+    """Mean number of CPUs that other programs used during the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What is to run next."""
+    """The block to run next."""
 
     arm: str
     phase: Phase
     warm: bool = False
-    """Its times do not count: workers start, caches are filled."""
+    """Whether it only warms up (workers start, caches are filled), so that times do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """How many times as fast an epoch is, and between what that may lie."""
+    """Factor by which an epoch is faster, with its interval of 95 %."""
 
     factor: float
     low: float
-    """Of the interval, corrected for the number of tries."""
+    """Lower end of the interval, corrected for the number of tries."""
     high: float
 
     @property
     def holds(self) -> bool:
-        """It is worth a change, and no chance."""
+        """Whether the gain is worth a change, and not by chance."""
         return self.factor > LEAST_GAIN and self.low > 1.0
 
 
 @dataclass(slots=True)
 class Trial:
-    """What is known of a training so far; it is filled while the blocks run."""
+    """The results of a trial so far; it is filled while the blocks run."""
 
     script: str
     blocks: list[Block] = field(default_factory=list)
     remedies: dict[str, Remedy] = field(default_factory=dict)
-    """Those that are tried, by name."""
+    """Remedies that are tried, by name."""
     refused: list[Refused] = field(default_factory=list)
-    """Those that are not."""
+    """Remedies that are not tried, with the reason."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Name of a remedy -> the error that ended it."""
+    """Errors that ended remedies, by the name of the remedy."""
     notes: list[str] = field(default_factory=list)
-    """What was kept out of the way, and limits to know about."""
+    """Notes for the report: parts of the script that were switched off, and limits of the trial."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the training: ``batches`` of an epoch, and so on."""
+    """Facts about the training: ``batches`` of an epoch, ``epochs``, and so on."""
     stopped: str = ""
-    """Why it ended before everything was tried; empty: it did not."""
+    """Reason why the trial ended before everything was tried; empty: it did not."""
     ended: bool = False
-    """It came to its end."""
+    """Whether the trial came to its end."""
 
 
 def of_dict(known: Mapping[str, Any]) -> Trial:
-    """Return the trial of what `dataclasses.asdict` made plain."""
+    """Return the trial of a dict that `dataclasses.asdict` made."""
     remedies = {name: Remedy.of_dict(each) for name, each in known["remedies"].items()}
     return Trial(
         **{
@@ -132,12 +132,12 @@ def of_dict(known: Mapping[str, Any]) -> Trial:
 def turns(
     trial: Trial, left_s: Callable[[], float], name_remedies: Callable[[], None]
 ) -> Iterator[Turn]:
-    """Yield what is to run next; the block of each turn is in ``trial.blocks`` when it goes on.
+    """Yield the turn to run next; it expects the block of a turn in ``trial.blocks`` afterwards.
 
-    First what free data would bring; where that is nothing, no remedy is tried. Then the remedies
-    one at a time, the best of them together, and the best of all once more, against blocks that had
-    no part in choosing it. The training as it is runs in between.
-    ``name_remedies`` is called once the bound is known, and fills ``trial.remedies``.
+    First it measures the gain of free data; if there is none, no remedy is tried. Then the remedies
+    run one at a time, then the best of them together, and then the best of all again, to confirm it
+    by blocks that had no part in choosing it. The training as it is runs in between.
+    ``name_remedies`` is called once the gain of free data is known, and fills ``trial.remedies``.
     """
     yield Turn(arm=FREE, phase="bound", warm=True)
     for pairs in _BOUND_PAIRS:
@@ -169,7 +169,7 @@ def _pair_s(trial: Trial, arm: str) -> float:
 
 
 def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
-    """Yield A B B A A B B A ...: what drifts evenly hits both alike."""
+    """Yield turns in the order A B B A A B B A ..., so that a steady drift affects both alike."""
     for number in range(pairs):
         both = (AS_IS, arm) if number % 2 == 0 else (arm, AS_IS)
         for name in both:
@@ -177,9 +177,9 @@ def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
 
 
 def _tried(trial: Trial, left_s: Callable[[], float], names: Sequence[str]) -> Iterator[Turn]:
-    """Yield rounds of some remedies, every other one in the opposite order.
+    """Yield rounds of some remedies, every second round in the opposite order.
 
-    It ends where no more is left than what it takes to confirm the best of them.
+    It ends when only the time to confirm the best of them is left.
     """
     for number in range(_ROUNDS[1]):
         if number >= _ROUNDS[0] and candidate(trial) is not None:
@@ -221,7 +221,7 @@ def _worthwhile(trial: Trial) -> dict[str, float]:
 
 
 def candidate(trial: Trial) -> str | None:
-    """Return the remedy to confirm: within 3 % of the best, the one that changes least."""
+    """Return the remedy to confirm: of those within 3 % of the best, the one of least effort."""
     seen = _worthwhile(trial)
     if not seen or max(seen.values()) <= LEAST_GAIN:
         return None
@@ -230,14 +230,14 @@ def candidate(trial: Trial) -> str | None:
     return min(near, key=lambda name: (trial.remedies[name].effort, -seen[name]))
 
 
-# -- what the blocks say ---------------------------------------------------------------------------
+# -- the gains by the blocks -----------------------------------------------------------------------
 
 
 def log_gains(blocks: Iterable[Block], arm: str, phase: Phase | None = None) -> list[float]:
-    """Return, for each block of an arm, the logarithm of how many times as fast it was.
+    """Return, for each block of an arm, the logarithm of the factor by which it was faster.
 
-    It is compared with the nearest block of the training as it is, of the same phase, that no other
-    block of this arm is compared with: pairs are then independent of each other.
+    Each block is compared with the nearest block of the training as it is, of the same phase, that
+    no earlier block of this arm was compared with: the pairs are then independent of each other.
     """
     run = [block for block in blocks if phase is None or block.phase == phase]
     plain = {at: block for at, block in enumerate(run) if block.arm == AS_IS}
@@ -252,15 +252,15 @@ def log_gains(blocks: Iterable[Block], arm: str, phase: Phase | None = None) -> 
 
 
 def bound_of(trial: Trial) -> Gain:
-    """Return what free data would bring at most."""
+    """Return the gain of free data, which no remedy can exceed."""
     return interval(log_gains(trial.blocks, FREE, "bound"))
 
 
 def gain_of(trial: Trial, name: str) -> Gain | None:
-    """Return what a remedy brings; None: nothing is known.
+    """Return the gain of a remedy; None: nothing is known.
 
-    Of a remedy that was confirmed only those blocks count that had no part in choosing it. Of
-    others, which have few blocks each, the spread is that of all of them.
+    For a remedy that was confirmed, only the blocks count that had no part in choosing it. Others
+    have few blocks each, so that their interval rests on the spread of all remedies.
     """
     tries = max(1, len(trial.remedies) - len(trial.failed))
     confirmed = log_gains(trial.blocks, name, "confirm")
@@ -273,13 +273,13 @@ def gain_of(trial: Trial, name: str) -> Gain | None:
 
 
 def _spread(trial: Trial) -> Spread | None:
-    """Return the spread of single pairs, by those of all remedies and of free data."""
+    """Return the spread of single pairs, pooled over all remedies and free data."""
     rows = [log_gains(trial.blocks, name, "try") for name in trial.remedies]
     return _pooled([*rows, log_gains(trial.blocks, FREE, "bound")])
 
 
 def confirmed(trial: Trial) -> tuple[str, Gain] | None:
-    """Return the remedy that was run once more, and what that has shown."""
+    """Return the remedy that was run again to confirm it, and its gain; None: there is none."""
     for name in trial.remedies:
         if len(log_gains(trial.blocks, name, "confirm")) >= _LEAST_PAIRS:
             gain = gain_of(trial, name)
@@ -292,9 +292,9 @@ class Spread:
     """How far single pairs are from their mean."""
 
     deviation: float
-    """Standard deviation, of logarithms."""
+    """Standard deviation of the logarithms of the pairs' gains."""
     freedom: int
-    """Degrees of freedom."""
+    """Number of degrees of freedom of the deviation."""
 
 
 def _pooled(rows: Iterable[Sequence[float]]) -> Spread | None:
@@ -310,9 +310,9 @@ def interval(logs: Sequence[float], *, tries: int = 1, spread: Spread | None = N
     """Return the gain of some pairs, with Student's interval at 95 %, Bonferroni-corrected.
 
     Args:
-        logs: Logarithms of the ratio of each pair; at least one.
-        tries: Over so many remedies the level is shared out.
-        spread: Of single pairs, where it is known from more than these.
+        logs: Logarithm of the ratio of each pair; at least one.
+        tries: Number of remedies among which the error level is divided.
+        spread: Spread of single pairs; None: it is computed from ``logs``.
     """
     middle = statistics.fmean(logs)
     spread = _pooled([logs]) if spread is None else spread
@@ -326,13 +326,13 @@ def interval(logs: Sequence[float], *, tries: int = 1, spread: Spread | None = N
 
 @functools.cache
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution, of a probability above a half.
+    """Return the quantile of Student's t distribution for a probability above a half.
 
     With t = sqrt(freedom) * tan(angle), the density of the angle is a power of its cosine.
     """
     angles = np.linspace(0.0, np.pi / 2, 100_001)
     density = np.cos(angles) ** (freedom - 1)
-    areas = np.concatenate(([0.0], np.cumsum(density[1:] + density[:-1])))  # of trapezoids
+    areas = np.concatenate(([0.0], np.cumsum(density[1:] + density[:-1])))  # the trapezoidal rule
     angle = np.interp(2 * probability - 1, areas / areas[-1], angles)
     return math.sqrt(freedom) * math.tan(angle)
 
@@ -342,22 +342,22 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """What a trial comes to."""
+    """The conclusion of a trial."""
 
     trial: Trial
     outcome: Outcome
     verdict: str
-    """One sentence."""
+    """Sentence that states the outcome."""
     remedy: str | None = None
-    """The name of the remedy that is recommended."""
+    """Name of the remedy that is recommended; None: none is."""
     gain: Gain | None = None
-    """Of it."""
+    """Gain of the recommended remedy; None: none is recommended."""
     code: tuple[str, ...] = ()
-    """Lines to paste."""
+    """Lines of code that apply the recommended remedy."""
 
     @property
     def says(self) -> tuple[str, ...]:
-        """What to know of the remedy that is recommended."""
+        """Texts on what to know of the recommended remedy."""
         if self.remedy is None or self.gain is None:
             return ()
         remedy, epochs = self.trial.remedies[self.remedy], self.trial.facts.get("epochs")
@@ -369,11 +369,11 @@ class Conclusion:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing is to be changed; 1: a change is recommended; 2: it is not known."""
+        """Exit code of the command: 0, nothing to change; 1, change recommended; 2, not known."""
         return {"change": 1, "not known": 2}.get(self.outcome, 0)
 
     def text(self) -> str:
-        """Return it for people."""
+        """Return the report for people."""
         lines = [f"fastdata prove · {printable(self.trial.script, keep='')}", ""]
         lines += _table(self.trial, self.remedy)
         lines += ["", *_wrapped(self.verdict, "")]
@@ -404,7 +404,7 @@ class Conclusion:
 
 
 def conclude(trial: Trial) -> Conclusion:
-    """Return what the blocks of a trial say, whether it came to its end or not."""
+    """Return the conclusion from the blocks of a trial, whether it came to its end or not."""
     found = confirmed(trial)
     if found is not None and found[1].holds:
         name, gain = found
@@ -427,9 +427,9 @@ def conclude(trial: Trial) -> Conclusion:
 
 
 def _without_a_change(trial: Trial, unsure: tuple[str, Gain] | None) -> tuple[Outcome, str]:
-    """Return what a trial comes to that recommends nothing, and the sentence that says it.
+    """Return the outcome of a trial that recommends no change, and the sentence for it.
 
-    ``unsure``: the remedy that was confirmed, whose gain may be chance.
+    ``unsure``: the remedy that was run again, whose gain may be chance.
     """
     if not log_gains(trial.blocks, FREE, "bound"):
         return "not known", f"Nothing is known: {trial.stopped or _UNMEASURED}."
@@ -489,7 +489,7 @@ def _table(trial: Trial, chosen: str | None) -> list[str]:
 
 
 def _in_words(gain: Gain) -> str:
-    """Return it in words, where there were enough pairs for one that says something."""
+    """Return the interval of a gain as text; "not known" if there were too few pairs."""
     return f"{gain.low:.2f} to {gain.high:.2f}" if gain.high <= _KNOWN else "not known"
 
 
@@ -511,7 +511,7 @@ def _wrapped(text: str, head: str) -> list[str]:
     )
 
 
-# -- what an epoch takes by a part of it -----------------------------------------------------------
+# -- the time of an epoch, computed from a part of it ----------------------------------------------
 
 
 def epoch_s(
@@ -522,24 +522,24 @@ def epoch_s(
     validation_rest_s: float,
     validations: float,
 ) -> float:
-    """Return what an epoch takes by a part of it.
+    """Return the seconds that an epoch takes, computed from a part of it.
 
-    The start and the end of an epoch are in that part whole, and so are those of validation; what
-    is missing are steps from the middle. The part took ``cycle_s``, and its missing training steps
-    take ``rest_s``. Of that were ``validation_s`` for some steps of one validation, whose missing
-    steps take ``validation_rest_s``.
+    The part has the start and the end of the epoch, and of one validation; only steps in the middle
+    are missing. The part took ``cycle_s``, and the missing training steps take ``rest_s``. Its
+    validation took ``validation_s`` of that, and the missing validation steps take
+    ``validation_rest_s``. An epoch has ``validations`` validations.
     """
     return cycle_s - validation_s + rest_s + validations * (validation_s + validation_rest_s)
 
 
 def middle_step_s(asked_s: Sequence[float], *, ahead: int = 0) -> float:
-    """Return the mean step in the middle half of an epoch.
+    """Return the mean step in the middle half of an epoch, in seconds.
 
-    What was read ahead is used up there, and the last batches are not made yet. In a shorter part
-    it is the mean of all steps: those of the middle are of batches that were made in the first.
+    By then the batches read ahead at the start are used up, and the loader is still reading. In a
+    short part it is the mean of all steps, as batches of the middle are made during the first ones.
 
     Args:
-        asked_s: When each batch was asked for; and when the last step had ended.
+        asked_s: Times at which each batch was asked for, and at which the last step had ended.
         ahead: Batches that the loader reads ahead.
     """
     steps = len(asked_s) - 1

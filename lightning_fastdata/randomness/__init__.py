@@ -1,1 +1,1 @@
-"""What a sample draws depends on its key alone: seed, epoch and index."""
+"""Randomness of samples: the draws of a sample depend on its key alone, (seed, epoch, index)."""

@@ -1,4 +1,4 @@
-"""The global generators of ``random``, ``numpy.random`` and torch's CPU: were they drawn from?"""
+"""Watching, saving and restoring the global generators of ``random``, NumPy and torch's CPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import torch
 PYTHON: Any = getattr(random.getstate, "__self__", None)
 """The generator behind ``random``."""
 NUMPY: Any = getattr(np.random.get_state, "__self__", None)
-"""That behind ``numpy.random``, as NumPy has had it since before ``default_rng``."""
+"""The legacy ``RandomState`` behind the functions of ``numpy.random``."""
 GENERATORS: Final = ("random", "numpy", "torch")
-"""The global generators, as they are named here."""
+"""Names of the global generators in this package."""
 _MT19937_WORDS: Final = 624
 _MT19937_BYTES: Final = 4 * (_MT19937_WORDS + 1)
-"""A Mersenne Twister in memory: its words, and the position among them."""
+"""Bytes of a Mersenne Twister in memory: its words, and the position among them."""
 _DEVIATE_BYTES: Final = struct.calcsize("@i4xd")
 _Memory: TypeAlias = ctypes.Array[ctypes.c_char]
-"""Read and written, as ``raw``, while the interpreter's lock is held."""
+"""Memory that is read and written by its ``raw``, while the interpreter's lock is held."""
 
 
 def _memory_at(address: int, size_bytes: int) -> _Memory:
@@ -34,10 +34,10 @@ def _memory_at(address: int, size_bytes: int) -> _Memory:
 
 
 class DrawWatch:
-    """Remembers the states of the global generators, and sees whether they are still the same.
+    """Remembers the states of the global generators, and tells whether they have changed.
 
-    Seeding a generator costs more than a cheap sample does, so each is seeded only once a dataset
-    has been seen to draw from it. Code that draws and puts the state back cannot be seen.
+    Seeding a generator costs more than a cheap sample does, so a generator is not seeded until a
+    dataset was seen to draw from it. Code that draws and restores the state is not noticed.
     """
 
     def __init__(self, names: Collection[str] = GENERATORS) -> None:
@@ -50,29 +50,29 @@ class DrawWatch:
             generator.begin()
 
     def drew(self) -> bool:
-        """Return whether any of the generators has moved since."""
+        """Return whether any of the generators was drawn from since."""
         return any(generator.moved() for generator in self._watched.values())
 
     def drawn(self) -> list[str]:
-        """Return the names of the generators that have moved since."""
+        """Return the names of the generators that were drawn from since."""
         return [name for name, generator in self._watched.items() if generator.moved()]
 
     def restore(self) -> None:
-        """Put the remembered states back."""
+        """Restore the remembered states."""
         for generator in self._watched.values():
             generator.restore()
 
     def leave(self, names: Collection[str]) -> None:
-        """Watch some of the generators no longer."""
+        """Stop watching some of the generators."""
         for name in names:
             del self._watched[name]
 
 
 class PythonGenerator:
-    """The state behind ``random``, in memory: ``getstate`` and a comparison take 15 us.
+    """The state behind ``random``, read from memory: ``getstate`` and a comparison take 15 us.
 
-    Its position and words are at ``address``; 0: ``getstate`` is to be asked. Default: where
-    CPython keeps them.
+    ``address``: that of its position and words; 0: call ``getstate`` instead. Default: the address
+    at which CPython keeps them.
     """
 
     def __init__(self, address: int | None = None) -> None:
@@ -89,7 +89,7 @@ class PythonGenerator:
         return bool(self._state != self._read())
 
     def restore(self) -> None:
-        """Put the remembered state back."""
+        """Restore the remembered state."""
         if self._memory is None:
             random.setstate(self._state)
         else:
@@ -98,7 +98,7 @@ class PythonGenerator:
     def _read(self) -> object:
         if self._memory is None:
             return random.getstate()
-        # A normal deviate is kept back beside the words.
+        # The generator also holds the second of a pair of normal deviates.
         return self._memory.raw, PYTHON.gauss_next
 
 
@@ -119,10 +119,10 @@ def _python_address() -> int:
 
 
 class NumpyGenerator:
-    """The state behind ``numpy.random``, in memory: ``get_state`` takes 30 us, ``set_state`` 70.
+    """The state behind ``numpy.random``, read from memory: ``get_state`` takes 30 us.
 
-    ``offset``: where the deviate is that is kept back beside the words, from the address of the
-    ``RandomState``; 0: ``get_state`` is to be asked. Default: where NumPy keeps it.
+    ``offset``: that of the held normal deviate, from the address of the ``RandomState``; 0: call
+    ``get_state`` instead. Default: the offset at which NumPy keeps it.
     """
 
     def __init__(self, offset: int | None = None) -> None:
@@ -145,11 +145,11 @@ class NumpyGenerator:
         """Return whether the generator has moved since, or is another one."""
         if np.random.mtrand.get_bit_generator() is not self._owner:
             return True
-        now = self._read()  # in memory bytes, else a dictionary with an array in it
+        now = self._read()  # bytes, if read from memory; else a dictionary with an array in it
         return not _equal(self._state, now) if isinstance(now, dict) else bool(now != self._state)
 
     def restore(self) -> None:
-        """Put the remembered state back."""
+        """Restore the remembered state."""
         if np.random.mtrand.get_bit_generator() is not self._owner:
             np.random.mtrand.set_bit_generator(self._owner)
         if self._words is None or self._deviate is None:
@@ -166,9 +166,9 @@ class NumpyGenerator:
 
 @cache
 def _deviate_offset() -> int:
-    """Return where a ``RandomState`` keeps a normal deviate back, in bytes; 0 if unknown.
+    """Return the offset in bytes of the normal deviate that a ``RandomState`` holds; 0 if unknown.
 
-    It is a C ``int``, whether there is one, and then the ``double`` itself.
+    There is a C ``int``, which says whether it holds one, and then the ``double`` itself.
     """
     if sys.implementation.name != "cpython" or type(NUMPY) is not np.random.RandomState:
         return 0
@@ -188,7 +188,7 @@ def _deviate_offset() -> int:
 
 
 class _TorchGenerator:
-    """The state of torch's CPU generator, as bytes: these are compared faster than tensors."""
+    """The state of torch's CPU generator, as bytes, which are compared faster than tensors."""
 
     def begin(self) -> None:
         self._state = self._read()

@@ -1,4 +1,4 @@
-"""The randomness of one sample: found again from its key (seed, epoch, index), whoever draws it.
+"""The randomness of one sample: it follows from its key (seed, epoch, index) in any process.
 
 Albumentations 2.0.8 gives every DataLoader worker the same random streams, and gives every
 transform of a seeded ``Compose`` the same stream as its neighbours. Reseeding each top-level
@@ -40,7 +40,7 @@ _OF_A_SAMPLE: Final = {
     *("random_generator", "py_random", "params", "_images_was_list", "_masks_was_list"),
     *("is_sequence_input", "label_manager"),  # of the processors of boxes and keypoints
 }
-"""Attributes that an Albumentations pipeline sets for each sample anew."""
+"""Attributes that an Albumentations pipeline sets anew for each sample."""
 _KEYED: Final = threading.RLock()
 _epochs_are_own = False
 _Generator: TypeAlias = (
@@ -48,7 +48,7 @@ _Generator: TypeAlias = (
 )
 GENERATOR_CLASSES: Final = get_args(_Generator)
 _MOST_BITS: Final = 64
-"""Of a seed that was chosen; without one NumPy takes 128 bits from the system."""
+"""Most bits of a seed that counts as chosen; without one NumPy takes 128 bits from the system."""
 
 
 def reseed(composes: Sequence[Any], key: SampleKey) -> None:
@@ -71,10 +71,10 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
 
 
 def lasting(composes: Sequence[Any]) -> dict[int, object]:
-    """Return what pipelines that are reseeded for each sample are, by the ``id`` of each part.
+    """Return type and attributes of each part of pipelines, by its ``id``, to compare them.
 
-    Without what the sample that was drawn last has left in them: generators, parameters, and what
-    their processors know of its labels.
+    Attributes that each sample sets anew are left out: generators, parameters, and what processors
+    know of its labels.
     """
     found: dict[int, object] = {}
     waiting = list(composes)
@@ -91,10 +91,10 @@ def lasting(composes: Sequence[Any]) -> dict[int, object]:
 
 
 def reseeder(compose: Any) -> Callable[[SampleKey], None]:
-    """Return what does to one pipeline as :func:`reseed` does, at less cost.
+    """Return a function that reseeds one pipeline as :func:`reseed` does, at less cost.
 
     Args:
-        compose: a pipeline that nothing else reseeds, and whose transforms stay as they are: it is
+        compose: a pipeline that nothing else reseeds, and whose transforms do not change: it is
             given its generators once, now.
     """
     generator, python = np.random.Generator(np.random.Philox(key=0)), random.Random(0)
@@ -103,10 +103,10 @@ def reseeder(compose: Any) -> Callable[[SampleKey], None]:
 
 
 def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> int:
-    """Seed NumPy's generator, and return what to seed Python's with."""
+    """Seed NumPy's generator, and return the seed for Python's."""
     text = b"%d,%d,%d,%d" % (*key, position)
     first, second, rest = struct.unpack("<QQ16s", hashlib.blake2b(text, digest_size=32).digest())
-    # Tuples, not arrays, whose numbers would be taken out one by one.
+    # Tuples: NumPy would take the numbers out of arrays one by one, which is slower.
     generator.bit_generator.state = {
         "bit_generator": "Philox",
         "state": {"counter": _NOTHING_DRAWN, "key": (first, second)},
@@ -124,7 +124,7 @@ def global_seed() -> int:
 
 
 class EpochCell:
-    """The current epoch, which worker processes that outlive it read from shared memory."""
+    """The current epoch, in shared memory, where worker processes that outlive an epoch read it."""
 
     def __init__(self) -> None:
         value = torch.zeros(1, dtype=torch.int64)
@@ -141,11 +141,11 @@ class EpochCell:
         return int(self._here()[0])
 
     def __getstate__(self) -> dict[str, object]:
-        # torch hands over the memory itself, NumPy what is in it.
+        # A tensor is sent as shared memory, but a NumPy array as a copy.
         return {"_shared": self._shared, "_number": None, "_is_own": False}
 
     def _here(self) -> NDArray[np.int64]:
-        # Asked for with each sample: a view of NumPy answers in a tenth of a tensor's time.
+        # Read for each sample: a NumPy view takes a tenth of a tensor's time.
         if self._number is None or self._is_own is not _epochs_are_own:
             number: NDArray[np.int64] = self._shared.numpy()
             self._number = number.copy() if _epochs_are_own else number
@@ -154,7 +154,7 @@ class EpochCell:
 
 
 def keep_own_epochs() -> None:
-    """Share no epoch with other processes from now on.
+    """Have this process keep epochs of its own from now on, not those in shared memory.
 
     A side process is given the epoch with each task, and may be one ahead of the training process.
     """
@@ -167,7 +167,7 @@ def seed_global_generators(
 ) -> None:
     """Seed ``random``, ``numpy.random`` and torch's CPU generator, or some of them, for a sample.
 
-    What one of them draws does not depend on which others are seeded.
+    The draws of one of them do not depend on which others are seeded.
     """
     digest = _digest(seed, epoch, index)
     if "random" in names:
@@ -175,20 +175,20 @@ def seed_global_generators(
     if "numpy" in names:
         np.random.seed(int.from_bytes(digest[8:12], "little"))
     if "torch" in names:
-        # torch.manual_seed would also seed, and here queue up, all accelerators.
+        # torch.manual_seed would also seed all accelerators, or queue that up.
         torch.default_generator.manual_seed(_torch_seed(digest))
 
 
 def torch_seed(key: SampleKey) -> int:
-    """Return what torch's generator of the CPU is seeded with for a sample."""
+    """Return the seed of torch's CPU generator for a sample."""
     return _torch_seed(_digest(*key))
 
 
 @contextmanager
 def keyed_draws(key: SampleKey, names: Collection[str] = GENERATORS) -> Iterator[None]:
-    """Draw for one sample in the block: seed global generators, and put them back behind it.
+    """Seed global generators for one sample in the block, and restore them afterwards.
 
-    One thread at a time: the generators belong to the process.
+    Only one thread at a time runs such a block, as the generators belong to the process.
     """
     with _KEYED, kept_random_state(names):
         seed_global_generators(*key, names)
@@ -204,10 +204,10 @@ def _torch_seed(digest: bytes) -> int:
 
 
 class OwnGenerators:
-    """The generators that a map-style dataset holds where they can be found.
+    """The generators that a map-style dataset holds, as far as they can be found.
 
-    Found are those in attributes of the dataset and of what it holds, but not those of
-    Albumentations pipelines, which are keyed with these.
+    It finds generators in attributes of the dataset and of objects that it holds, but not those of
+    Albumentations pipelines, which :func:`reseed` keys.
 
     Args:
         dataset: The dataset, in the process whose generators count as its initial ones.
@@ -215,7 +215,7 @@ class OwnGenerators:
 
     def __init__(self, dataset: object) -> None:
         self.dataset = dataset
-        # Side processes get these along with the dataset, as the very objects that it holds.
+        # Side processes get these together with the dataset, as the same objects that it holds.
         self._found = [(generator, _origin(generator)) for generator in _generators(dataset)]
         self._refused = False
 
@@ -223,21 +223,21 @@ class OwnGenerators:
         return bool(self._found)
 
     def look_again(self) -> bool:
-        """Take in generators that were made since; return whether there are any."""
+        """Add generators that were made since; return whether there are any."""
         known = {id(generator) for generator, _ in self._found}
         held = _generators(self.dataset)
         new = [generator for generator in held if id(generator) not in known]
         if new:
-            # One that took another's place is keyed in its place.
+            # A generator that is gone loses its place, which the next one is then keyed by.
             here = {id(generator) for generator in held}
             kept = [pair for pair in self._found if id(pair[0]) in here]
             self._found = [*kept, *((generator, b"") for generator in new)]
         return bool(new)
 
     def origins(self) -> dict[int, object]:
-        """Return what each sample's draws rest on beside its key, by the ``id`` of a generator.
+        """Return place and origin of each generator by its ``id``; they decide draws, with the key.
 
-        The states themselves are those of the sample that was read last.
+        The states of the generators are those of the sample that was read last.
         """
         if self._refused:
             return {}
@@ -255,7 +255,7 @@ class OwnGenerators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave the generators as they were at the end of the block."""
+        """Restore the generators at the end of the block."""
         states = [(generator, state_of(generator)) for generator, _ in self._found]
         try:
             yield
@@ -285,7 +285,7 @@ def _generators(dataset: object) -> list[_Generator]:
 
 
 def _is_global(generator: _Generator) -> bool:
-    """Return whether a generator is keyed with the global ones, or is none to be seeded at all."""
+    """Return whether a generator is one of the global ones, or cannot be seeded at all."""
     return (
         isinstance(generator, random.SystemRandom)
         or generator is PYTHON
@@ -295,16 +295,16 @@ def _is_global(generator: _Generator) -> bool:
 
 
 def _origin(generator: _Generator) -> bytes:
-    """Return what tells a generator from one that was seeded otherwise."""
+    """Return bytes that differ for generators that were seeded differently."""
     if isinstance(generator, torch.Generator):
         return b"%d" % generator.initial_seed()
     if isinstance(generator, np.random.Generator):
-        seeds = getattr(generator.bit_generator, "seed_seq", None)  # not of each kind
+        seeds = getattr(generator.bit_generator, "seed_seq", None)  # not every kind has one
         if not isinstance(seeds, np.random.SeedSequence):
             return repr((None, ())).encode()
         entropy = seeds.entropy
         if isinstance(entropy, int) and entropy.bit_length() > _MOST_BITS:
-            entropy = None  # seeded by the system: each run would be another one
+            entropy = None  # seeded by the system: it would differ from run to run
         return repr((entropy, seeds.spawn_key)).encode()
     return hashlib.blake2b(repr(state_of(generator)).encode(), digest_size=16).digest()
 

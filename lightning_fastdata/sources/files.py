@@ -1,4 +1,4 @@
-"""Files that a dataset lists: their paths in one block of memory, and what reads them ahead."""
+"""Files that a dataset lists: their paths in one block of memory, and reading them ahead."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 _UNPACKED_TOGETHER: Final = 4096
 
 _LOOKED_AT, _ONE_OF = 4, 8
-"""By so many files, one of eight at most, it is known whether the others are in memory."""
+"""Most files looked at to tell whether all are in memory, and the files that one stands for."""
 _MOST_BYTES: Final = 4 << 20
-"""Of one file: a video is not to be read for its first frames."""
+"""Most bytes of a file that are read ahead: a dataset may need only the start of a video."""
 _QUICK_S: Final = 2e-4
-"""To open a file that was just open; a network file system asks its server again."""
+"""Seconds to reopen a file from which on its file system seems to ask a server each time."""
 ADVISABLE: Final = {"posix_fadvise", "RWF_NOWAIT"} <= vars(os).keys()
+"""Whether the system can read files ahead, and tell whether they are in memory (Linux)."""
 
 
 class PackedStrings(Sequence[str]):
@@ -38,9 +39,9 @@ class PackedStrings(Sequence[str]):
 
     - Starting a worker with ``spawn`` or ``forkserver`` sends the dataset to it. A million strings
       are pickled and made again one by one, these are copied as two blocks.
-    - A forked worker shares its parent's memory until it is written to, and looking at a
-      ``str`` is writing, because its references are counted. Workers that read a list of a million
-      paths end up with a copy each; there is nothing to count here.
+    - A forked worker shares its parent's memory until one of them writes to it, and reading a
+      ``str`` writes to it, because its references are counted. Workers that read a list of a
+      million paths end up with a copy each; here, no references are counted.
 
     Args:
         strings: What to pack; any ``str``, also paths that are not valid UTF-8.
@@ -70,7 +71,7 @@ class PackedStrings(Sequence[str]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for the strings, and 8 for each of them."""
+        """Bytes of memory that the strings take, 8 more for each of them included."""
         return int(self._ends[-1] - self._ends[0]) + self._ends.nbytes
 
     def __len__(self) -> int:
@@ -94,7 +95,7 @@ class PackedStrings(Sequence[str]):
         return _decoded(self._bytes[self._ends[number] : self._ends[number + 1]])
 
     def __iter__(self) -> Iterator[str]:
-        # Some at a time: single numbers of an array are slow, and a list of all is what we avoid.
+        # In parts: single numbers of an array are slow, and a list of all would take much memory.
         for start in range(0, len(self), _UNPACKED_TOGETHER):
             ends = self._ends[start : start + _UNPACKED_TOGETHER + 1].tolist()
             for begin, end in pairwise(ends):
@@ -139,14 +140,14 @@ def _decoded(data: bytes) -> str:
 
 
 def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the files of samples, of a dataset that lists them as torchvision's folders do."""
+    """Return the files of samples, if the dataset lists them as torchvision's folders do."""
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
-    if has_method(dataset, "path_of"):  # as FastImageFolder
+    if has_method(dataset, "path_of"):  # a FastImageFolder has it
         named: Any = dataset
         return tuple(named.path_of(index) for index in indices)
-    # Another class's property may open what is to be opened in the workers.
+    # No property is read: it might open a file that has to be opened in the workers.
     listed: object = held(dataset, "samples") or held(dataset, "imgs")
     if not isinstance(listed, Sequence):
         return None
@@ -157,10 +158,10 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
 
 
 class ColdFiles:
-    """Has the system begin to read files where they are not in memory.
+    """Has the system begin to read files that are not in memory.
 
-    On Linux alone. On a file system where to open a file once more would cost another answer of a
-    server, and where files cannot be read, it does nothing.
+    It does so on Linux alone. It does nothing on a file system that asks a server whenever a file
+    is opened, nor if files cannot be read.
     """
 
     def __init__(self) -> None:
@@ -183,7 +184,7 @@ class ColdFiles:
                 self._able = _opens_quickly(looked_at[0])
             for file in files if self._able else ():
                 _begin_to_read(file)
-        except OSError:  # what is wrong with a file is told when it is read
+        except OSError:  # reading the file will raise it again
             self._able = False
 
 
@@ -196,7 +197,7 @@ class ListedFiles:
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        kept = held(inner, "pictures") is not None  # of FastImageFolder
+        kept = held(inner, "pictures") is not None  # a FastImageFolder with a cache
         listed = has_method(inner, "__getitem__") and not reads_ahead(dataset)
         self._able = ADVISABLE and listed and not kept
 
@@ -205,9 +206,9 @@ class ListedFiles:
         if not self._able or not isinstance(indices, Sequence) or len(indices) < 2:
             return
         try:
-            # The first one is read at once anyway.
+            # The first file is read at once anyway.
             files = files_of(self._dataset, [as_index(index) for index in indices[1:]])
-        except Exception:  # a dataset of another kind
+        except Exception:  # the dataset lists something else
             files = None
         self._able = files is not None
         if files is not None:
@@ -215,13 +216,13 @@ class ListedFiles:
 
 
 def begin_to_read(descriptor: int, offset: int, size: int) -> None:
-    """Have the system read a part of an open file into memory; returns at once."""
+    """Have the system read a part of an open file into memory, without waiting for it."""
     if ADVISABLE:
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def _open(path: str) -> tuple[int, int] | None:
-    """Return a descriptor and the size of a file; None for a pipe, a device, an empty file."""
+    """Open a file and return its descriptor and size; None for a pipe, a device, an empty file."""
     status = os.stat(path)  # noqa: PTH116 - quicker, and paths may be no text
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return None

@@ -1,11 +1,11 @@
 """One copy of a dataset's objects in memory that all processes map, and none can change.
 
-Processes of one user that share the same have it in common.
+Processes of one user that share equal objects map the same memory.
 
-A list becomes the numbers themselves, or a pickle of each item, with a table of where each starts.
-Reading an item makes it anew, so that no reference to what is shared is counted.
+A list becomes its numbers, or a pickle of each item with a table of where each starts. Reading an
+item makes a new object, so that no references to shared objects are counted.
 
-The lists and dicts that a dataset holds are known by the names of its attributes, with their size.
+The lists and dicts that a dataset holds are found by the names of its attributes, and measured.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from lightning_fastdata.tree import children, held_by, spelled, with_paths
 T = TypeVar("T")
 
 _FEW: Final = 1000
-"""A list or dict of no more elements is looked into, and stays as it is."""
+"""Most elements of a list or dict that is not shared itself; those within it may be."""
 _FLAT: Final = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _UNCHANGING: Final = (PurePath, datetime.date, datetime.timedelta, np.generic)
-"""Values that nobody can change, and that pickle alone writes."""
+"""Types of values that cannot be changed, and that pickle writes as they are."""
 _CODES: Final = {frozenset({int}): "q", frozenset({float}): "d"}
 _NAME: Final = "fastdata-shared"
 _ALIGNED: Final = 16
 _MOST: Final = 2**32
-"""A dict has fewer elements."""
+"""Upper limit of the number of elements of a dict: hashes are multiples of it."""
 CONTAINERS: Final = (list, dict, OrderedDict, defaultdict)
 _ELEMENTS: Final = 200
-"""Of a list, what is measured: who touches all of them copies them."""
+"""Elements of a list that are measured: reading all of them would copy their memory."""
 _PAGE_BYTES: Final = 4096
 _GC_HEAD: Final = 16
 _DEPTH: Final = 5
 _WORDS: Final = {"str": "texts", "int": "numbers", "float": "numbers", "ndarray": "arrays"}
 _PARTS: Final = 100
-"""A list of no more elements may be one of datasets."""
+"""Most elements of a list that is searched for datasets."""
 _OPAQUE: Final = (
     type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.nn.Module, torch.Tensor,
     np.ndarray,
@@ -74,26 +74,27 @@ _OPAQUE: Final = (
 def share(dataset: T) -> T:
     """Move the lists and dicts that a dataset holds into memory that all processes share.
 
-    They exist once then for all workers of all ranks of a machine, however these are started.
-    Forked ones would copy the objects that they read, since each counts its references. Call it
-    last in ``__init__``, or on the finished dataset: ``FastDataLoader(share(dataset))``.
+    They then exist once for all workers of all ranks of a machine, however these are started.
+    Without it, forked workers copy the objects that they read, as each object counts its
+    references. Call it last in ``__init__``, or on the finished dataset:
+    ``FastDataLoader(share(dataset))``.
 
-    Shared are lists and dicts of more than 1000 elements in attributes of the dataset, and of the
-    objects that it holds, as the dataset of a ``Subset``. They hold text, bytes, numbers, ``None``,
-    paths, dates, arrays, and lists, tuples and dicts of these. They are read as before: by index,
-    slice and key, ``len``, ``in``, ``==``, ``copy``, iteration. What is read is equal to what was
-    there, but another object each time, and cannot be changed; only what writes to a tensor that
-    torch has made over an array does so, in the copy of its own process. A warning names each that
-    holds something else.
+    It shares lists and dicts of more than 1000 elements in attributes of the dataset, and of the
+    objects that it holds, such as the dataset of a ``Subset``. They may hold text, bytes, numbers,
+    ``None``, paths, dates, arrays, and lists, tuples and dicts of these; a warning names each that
+    holds something else. They are read as before: by index, slice and key, ``len``, ``in``, ``==``,
+    ``copy``, iteration. An item that is read is equal to the original, but another object each
+    time, and cannot be changed. Only a write to a tensor that torch has made over an array
+    succeeds; it changes the copy of its own process.
 
     Args:
         dataset: A dataset, which is changed in place; or a list or a dict.
 
     Returns:
-        The dataset itself; of a list or dict, what takes its place.
+        The dataset itself; for a list or dict, the object that takes its place.
 
     Raises:
-        DatasetError: It is a list or dict, and holds something that cannot be shared.
+        DatasetError: A list or dict was given, and holds something that cannot be shared.
     """
     if isinstance(dataset, _Shared):
         return dataset
@@ -123,12 +124,12 @@ def share(dataset: T) -> T:
 def attributes(
     owner: object, name: str = "dataset", depth: int = _DEPTH, seen: set[int] | None = None
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield what a dataset holds, and the objects that it holds: names, and where each is.
+    """Yield the lists and dicts in a dataset and the objects that it holds: (name, owner, key).
 
-    A name is as one reaches it, as ``"dataset.coco.anns"``; ``owner[key]`` is the list or dict.
+    A name is the path to it, such as ``"dataset.coco.anns"``; ``owner[key]`` is the list or dict.
 
-    Objects are searched that have attributes of their own, as another dataset or an index; modules
-    of networks, tensors and functions are not. A list of some of them is named by their own.
+    Objects that have attributes of their own are searched, such as another dataset or an index,
+    also in short lists; modules of networks, tensors and functions are not.
     """
     seen = {id(owner)} if seen is None else seen
     held = held_by(owner)
@@ -151,15 +152,15 @@ class HeldObjects:
     """A list or dict that a dataset holds."""
 
     name: str
-    """As it is reached, e.g. ``"dataset.samples"``."""
+    """Path by which it is reached, e.g. ``"dataset.samples"``."""
     kind: str
-    """In words, e.g. ``"list of 1.2 million dicts"``."""
+    """Text that describes it, e.g. ``"list of 1.2 million dicts"``."""
     size_bytes: int
-    """Of all that it holds."""
+    """Bytes of memory that it and all that it holds take."""
     counted_bytes: int
-    """Of its objects, at most a page each: what a process copies that reads all of them."""
+    """Bytes that a forked process copies if it reads all objects, as they count references."""
     places: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    """Where some of them are in the memory of this process, and of those that it has forked."""
+    """Addresses of some of its objects in the memory of this process and those that it forked."""
 
 
 def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
@@ -185,23 +186,23 @@ def _measured(name: str, value: Any) -> HeldObjects:
 
 
 def _some(value: Any) -> tuple[list[Any], float]:
-    """Return some elements, of a dict keys and values, and how many times as many there are."""
+    """Return some elements (keys and values of a dict), and the ratio of all elements to these."""
     if isinstance(value, Mapping):
         some = list(chain.from_iterable(islice(value.items(), _ELEMENTS)))
         return some, 2 * len(value) / max(1, len(some))
-    # Of a list a slice, as going over it would touch them all.
+    # A list is sliced, as iterating over it would touch all elements.
     few = isinstance(value, set | frozenset)
     some = list(islice(value, _ELEMENTS) if few else value[:: len(value) // _ELEMENTS or 1])
     return some, len(value) / max(1, len(some))
 
 
 def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:
-    """Return the bytes of an object with all that it holds, and those that are counted.
+    """Return the bytes of an object with all that it holds, and its ``counted_bytes``.
 
-    What was seen before is 0: an object that many have is one.
+    An object that was seen before counts 0, as it exists once.
     """
     common = value is None or type(value) is bool or (type(value) is int and -6 < value < 257)
-    if common or id(value) in seen:  # Python has one of each that is common
+    if common or id(value) in seen:  # Python has only one object of each common value
         return 0, 0
     seen.add(id(value))
     own = sys.getsizeof(value)
@@ -209,7 +210,7 @@ def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:
         return max(own, int(value.nbytes)), type(value).__basicsize__
     parts: Any = value
     if not isinstance(value, dict | list | tuple | set | frozenset):
-        # Of any other object what it refers to, also in slots, as paths have them.
+        # The parts of any other object are what it refers to, also in slots, as paths have them.
         parts = [part for part in gc.get_referents(value) if not isinstance(part, _OPAQUE)]
     some, times = _some(parts) if depth else ([], 1.0)
     sizes = [_size(part, depth - 1, seen) for part in some]
@@ -219,7 +220,7 @@ def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:
     return own + whole, head + counted
 
 
-# -- what takes the place of a list or a dict ------------------------------------------------------
+# -- the classes that take the place of a list or a dict -------------------------------------------
 
 _OF_LISTS: Final = (
     "append clear extend insert pop remove reverse sort __delitem__ __iadd__ __imul__ __setitem__"
@@ -228,7 +229,7 @@ _OF_DICTS: Final = "clear pop popitem setdefault update __delitem__ __ior__ __se
 
 
 class _ReadOnly:
-    """Those methods that would change an object raise DatasetError."""
+    """Base of classes whose methods that would change the object raise DatasetError."""
 
     __slots__ = ()
 
@@ -245,7 +246,7 @@ class _ReadOnly:
 
 
 class ReadOnlyList(_ReadOnly, list[Any], refused=_OF_LISTS):
-    """A list within something shared. A copy or a pickle of it is as any other."""
+    """A read-only list within a shared object. A copy or a pickle of it is a plain list."""
 
     __slots__ = ()
 
@@ -254,7 +255,7 @@ class ReadOnlyList(_ReadOnly, list[Any], refused=_OF_LISTS):
 
 
 class ReadOnlyDict(_ReadOnly, dict[Any, Any], refused=_OF_DICTS):
-    """A dict within something shared. A copy or a pickle of it is as any other."""
+    """A read-only dict within a shared object. A copy or a pickle of it is a plain dict."""
 
     __slots__ = ()
 
@@ -262,7 +263,7 @@ class ReadOnlyDict(_ReadOnly, dict[Any, Any], refused=_OF_DICTS):
         return dict, (dict(self),)
 
 
-# A pickle finds a class by its number in a tenth of the time that it takes by name.
+# Unpickling finds a class by its number in a tenth of the time that it takes by name.
 copyreg.add_extension(__name__, "ReadOnlyList", 0x66617374)
 copyreg.add_extension(__name__, "ReadOnlyDict", 0x66617375)
 
@@ -274,16 +275,17 @@ class _Shared(_ReadOnly):
         return repr(copy.copy(self))
 
     def __deepcopy__(self, _memo: object) -> Any:
-        return self  # as of a tuple: nothing in it can change
+        return self  # as for a tuple: nothing in it can change
 
 
 class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
-    """What takes the place of a list. A slice, ``copy`` and ``list(x)`` are plain lists.
+    """Takes the place of a list. A slice, ``copy`` and ``list(x)`` are plain lists.
 
     Args:
-        code: ``"q"`` or ``"d"``: numbers of 8 bytes; ``"Q"``: a table of where each item starts.
-        start: Where these are in the memory, in bytes.
-        length: So many.
+        code: ``"q"`` or ``"d"``: the items are ints or floats of 8 bytes; ``"Q"``: the items are
+            pickled, and a table of 8 bytes each says where they start.
+        start: Offset of the numbers or of the table in the memory, in bytes.
+        length: Number of items.
         block: The memory.
     """
 
@@ -293,10 +295,10 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
     def __init__(self, code: str, start: int, length: int, block: Block) -> None:
         self._made_of = code, start, length, block
         whole, loads = memoryview(block).toreadonly(), pickle.loads
-        buffers = repeat(whole)  # an array is given the whole memory, and where it starts there
+        buffers = repeat(whole)  # an array takes the whole memory, and has its offset in it
         self._table: Any = whole[start : start + 8 * length].cast(code)  # type: ignore[call-overload]
         numbers: dict[str, Callable[[Any], Any]] = {"q": int, "d": float}
-        # What follows an item is not looked at.
+        # pickle.loads() ignores the bytes that follow an item.
         self._read = numbers.get(code, lambda at: loads(whole[at:], buffers=buffers))
 
     def __len__(self) -> int:
@@ -326,7 +328,7 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
 
 
 def _hash(key: Any) -> int:
-    """Return a multiple of 2**32: the same in all processes, and of all keys that are equal."""
+    """Return a multiple of 2**32 that is the same in all processes and for equal keys."""
     if isinstance(key, str):
         key = key.encode("utf-8", "surrogatepass")
     if isinstance(key, bytes):
@@ -337,12 +339,12 @@ def _hash(key: Any) -> int:
 
 
 class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
-    """What takes the place of a dict. ``copy`` and ``dict(x)`` are plain dicts.
+    """Takes the place of a dict. ``copy`` and ``dict(x)`` are plain dicts.
 
     Args:
-        default: Makes the value of a missing key, as that of a ``defaultdict`` does.
-        lists: Keys, values, and sorted numbers: the hash of a key in the upper 32 bits, and where
-            the key is in the lower ones.
+        default: Makes the value of a missing key, as the factory of a ``defaultdict``; or None.
+        lists: Keys, values, and sorted numbers: the hash of a key in the upper 32 bits, and its
+            place in the keys in the lower ones.
     """
 
     __slots__ = ("_default", "_keys", "_places", "_values")
@@ -391,15 +393,15 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
 # -- writing ---------------------------------------------------------------------------------------
 
 _Table = tuple[str, int, int]
-"""Of a list that is written, code, start and length, as :class:`SharedList` has them."""
+"""``code``, ``start`` and ``length`` of a list that was written, see :class:`SharedList`."""
 
 
 class _NotShareableError(DatasetError):
-    """Its argument is what cannot be shared."""
+    """An object cannot be shared; it is the argument of the error."""
 
 
 def _frozen(value: Any) -> Any:
-    """Return what is equal to a value, with nothing in it that could be changed."""
+    """Return an object that is equal to a value, with nothing in it that could be changed."""
     kind: Any = type(value)
     if kind in _FLAT:
         return value
@@ -409,7 +411,7 @@ def _frozen(value: Any) -> Any:
     if kind in (dict, ReadOnlyDict):
         return ReadOnlyDict({_frozen(key): _frozen(part) for key, part in value.items()})
     if kind is np.ndarray and not value.dtype.hasobject:
-        return np.broadcast_to(value, value.shape)  # which is read-only
+        return np.broadcast_to(value, value.shape)  # a read-only view
     if isinstance(value, _UNCHANGING) and kind is not np.void:
         return value
     raise _NotShareableError(value)
@@ -424,7 +426,7 @@ def _why(value: Any, culprit: object) -> str:
 
 
 class _Writer:
-    """Writes what is to be shared, and puts it in its places when all is written."""
+    """Writes objects to be shared, and replaces the originals when all are written."""
 
     def __init__(self) -> None:
         self._file = _memory_file()
@@ -434,16 +436,16 @@ class _Writer:
             np.ndarray: self._array,
         }
         self._arrays: dict[bytes, int] = {}
-        """Where an array is, by a digest of its content: what many items hold is written once."""
+        """Offset of each array written, by a digest of its content, so that it is written once."""
         self._written: dict[int, tuple[Any, list[_Table]]] = {}
-        """Originals by their ids, which nothing else gets as long as they are kept, and tables."""
+        """Each original with its tables, by its id; it is kept so that the id stays its own."""
         self._places: list[tuple[Any, Any]] = []
-        """Container and key of each of them."""
+        """Container and key of each original."""
         self.left: list[str] = []
-        """What is not shared, and why."""
+        """Names of objects that are not shared, each with the reason."""
 
     def write(self, container: Any, key: Any, name: str, least: int = _FEW) -> None:
-        """Write what a container holds; of no more elements than ``least``, the parts of that."""
+        """Write ``container[key]``; if it has no more than ``least`` elements, these instead."""
         value = container[key]
         if type(value) not in CONTAINERS:
             return
@@ -463,7 +465,7 @@ class _Writer:
             self.left.append(name + _why(value, *error.args))
 
     def finish(self) -> list[Any]:
-        """Make the memory, put everything in its place, and return what was put."""
+        """Make the memory, replace the originals, and return the objects that replace them."""
         with self._file as file:
             block = _block(file)
         made = {each: _read(*written, block) for each, written in self._written.items()}
@@ -483,7 +485,7 @@ class _Writer:
     def _table(self, value: list[Any]) -> _Table:
         try:
             numbers = array(_CODES[frozenset(map(type, value))], value)
-        except (KeyError, OverflowError):  # something else than numbers of 8 bytes
+        except (KeyError, OverflowError):  # not all are ints, or floats, of 8 bytes
             numbers = array("Q", map(self._item, value))
         return numbers.typecode, self._put(numbers.tobytes(), _ALIGNED), len(value)
 
@@ -506,13 +508,13 @@ class _Writer:
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if digest not in self._arrays:
             self._arrays[digest] = self._put(content, _ALIGNED)
-        # A buffer that is outside of the pickle: when it is read, the whole memory.
+        # A buffer outside of the pickle: unpickling is given the whole memory for it.
         memory = pickle.PickleBuffer(bytearray())
         return np.ndarray, (value.shape, dtype, memory, self._arrays[digest])
 
 
 def _read(value: Any, tables: list[_Table], block: Block) -> Any:
-    """Return what takes the place of an original: of one without tables, itself."""
+    """Return the object that takes the place of an original: itself if it has no tables."""
     lists = [SharedList(*table, block) for table in tables]
     if lists and type(value) is not list:
         return SharedDict(getattr(value, "default_factory", None), *lists)
@@ -523,18 +525,18 @@ def _read(value: Any, tables: list[_Table], block: Block) -> Any:
 
 
 class Block(mmap.mmap):
-    """A file without a name, mapped, that nobody can change.
+    """A memory map of a file without a name, which no process can change.
 
-    It is sent to a process that is being started as an open file; any other pickle has a copy.
+    A process that is being started gets the open file; any other pickle holds a copy.
     """
 
     descriptor: int
 
     @classmethod
     def at(cls, descriptor: int) -> Block:
-        """Return the memory of a descriptor, which is closed with it."""
-        # A copy, so that what writes to a tensor over it, which torch does not refuse, changes this
-        # process's own pages, as in a forked one, and does not end it.
+        """Return the memory map of a descriptor, which is closed with it."""
+        # Copy on write: torch does not refuse writes to a tensor over read-only memory. They change
+        # this process's own pages, as in a forked process, and do not end it.
         made = cls(descriptor, 0, access=mmap.ACCESS_COPY)
         made.descriptor = descriptor
         weakref.finalize(made, os.close, descriptor).atexit = False
@@ -555,25 +557,25 @@ def _received(sent: Any) -> Block:
 
 
 def _memory_file() -> IO[bytes]:
-    with suppress(AttributeError, OSError):  # no Linux, or a filter that forbids it
+    with suppress(AttributeError, OSError):  # no Linux, or a sandbox forbids memfd_create()
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         return os.fdopen(os.memfd_create(_NAME, flags), "w+b", buffering=2**20)
     return tempfile.TemporaryFile()
 
 
 def _block(file: IO[bytes]) -> Block:
-    """Return the memory of a file, or the same that a process of this user had before."""
-    if not file.tell():  # what is empty cannot be mapped
+    """Return the memory of a file, or equal memory that a process of this user already has."""
+    if not file.tell():  # an empty file cannot be mapped
         file.write(b"\0")
     file.flush()
-    with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
+    with suppress(ImportError, AttributeError, OSError):  # without seals, each rank has its own
         import fcntl
 
         sealed = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         with Path(os.devnull).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one is the first
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks do this one after the other
             for link in Path("/proc").glob("[0-9]*/fd/*"):
-                with suppress(OSError):  # of other users, and what ends meanwhile
+                with suppress(OSError):  # processes of other users, or that end meanwhile
                     if f"/memfd:{_NAME}" in str(link.readlink()):
                         other = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
                         seals = fcntl.fcntl(other, fcntl.F_GET_SEALS)
@@ -585,7 +587,7 @@ def _block(file: IO[bytes]) -> Block:
 
 
 def _same(other: int, own: int) -> bool:
-    filecmp.clear_cache()  # it goes by names and times
+    filecmp.clear_cache()  # its cache compares only names and times
     one, two = (f"/proc/self/fd/{descriptor}" for descriptor in (other, own))
-    # Root sees the memory of others, too.
+    # Root can open the memory of other users, too.
     return os.fstat(other).st_uid == os.geteuid() and filecmp.cmp(one, two, shallow=False)

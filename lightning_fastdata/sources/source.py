@@ -1,4 +1,4 @@
-"""What a source of bytes is, and a dataset over one, which reads ahead while it decodes."""
+"""The protocol of a source of bytes, and a dataset over one, which reads ahead as it decodes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, StoredInBlocks
 
 Raw: TypeAlias = "bytes | memoryview | Mapping[str, Any]"
-"""A record as it is stored; of a record with several parts or columns, these by name."""
+"""A record as it is stored; if it has several parts or columns, these by name."""
 
 
 class Source(Protocol):
     """Records by number, as they are stored.
 
-    Subclassing is not needed. A source is asked in several processes, and by several threads of
-    each; it may be pickled, and opens what it reads on first use in each process. A method
-    ``will_read(indices)``, where there is one, is called before several are asked for one by one,
-    and returns at once: so it can have them read ahead. A method ``block_starts()``
-    returns the first record of each group that is read as a whole, increasing from 0, or None: for
-    ``shuffle="blocks"``.
+    Subclassing is not needed. A source is used in several processes, and by several threads of
+    each. It may be pickled, and opens its files on first use in each process. Two methods are
+    optional: ``will_read(indices)`` is called before several records are asked for one by one; it
+    can begin to read them, and returns at once. ``block_starts()`` is for ``shuffle="blocks"``: it
+    returns the first record of each group that is read as a whole, increasing from 0, or None.
     """
 
     parallel_reads: int
-    """How many records are worth asking for at once from threads, as each waits for an answer; 1:
-    records are asked for together, in one call."""
+    """Number of threads that are worth asking at once, as each waits for an answer; 1: records are
+    asked for together, in one call."""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -41,13 +40,13 @@ class Source(Protocol):
         """Return records, each number at least 0 and below the length, in the order asked for."""
 
     def name_of(self, index: int) -> str:
-        """Return what errors call a record: a file, an object, a place in an archive."""
+        """Return the name of a record for errors: a file, an object, a place in an archive."""
 
 
 def reads_ahead(dataset: object) -> bool:
-    """Return whether a dataset, or one that torch has wrapped, can begin to read several samples.
+    """Return whether a dataset, or one in torch's wrappers, can begin to read several samples.
 
-    It then has a method ``read_ahead(indices)``, which returns at once.
+    Such a dataset has a method ``read_ahead(indices)``, which returns at once.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -55,12 +54,12 @@ def reads_ahead(dataset: object) -> bool:
         return any(reads_ahead(part) for part in dataset.datasets)
     if not has_method(dataset, "read_ahead"):
         return False
-    # What stands for another dataset says whether that one can.
+    # A wrapper of another dataset says whether that one can read ahead.
     return bool(getattr(dataset, "can_read_ahead", True))
 
 
 def read_ahead(dataset: object, indices: Sequence[object]) -> None:
-    """Have a dataset begin to read samples; those with other keys than numbers are left out."""
+    """Have a dataset begin to read samples; keys that are not numbers are left out."""
     if not reads_ahead(dataset):
         return
     numbers = [as_index(index) for index in indices if isinstance(index, SupportsIndex)]
@@ -79,14 +78,14 @@ def read_ahead(dataset: object, indices: Sequence[object]) -> None:
 class SourceDataset(Dataset[Any]):
     """Samples made of the records of a source.
 
-    A worker asks for all records of its part of a batch before it decodes the first one. Where
-    answers take their time, that is up to ``source.parallel_reads`` at once. Order, draws, bad
-    samples and resuming are those of any map-style dataset.
+    A worker asks for all records of its part of a batch before it decodes the first one, up to
+    ``source.parallel_reads`` of them at once from threads. Order, draws, bad samples and resuming
+    are those of any map-style dataset.
 
     Args:
-        source: Where the records are; see :class:`Source`.
-        decode: From a record and its number to a sample. It may draw at random.
-        timeout_s: A record that has not come by then is an error.
+        source: Source of the records; see :class:`Source`.
+        decode: Makes a sample from a record and its number. It may draw at random.
+        timeout_s: Seconds to wait for a record before an error is raised.
 
     Raises:
         OptionsError: ``timeout_s`` is not above 0.
@@ -128,7 +127,7 @@ class SourceDataset(Dataset[Any]):
         self._here().begin(numbers)
 
     def block_starts(self) -> Sequence[int] | None:
-        """Return the first sample of each block that the source stores; None: it does not say."""
+        """Return the first sample of each block that the source stores; None: it states none."""
         return self.source.block_starts() if isinstance(self.source, StoredInBlocks) else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class SourceDataset(Dataset[Any]):
 
 
 class _Begun(threading.local):
-    """What a thread has begun to read, by number: the read, or its record."""
+    """Reads that a thread has begun, by the number of the record: the future, or the record."""
 
     def __init__(self) -> None:
         self.begun: dict[int, Any] = {}
@@ -162,7 +161,7 @@ class _Reads:
             self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="fastdata-read")
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Begin to read; what was begun before and is not wanted any more is let go."""
+        """Begin to read records; reads of others that were begun before are cancelled."""
         begun = self._mine.begun
         numbers = list(dict.fromkeys(numbers))
         for left in begun.keys() - set(numbers):
@@ -193,7 +192,7 @@ class _Reads:
         except Exception as error:
             if isinstance(error, DatasetError):
                 raise
-            # An error of the system keeps its class, by which it is known that it may pass.
+            # An error of the system keeps its class, which tells whether reading again may help.
             name = printable(self._source.name_of(number), keep="")
             error.add_note(f"While reading {name}.")
             if isinstance(error, OSError):
@@ -207,7 +206,7 @@ class _Reads:
     def _together(self, numbers: list[int]) -> dict[int, Any]:
         try:
             return dict(zip(numbers, self._source.get_bytes(numbers), strict=True))
-        except Exception:  # one of them; each is asked for again, and it is named
+        except Exception:  # raised for one record: each is read again alone, and that one is named
             return {}
 
     def _submit(self, number: int) -> Future[Raw]:

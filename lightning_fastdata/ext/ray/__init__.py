@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster that fetch: on this machine, or on others."""
+"""Actors of a Ray cluster that fetch batches, on this machine or on others."""
 
 from __future__ import annotations
 

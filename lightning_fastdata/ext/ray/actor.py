@@ -1,7 +1,7 @@
-"""What runs in an actor.
+"""The code that runs in an actor.
 
-It makes whole batches, whose content follows from their keys alone. It keeps nothing that a batch
-rests on, so that what is lost with it is asked of another one.
+An actor makes whole batches, whose content follows from their keys alone. It keeps no state that
+batches depend on, so that another actor can make those that are lost with it.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ class Place(NamedTuple):
     """Where an actor runs."""
 
     node: str = ""
-    """Id of the node in its cluster."""
+    """Id of its node in the cluster."""
     address: str = ""
-    """Name of the machine, for people."""
+    """Host name of its machine, for people."""
     machine: str | None = None
-    """Of :func:`.name_of_machine`."""
+    """Result of :func:`.name_of_machine` there; None: not known."""
     process: int = 0
-    """Number of its process there."""
+    """Number of its process on that machine."""
     store_bytes: int = 0
-    """Size of the object store of its node."""
+    """Size of the object store of its node, in bytes."""
 
 
 class ReadingActor:
-    """Makes batches, one after the other; an actor of Ray is one of these."""
+    """Makes batches, one after the other; each actor of Ray is an object of this class."""
 
     def begin(
         self, plan: list[Any], number: int, actors: int, base_seed: int, store_bytes: int
     ) -> Place | protocol.InitFailed:
-        """Get ready to read for a plan, as one of so many.
+        """Get ready to read for a plan, as one of several actors.
 
         Args:
-            plan: The reference of the pickled plan; in a list, so that Ray hands it over as it is.
-            number: Of this actor, counted from 0.
-            actors: How many there are.
-            base_seed: Takes the place of the plan's.
-            store_bytes: Size of the object store where the training runs.
+            plan: The reference of the pickled plan, in a list, so that Ray does not resolve it.
+            number: Number of this actor, counted from 0.
+            actors: Number of actors.
+            base_seed: Base seed to use in place of the plan's.
+            store_bytes: Size of the object store of the training's node, in bytes.
         """
         import ray
         from ray import cloudpickle
@@ -91,11 +91,11 @@ class ReadingActor:
         return Place(own.id, socket.gethostname(), name_of_machine(), os.getpid(), own.store_bytes)
 
     def clock_ns(self) -> int:
-        """Return the clock of the stamps, which each machine has of its own."""
+        """Return the time of the stamps' clock, of which each machine has its own."""
         return clock.monotonic_ns()
 
     def make(self, task: protocol.TaskRequest, number: int, stamped: bool) -> Made:
-        """Return how a task with this number ended, which is to read and collate a whole batch."""
+        """Read and collate a whole batch, and return how the task of this number ended."""
         fetcher, began_ns = self._fetcher, clock.monotonic_ns()
         fetcher.stamps = self._watch if stamped else None
         fetcher.faults.clear()
@@ -110,7 +110,7 @@ class ReadingActor:
             where = ""
             batch = fetcher.attempt(partial(fetcher.batch, task.indices, task.epoch))
             result, memory = self._packed(batch)
-        except BaseException as error:  # sys.exit(), too, is the fault of one sample
+        except BaseException as error:  # also sys.exit(), which a sample's code may call
             report = self._told(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(max(fetcher.position, 0), *report)
         spent_ns = clock.monotonic_ns() - began_ns
@@ -136,6 +136,6 @@ class ReadingActor:
         kind, text = describe_error(error, self._where + where)
         try:
             self._cloudpickle.dumps(kind)
-        except Exception:  # a class that cannot travel
+        except Exception:  # a class that cannot be pickled
             kind = RuntimeError
         return kind, text

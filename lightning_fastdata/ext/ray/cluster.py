@@ -1,6 +1,6 @@
-"""The Ray cluster: how it is reached, what it has, and where on it actors go.
+"""The Ray cluster: how it is reached, its resources, and the nodes to which actors go.
 
-They go to nodes other than the training's first, and never to a CPU that a training needs.
+They go first to nodes other than the training's, and never to a CPU that a training needs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import ranks_on_host
 
 Where: TypeAlias = Literal["elsewhere", "here", "options", "shared"]
-"""On any node but the training's own; on that; where the options of the user say; or without a CPU
-of its own, beside whoever holds that."""
+"""Place of an actor: on any node but the training's own; on that node; as the user's options say;
+or, "shared", without a CPU of its own, next to another program."""
 
 _GO_ON: Final = (
     "Start the cluster again, and go on from the last checkpoint, which continues with the next "
@@ -31,11 +31,11 @@ _GO_ON: Final = (
 )
 
 _STORE_BYTES: Final = 2**31
-"""Taken for the size of an object store that is not told."""
+"""Bytes assumed for an object store whose size Ray does not tell."""
 _ENDS: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray ends a program after so long without the head: 60 s, unless this variable says otherwise."""
+"""Environment variable with the seconds without the head until Ray ends a program; default 60."""
 _PATIENCE: Final = 0.6
-"""The part of that time after which it is an error."""
+"""Share of the time of ``_ENDS`` after which a head that does not answer is an error."""
 _ASK_S: Final = 1.0
 _ANSWER_S: Final = 1.0
 _EVERY_S: Final = 10.0
@@ -58,17 +58,17 @@ class Node:
 
     id: str
     is_own: bool
-    """The training process runs there."""
+    """Whether the training process runs on it."""
     has: Mapping[str, float]
-    """Resources by their names in Ray."""
+    """Resources of the node, by their names in Ray."""
     free_cpus: float
-    """That nobody holds, as of a moment ago."""
+    """CPUs that nobody held a moment ago."""
     store_bytes: int
-    """Size of its object store."""
+    """Size of its object store, in bytes."""
 
     @property
     def cpus(self) -> float:
-        """CPUs that it has."""
+        """Number of CPUs of the node."""
         return self.has.get("CPU", 0.0)
 
 
@@ -77,26 +77,26 @@ class Training:
     """The ranks that the actors read for."""
 
     ranks: int = 1
-    """Of the whole training."""
+    """Number of ranks of the whole training."""
     rank: int = 0
-    """This one's number among them."""
+    """Number of this rank, from 0."""
     ranks_here: int = 1
-    """Of those, so many on this machine."""
+    """Number of ranks on this machine."""
     held_cpus: float = 0.0
-    """That Ray has given each rank, as to a worker of Ray Train; 0: it knows of none."""
+    """CPUs that Ray has given each rank, as to a worker of Ray Train; 0: Ray did not start them."""
 
     @property
     def kept_cpus(self) -> float:
-        """CPUs of the training's own node that no actor may have."""
+        """Number of CPUs of the training's own node that no actor may have."""
         return self.ranks_here * max(1.0, self.held_cpus)
 
 
 def connect() -> Any:
     """Return Ray, connected to a cluster.
 
-    A connection of the program is used as it is. Otherwise it is the cluster of ``RAY_ADDRESS``,
-    the one that runs on this machine, or a new one, of this machine alone, which ends with the
-    program.
+    If the program is connected already, that connection is used. Otherwise the cluster is that of
+    ``RAY_ADDRESS``, else the one that runs on this machine, else a new one of this machine alone,
+    which ends with the program.
 
     Raises:
         OptionsError: Ray is not installed.
@@ -119,7 +119,7 @@ def connect() -> Any:
             )
         try:
             ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-        except Exception as error:  # of many classes
+        except Exception as error:  # Ray raises many classes of errors
             raise WorkerError(
                 "No Ray cluster can be reached or started: "
                 f"{type(error).__name__}: {error} Start "
@@ -130,9 +130,9 @@ def connect() -> Any:
 
 
 def _address() -> str | None:
-    """Return ``"local"`` if no cluster runs on this machine; None: Ray looks where to go.
+    """Return ``"local"`` if no cluster runs on this machine; None: Ray finds the address itself.
 
-    It would try for minutes to reach one that is gone.
+    Without this, Ray would try for minutes to reach a cluster that is gone.
     """
     last = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     if "RAY_ADDRESS" in os.environ:
@@ -162,7 +162,7 @@ def read_nodes(ray: Any) -> list[Node]:
 def _free_cpus_by_node(ray: Any) -> dict[str, float]:
     """Return how many CPUs of each node nobody holds; nothing if Ray does not tell that.
 
-    Its public interface has the sum over all nodes alone.
+    Ray's public interface tells only the sum over all nodes.
     """
     try:
         found = ray._private.state.available_resources_per_node()
@@ -196,7 +196,7 @@ def _ranks() -> tuple[int, int]:
 
 
 def offers(ray: Any) -> str:
-    """Return in words what a cluster has, and what of it is free."""
+    """Return text on the resources of a cluster, and how many of them are free."""
     has: dict[str, float] = ray.cluster_resources()
     free: dict[str, float] = ray.available_resources()
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
@@ -211,10 +211,10 @@ def offers(ray: Any) -> str:
 
 
 def read_free_cpus(ray: Any) -> float:
-    """Ask a cluster for the CPUs that nobody holds; one on this node is left to the training.
+    """Return the CPUs of a cluster that nobody holds, without those kept for this training.
 
     Raises:
-        WorkerError: The program is not connected any more.
+        WorkerError: The program is no longer connected.
     """
     if not ray.is_initialized():
         raise WorkerError("The connection to the Ray cluster was closed.")
@@ -228,10 +228,10 @@ def own_share(ray: Any) -> float:
 
 
 class ClusterWatch:
-    """Looks at a cluster from time to time, in a thread of its own: nobody waits for it.
+    """Looks at a cluster from time to time, in a thread of its own, so that nobody waits for it.
 
     Args:
-        read: Returns its free CPUs.
+        read: Returns the free CPUs of the cluster.
     """
 
     def __init__(self, read: Callable[[], float]) -> None:
@@ -241,7 +241,7 @@ class ClusterWatch:
         self._seen: float | None = None
 
     def news(self) -> float | None:
-        """Return what was seen since the last call, if anything; and look again if it is time."""
+        """Return the free CPUs if they were read since the last call; look again if it is time."""
         if self._thread is not None and self._thread.is_alive():
             return None
         seen, self._seen = self._seen, None
@@ -253,15 +253,15 @@ class ClusterWatch:
         return seen
 
     def _look(self) -> None:
-        with contextlib.suppress(Exception):  # Ray is shut down meanwhile, or loses its cluster
+        with contextlib.suppress(Exception):  # Ray was shut down meanwhile, or lost its cluster
             self._seen = self._read()
 
 
 class HeadWatch:
-    """Notices in time that the head of the cluster, or this machine's part of it, is gone.
+    """Notices in time that the head of the cluster, or this machine's raylet, is gone.
 
-    Ray ends a program that cannot reach the head for a minute, or whose own raylet has ended, and
-    raises nothing.
+    Without raising an error, Ray ends a program that cannot reach the head for a minute, or whose
+    own raylet has ended.
     """
 
     def __init__(self, ray: Any) -> None:
@@ -269,7 +269,7 @@ class HeadWatch:
         self._head, self._node = context.gcs_address, context.get_node_id()
         own = next(each for each in ray.nodes() if each["NodeID"] == self._node)
         self._raylet = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
-        # What cannot be reached from here even now, as with Ray Client, says nothing later.
+        # An address that cannot be reached even now, as with Ray Client, is not watched.
         self._watched = {each for each in (self._head, self._raylet) if _answers(each)}
         self._patience_s = _PATIENCE * float(os.environ.get(_ENDS, "60"))
         self._looked_s, self._gone_since_s = clock.monotonic(), math.inf
@@ -280,10 +280,10 @@ class HeadWatch:
         return self._gone_since_s < math.inf
 
     def look(self, *, now: bool = False) -> None:
-        """Look whether both are there, if that is due or asked for ``now``.
+        """Look whether head and raylet answer, if that is due or asked for ``now``.
 
         Raises:
-            WorkerError: One is gone, and this program about to be ended.
+            WorkerError: One of them is gone, and Ray is about to end this program.
         """
         now_s = clock.monotonic()
         if not now and now_s - self._looked_s < _ASK_S:
@@ -330,22 +330,21 @@ def _answers(address: str) -> bool:
 
 
 def placed_by_user(options: Mapping[str, object]) -> bool:
-    """Return whether options of actors say on which nodes they may run."""
+    """Return whether the options of actors restrict the nodes on which they may run."""
     return not _PLACING.isdisjoint(options)
 
 
 def has_free(nodes: Sequence[Node], needs: Mapping[str, float]) -> bool:
-    """Return whether a node has CPUs that nobody holds for an actor that needs so much."""
+    """Return whether some node has the free CPUs, and other resources, that an actor needs."""
     return any(_fits({**node.has, "CPU": node.free_cpus}, needs) for node in nodes)
 
 
 def share_of_rank(
     nodes: Sequence[Node], needs: Mapping[str, float], training: Training
 ) -> int | None:
-    """Return how many actors that need so much each rank may have; None: as many as it wants.
+    """Return how many actors with these needs each rank may have; None: as many as it wants.
 
-    A rank that took all that there is would wait in its first step for another one, which would
-    wait for it.
+    If one rank took all CPUs, it would wait in its first step for a rank that waits for CPUs.
     """
     if training.ranks == 1:
         return None
@@ -365,24 +364,24 @@ def place(
     first: bool = False,
     others: bool = False,
 ) -> list[Where]:
-    """Return where actors go that are missing; fewer than that if a rank may not have them.
+    """Return the places for missing actors; fewer than asked for if a rank may not have them.
 
     Args:
-        nodes: Those that are alive.
-        missing: So many are asked for.
-        needs: What each takes, by the names of Ray: ``{"CPU": 1}``.
-        training: The ranks.
-        by_user: The options say where.
-        held: Actors of this process, of all of its loaders, that have a CPU.
-        first: This loader has none yet: it gets one in any case.
-        others: Some of those are of other loaders, which do not read at the same time: one that
-            validates would wait for ever for a CPU that one that trains holds.
+        nodes: The nodes that are alive.
+        missing: Number of actors that are asked for.
+        needs: Resources that each actor takes, by their names in Ray: ``{"CPU": 1}``.
+        training: The ranks of the training.
+        by_user: The user's options decide the nodes.
+        held: Number of actors of all loaders of this process that have a CPU.
+        first: This loader has no actor yet: it gets one in any case.
+        others: Other loaders, which do not read at the same time, have actors: a loader for
+            validation would wait for ever for a CPU that the training's loader holds.
     """
     share = share_of_rank(nodes, needs, training)
     budget = missing if share is None else min(missing, max(0, share - held))
     if by_user:
         places: list[Where] = ["options"] * budget
-        # What else they ask for is not known to be free.
+        # Whether other resources of these options are free is not known.
         able = int(sum(node.free_cpus for node in nodes) / _cpus(needs)) if others else budget
     else:
         far = sum(_fits({"CPU": node.free_cpus}, needs) for node in nodes if not node.is_own)
@@ -390,7 +389,7 @@ def place(
         places = ["elsewhere"] * min(budget, far)
         places += ["here"] * min(budget - len(places), near)
         able = len(places)
-        # They wait there until something is free, or a node joins.
+        # The rest wait there until a CPU is free, or a node joins.
         places += ["elsewhere"] * (budget - len(places))
     if others:
         return places[: min(able, budget)] + ["shared"] * (missing - min(able, budget))
@@ -400,7 +399,7 @@ def place(
 def placed(
     options: Mapping[str, Any], where: Where, nodes: Sequence[Node], own: str
 ) -> dict[str, Any]:
-    """Return the options of an actor that is to go there; ``own`` is the id of the own node."""
+    """Return the options of an actor at a place; ``own`` is the id of the training's node."""
     found = dict(options)
     if where == "shared":
         found["num_cpus"] = 0
@@ -412,9 +411,10 @@ def placed(
 
 
 def most_under_way(store_bytes: int, batch_bytes: int, sharers: int) -> int:
-    """Return how many batches may be in an object store for one of so many loaders that use it.
+    """Return how many batches one of ``sharers`` loaders may have in an object store.
 
-    Together they take a quarter of it; but each has two, if half of it holds them, or one.
+    Together they take a quarter of the store; but each has two batches, if half of the store holds
+    these, and one at least.
     """
     each_bytes = max(1, batch_bytes) * max(1, sharers)
     quarter = store_bytes // 4 // each_bytes
@@ -426,7 +426,7 @@ def _cpus(needs: Mapping[str, float]) -> float:
 
 
 def _fits(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return how many actors a node holds; one that needs nothing counts as one with little."""
+    """Return how many actors fit resources; without needs, each counts as a thousandth of a CPU."""
     asked = {name: each for name, each in needs.items() if each > 0 and name in has}
     missing = any(each > 0 and name not in has for name, each in needs.items())
     if missing or not asked:
@@ -435,7 +435,7 @@ def _fits(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 
 def _left(node: Node, training: Training) -> Mapping[str, float]:
-    """Return what a node has for actors."""
+    """Return the resources of a node that actors may have."""
     if node.is_own:
         return {**node.has, "CPU": max(0.0, node.cpus - training.kept_cpus)}
     return node.has
@@ -445,7 +445,7 @@ def _near(
     own: Node, nodes: Sequence[Node], needs: Mapping[str, float], training: Training, held: int
 ) -> int:
     """Return how many actors the training's own node may take now."""
-    known = training.ranks_here * training.held_cpus  # which are not free in any case
+    known = training.ranks_here * training.held_cpus  # not counted as free by Ray
     near = _fits({"CPU": own.free_cpus - (training.kept_cpus - known)}, needs)
     if near or held or training.ranks > 1:
         return near

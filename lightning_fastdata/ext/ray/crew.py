@@ -1,10 +1,10 @@
-"""The executor ``"ray"``: what the actors of a loader have to do, seen from the training process.
+"""The executor ``"ray"``: the actors of a loader and their work, seen from the training process.
 
-It is the executor of side processes with another crew: which batch is under way, in which order
-they leave, what is done again and what is given up is decided by the same code.
+It is the executor of side processes with another crew: the same code decides which batches are
+under way, in which order they are delivered, and which are made again or given up.
 
 An actor is given two batches at most, so that the next one waits there while a batch is made. Ray
-retries nothing: what is lost with an actor or its node is handed back, and asked for again.
+retries nothing: batches lost with an actor or its node are handed back, and asked for again.
 """
 
 from __future__ import annotations
@@ -49,26 +49,27 @@ _OPTIONS: Final = {
     "max_task_retries": 0,
 }
 _BATCHES_AT_ONCE: Final = 2
-"""Batches that an actor is given at once."""
+"""Most batches that an actor is given at once."""
 _COMPARED_S: Final = 60.0
-"""So long what is known of a clock is exact enough."""
+"""Seconds for which a comparison of an actor's clock with ours is exact enough."""
 _HIRE_S: Final = 0.5
-"""How often nodes are looked at while actors are missing."""
+"""Seconds between two looks at the nodes while actors are missing."""
 _TOLD_S: Final = 30.0
+"""Seconds without any actor after which a warning is given."""
 _STARTED_S: Final = 120.0
-"""The same where CPUs are free, so that it is the start that takes long."""
+"""Seconds without any actor before a warning, if CPUs are free and only the start takes long."""
 _GIVEN_UP_S: Final = 600.0
-"""Without an actor. A cluster that grows takes minutes."""
+"""Seconds without any actor after which it is an error; a cluster that grows takes minutes."""
 _PINGS: Final = 3
 _DEATHS_AT_START: Final = 3
 _MOST_ACTORS: Final = 64
 _all: weakref.WeakSet[RayCrew] = weakref.WeakSet()
-"""Those of all loaders of this program."""
+"""Crews of all loaders of this program."""
 _told: set[str] = set()
-"""What this program has said once."""
+"""Keys of the warnings that this program has given already."""
 _LOOK_S: Final = 0.25
 _LATE: Final = 3.0
-"""A batch that takes so many times the usual is asked of an idle actor, too."""
+"""Multiple of the usual time after which a batch is late, and also asked of an idle actor."""
 _HANG_S: Final = 60.0
 _HANG_TASKS: Final = 20
 _DEATHS_IN_A_ROW: Final = 20
@@ -79,44 +80,44 @@ class Call:
     """A batch, or one sample of it, that an actor was asked for."""
 
     ref: Any
-    """What Ray knows the answer by."""
+    """Ray's reference of the answer."""
     task: int
     """Number of the task."""
     alone: int | None
-    """Position in the batch of a sample that is read on trial; None: the batch itself."""
+    """Position in the batch of a sample that is read on trial; None: the whole batch is read."""
     asked_ns: int
-    """When it was."""
+    """Time at which the actor was asked, by our clock, in ns."""
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """An actor, as it is seen from here."""
+    """An actor, as the training process sees it."""
 
     number: int
     actor: Any
-    """Ray's handle."""
+    """Ray's handle of the actor."""
     has_cpu: bool = True
-    """False: it shares that of another one."""
+    """Whether it has a CPU of its own; False: it shares one."""
     place: Place = field(default_factory=Place)
-    """Nothing is known of it until it is ready."""
+    """Where it runs; empty until it is ready."""
     clock: ClockOffset | None = None
-    """Of another node; None: it has ours."""
+    """Offset of its clock, on another node; None: it runs on this node, with our clock."""
     compared_s: float = 0.0
-    """When it was last asked with nothing to do, for a batch with stamps: its clock shows best."""
+    """Time at which it was last idle and asked for a stamped batch, which shows its clock best."""
     calls: deque[Call] = field(default_factory=deque)
-    """In the order in which it does them."""
+    """Calls under way, in the order in which it does them."""
     since_s: float = 0.0
-    """When it began with the first of them, as far as is known here."""
+    """Time at which it began with the first of its calls, as far as is known here."""
     hang: Hang | None = None
-    """Why it was killed."""
+    """Details of the hang for which it was killed; None: it did not hang."""
     exitcode: int | None = None
-    """Not told by Ray."""
+    """Exit code of the actor; it is always None, as Ray does not tell it."""
 
     def has_room(self, *, stamped: bool) -> bool:
         """Return whether it may be given a batch now.
 
-        While stamps are taken it runs out of work once a minute, so that asking it for more shows
-        its clock.
+        While stamps are taken, an actor on another node is left idle once a minute: the next call
+        then shows its clock.
         """
         fresh = clock.monotonic() - self.compared_s < _COMPARED_S
         return len(self.calls) < (
@@ -137,8 +138,8 @@ def stamped(
 ) -> TaskStamps:
     """Return the stamps of a batch that has just landed, by our clock, with its way.
 
-    ``stamps`` are by the clock of its actor; ``got_ns`` says when its answer began to be taken, and
-    was here.
+    ``stamps`` are by the clock of its actor; ``got_ns`` has the times at which fetching its answer
+    began and ended.
     """
     began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
     if reader.clock is not None:
@@ -158,7 +159,7 @@ def stamped(
 
 
 class RayCrew:
-    """So many actors; the crew of a :class:`~..pool.scheduler.PoolExecutor`.
+    """A number of actors; the crew of a :class:`~..pool.scheduler.PoolExecutor`.
 
     Raises:
         OptionsError: Ray is not installed.
@@ -171,7 +172,7 @@ class RayCrew:
         self.wanted = actors
         self.ready: list[Reader] = []
         self.coming: dict[Any, Reader] = {}
-        """By what Ray knows their first answer by."""
+        """Actors that are not ready yet, by Ray's reference of their first answer."""
         self._plan, self._options = plan, options
         self._needs = {"CPU": float(options["num_cpus"]), **options.get("resources", {})}
         self._training = cluster.read_training(ray)
@@ -182,24 +183,24 @@ class RayCrew:
         self._store_bytes = next(
             each.store_bytes for each in cluster.read_nodes(ray) if each.is_own
         )
-        """Size of the object store where this program runs."""
+        """Size of the object store of this program's node, in bytes."""
         self._batch_bytes = 0
-        """Size of the largest batch so far."""
+        """Size of the largest batch so far, in bytes; 0: none has come yet."""
         self._stamped = False
-        """Batches are asked for with stamps."""
+        """Whether batches are asked for with stamps."""
         self._hired_s = 0.0
         self._died_starting = 0
         self._none_since_s: float | None = None
         self._told = False
         self._watch = cluster.ClusterWatch(partial(cluster.read_free_cpus, ray))
         self.children: dict[int, ChildProcess] = {}
-        """None: actors are no processes of ours."""
+        """Child processes by number; this is always empty, as actors are none."""
         self.owing: list[ChildProcess] = []
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
         self._count = 0
         self._doubtful: dict[int, int] = {}
-        """Batches during which an actor died, and the sample of each to be read alone next."""
+        """Next sample to read alone, of each batch during which an actor died; by batch number."""
         self._task_s = self._longest_s = 0.0
         self._died_in_a_row = 0
         self._end_all = weakref.finalize(
@@ -209,16 +210,16 @@ class RayCrew:
 
     @property
     def under_way(self) -> int:
-        """Tasks that were given and not answered."""
+        """Number of tasks that were given and not answered yet."""
         return len(self._tasks)
 
     def start_epoch(self, generation: int, epoch: int) -> None:  # noqa: ARG002
-        """Have all actors that are wanted."""
+        """Begin an epoch: ask for the actors that are missing."""
         self._doubtful.clear()
         self._hire_missing()
 
     def configure(self, setting: protocol.Setting) -> None:
-        """Take stamps from now on, or no more; other settings are of memory that is shared."""
+        """Start or stop taking stamps; other settings are about shared memory, and are ignored."""
         if isinstance(setting, protocol.SetStamps):
             self._stamped = setting.wanted
 
@@ -235,7 +236,7 @@ class RayCrew:
         """Do nothing: actors are kept as they are."""
 
     def give(self, task: Task) -> bool:
-        """Have an actor make a batch; False if all have enough to do, or memory runs short."""
+        """Have an actor make a batch; False: all have enough to do, or memory runs short."""
         free = self._with_room()
         if not free:
             return False
@@ -245,16 +246,16 @@ class RayCrew:
         return True
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
-        """Wait for events and return them; None if there is none until then (``monotonic``).
+        """Wait for events and return them; None: there is none until a time (``monotonic``).
 
         Raises:
-            WorkerError: No actor can be had, or they die before they have made a batch.
+            WorkerError: No actor starts, or actors die before they have made a batch.
             Exception: Whatever ``worker_init_fn`` or unpickling the dataset raised.
         """
         while True:
             try:
                 moved, events = self._look(until)
-            except OSError:  # of the object store
+            except OSError:  # raised by the object store
                 self._head.look(now=True)
                 raise
             if moved or events:  # an actor that has become free can be given something
@@ -262,10 +263,10 @@ class RayCrew:
             if until is not None and clock.monotonic() >= until:
                 return None
 
-    # What is asked for
+    # Requests
 
     def _ask(self, reader: Reader, number: int) -> None:
-        """Ask an actor for a batch, or for the next of its samples to be read alone."""
+        """Ask an actor for a batch, or for the next sample of it that is to be read alone."""
         task = self._tasks[number]
         request, alone = task.request(), None
         if task.batch.batched and len(task.indices) > 1:
@@ -280,9 +281,9 @@ class RayCrew:
         reader.calls.append(Call(ref, number, alone, asked_ns))
 
     def _ask_twice(self) -> None:
-        """Ask an idle actor for the batch that is needed first, if another one is late with it.
+        """Ask an idle actor for the batch that is needed first, if another actor is late with it.
 
-        Whichever answer comes first counts; both have the same content.
+        The answer that comes first counts; both have the same content.
         """
         idle = next((each for each in self._with_room() if not each.calls), None)
         if idle is None or not self._task_s:
@@ -298,15 +299,15 @@ class RayCrew:
                     self._ask(idle, number)
                     return
 
-    # What comes back
+    # Answers
 
     def _look(self, until: float | None) -> tuple[bool, list[Answer | Loss]]:
-        """Wait a moment; return whether anything has come, and what of it is for others."""
+        """Wait a moment; return whether anything has come, and the events for the executor."""
         if clock.monotonic() - self._hired_s >= _HIRE_S:
             self._hire_missing()
         self._head.look()
         left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - clock.monotonic()))
-        ref = self._first_answer(0.0)  # what has come while nobody looked is not late
+        ref = self._first_answer(0.0)  # an answer that came while nobody looked is not late
         if ref is None:
             self._ask_twice()
             ref = self._first_answer(left_s)
@@ -320,7 +321,7 @@ class RayCrew:
         return True, list(self._receive(*next(each for each in asked if each[1].ref == ref)))
 
     def _first_answer(self, wait_s: float) -> Any:
-        """Return what Ray knows an answer by that has come; None: there is none within a time."""
+        """Return Ray's reference of an answer that has come; None: none came within ``wait_s``."""
         refs = [call.ref for each in self.ready for call in each.calls]
         refs += self.coming
         if not refs:
@@ -338,7 +339,7 @@ class RayCrew:
             made: Made = self._ray.get(call.ref)
             got_ns = taking_ns, clock.monotonic_ns()
             ended, memory = made
-        except RayTaskError as error:  # what it made cannot be handed over
+        except RayTaskError as error:  # the batch that it made cannot be handed over
             failure = protocol.TaskError(0, RuntimeError, f"({reader}) in handing over.\n{error}")
             ended = protocol.TaskEnded(call.task, 0, None, (), failure)
         except RayError as error:
@@ -385,10 +386,10 @@ class RayCrew:
             self._doubtful.pop(task.batch.number, None)
         self._ask(reader, number)
 
-    # What is lost
+    # Losses
 
     def _lose(self, reader: Reader, error: BaseException) -> Iterator[Loss]:
-        """Let another actor take the place of one that is gone, and hand back what it had to do."""
+        """Let another actor take the place of one that is gone, and hand back its tasks."""
         self.ready.remove(reader)
         _kill(self._ray, reader)
         self.respawned += 1
@@ -408,12 +409,12 @@ class RayCrew:
             if lost[0].alone is not None or not batch.batched or len(batch.indices) == 1:
                 suspect = batch.number, lost[0].alone or 0
             elif batch.indices:
-                # Which sample it was, if any, shows when each is read alone.
+                # Reading each sample alone shows which one it was, if any.
                 self._doubtful[batch.number] = 0
         yield Loss(reader, [self._tasks.pop(call.task) for call in lost], suspect)
 
     def _kill_hung(self) -> Iterator[Loss]:
-        """Kill actors that get nowhere with what they do."""
+        """Kill actors that take too long for their batch."""
         given, now_s = self._plan.timeout_s, clock.monotonic()
         limit_s = max(_HANG_S, _HANG_TASKS * self._longest_s) if given is None else given
         for reader in [each for each in self.ready if each.calls and limit_s]:
@@ -430,17 +431,17 @@ class RayCrew:
                 )
                 yield from self._lose(reader, WorkerError(f"It hung for {limit_s:g} s."))
 
-    # Which actors there are
+    # The actors
 
     def _with_room(self) -> list[Reader]:
-        """Return those that may be given another batch, as far as memory allows it.
+        """Return the actors that may be given another batch, as far as memory allows it.
 
-        How large batches are is not known before the first one has come.
+        Until the first batch has come, its size is not known, and each actor gets only one.
         """
         free = [
             each
             for each in self.ready
-            if each.number < self.wanted  # others are to go
+            if each.number < self.wanted  # the others will be dismissed
             and each.has_room(stamped=self._stamped)
             and (self._batch_bytes or not each.calls)
         ]
@@ -464,7 +465,7 @@ class RayCrew:
         ]
 
     def _hire_missing(self) -> None:
-        """Ask for the actors that are wanted and not there."""
+        """Ask for the actors that are wanted and missing."""
         there = {each.number for each in (*self.ready, *self.coming.values())}
         missing = sorted(set(range(self.wanted)) - there)
         if not missing or self._head.is_gone:
@@ -506,10 +507,10 @@ class RayCrew:
         self.coming[ref] = Reader(number, actor, has_cpu=options["num_cpus"] > 0)
 
     def _welcome(self, ref: Any) -> None:
-        """Take in an actor that has answered, or has died.
+        """Take in an actor that has given its first answer, or drop one that has died.
 
         Raises:
-            WorkerError: They die before they do anything.
+            WorkerError: Actors die again and again before they have read anything.
             Exception: Whatever ``worker_init_fn`` or unpickling the dataset raised.
         """
         from ray.exceptions import RayError
@@ -548,7 +549,7 @@ class RayCrew:
             reader.clock.note(asked_ns, there_ns, there_ns, clock.monotonic_ns())
 
     def resize(self, processes: int) -> None:
-        """Have so many actors from now on; those too many finish what they have."""
+        """Have ``processes`` actors from now on; surplus ones finish the batches they have."""
         self.wanted = processes
         for ref, reader in list(self.coming.items()):
             if reader.number >= processes:
@@ -558,17 +559,17 @@ class RayCrew:
         self._hire_missing()
 
     def _dismiss_idle(self) -> None:
-        """End those that are to go and have nothing to do."""
+        """End surplus actors that have nothing to do."""
         for reader in [each for each in self.ready if each.number >= self.wanted]:
             if not reader.calls:
                 self.ready.remove(reader)
                 _kill(self._ray, reader)
 
     def _check_presence(self) -> None:
-        """Tell if there is none for long.
+        """Warn if there was no actor for long.
 
         Raises:
-            WorkerError: There is none for too long.
+            WorkerError: There was none for too long.
         """
         now_s = clock.monotonic()
         if self.ready or not self.wanted:
@@ -599,7 +600,7 @@ class RayCrew:
 
 
 def room_for_actors(executor: AnyExecutor, ranks: int = 1) -> int:
-    """Return how many actors each of some ranks can have now, at least 1.
+    """Return how many actors each of ``ranks`` ranks can have now, at least 1.
 
     Raises:
         OptionsError: Ray is not installed.
@@ -614,7 +615,7 @@ def room_for_actors(executor: AnyExecutor, ranks: int = 1) -> int:
 
 
 def _pickled(plan: FetchPlan) -> bytes:
-    """Return a plan as actors get it: a copy of their own, whose arrays may be written to."""
+    """Return the pickle of a plan for actors: each gets a copy, whose arrays it may write to."""
     from ray import cloudpickle
 
     try:
@@ -630,7 +631,7 @@ def _pickled(plan: FetchPlan) -> bytes:
 
 def _kill(ray: Any, reader: Reader) -> None:
     adopted.discard(reader.place.process)
-    with contextlib.suppress(Exception):  # it is gone already
+    with contextlib.suppress(Exception):  # the actor is gone already
         ray.kill(reader.actor)
 
 
@@ -641,7 +642,7 @@ def _kill_all(
     if os.getpid() != owner or not ray.is_initialized():
         return
     for reader in (*ready, *coming.values()):
-        if not head.is_gone:  # Ray would wait for its head
+        if not head.is_gone:  # else Ray would wait for it
             _kill(ray, reader)
     ready.clear()
     coming.clear()
@@ -657,8 +658,8 @@ class RayExecutor(PoolExecutor):
 
     def __init__(self, plan: FetchPlan, given: Resources) -> None:
         self._whole, self._options = plan, options_of_actors(given.executor)
-        # Memory of this machine can only be written here: samples travel as whole batches. Actors
-        # that get nowhere are the crew's to find.
+        # Shared memory can only be written on this machine, so actors send whole batches. The crew
+        # itself finds actors that hang.
         plan = replace(plan, default_collation=False, timeout_s=0)
         super().__init__(
             plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial

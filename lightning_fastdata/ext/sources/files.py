@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PARALLEL: Final = 64
 _users: set[int] = set()
-"""Processes in which obstore was used: this one, its ancestors."""
+"""Numbers of the processes in which obstore was used: this one and its ancestors."""
 
 
 class FileSource:
-    """A file a record.
+    """Files, each of which is a record.
 
     Args:
-        paths: Of the files.
-        parallel_reads: As of :class:`Source`; more than 1 for a network file system.
+        paths: Paths of the files.
+        parallel_reads: See :class:`Source`; give more than 1 for a network file system.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], *, parallel_reads: int = 1) -> None:
@@ -66,10 +66,10 @@ class TarSource(OpenedInEachProcess[list[int]]):
     The archives are read once, header by header, to find where each file begins.
 
     Args:
-        paths: Of the archives.
-        parts: Extensions of the files that make one record, after WebDataset's convention that
-            they share their name up to its first dot (``("jpg", "cls")``): a record is a dict of
-            bytes by extension. None: each file is a record of bytes.
+        paths: Paths of the archives.
+        parts: Extensions of the files that make one record (``("jpg", "cls")``), by WebDataset's
+            convention that they share their name up to its first dot: a record is a dict of bytes
+            by extension. None: each file is a record of bytes.
 
     Raises:
         DatasetError: An archive cannot be read, is compressed, or has a record without a part.
@@ -119,7 +119,7 @@ class TarSource(OpenedInEachProcess[list[int]]):
         return self._name(index * self._each)
 
     def _places(self, index: int) -> range:
-        """Return which slices make a record."""
+        """Return the places of the files that make a record."""
         return range(index * self._each, (index + 1) * self._each)
 
     def _read(self, place: int) -> bytes:
@@ -137,13 +137,13 @@ class TarSource(OpenedInEachProcess[list[int]]):
 
 
 def _members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the name of each file of an archive, and where it is: archive, offset, size."""
+    """Yield the name of each file of an archive, and its archive's number, offset and size."""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 if member.isreg() and not member.sparse:
                     yield member.name, (number, member.offset_data, member.size)
-                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+                archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
     except (OSError, tarfile.TarError) as error:
         raise DatasetError(
             f"{path} cannot be read as an uncompressed tar archive: {error}. Unpack a compressed "
@@ -171,19 +171,19 @@ def _grouped(found: list[Any], parts: tuple[str, ...], files: list[str]) -> list
 
 
 class ObjectSource(OpenedInEachProcess["ObjectStore"]):
-    """An object a record, read by obstore, which also has retries, time-outs and credentials.
+    """Objects, each a record, read by obstore, which also has retries, time-outs and credentials.
 
-    Its clients do not survive a fork, so each process opens its own, and one that was forked from a
-    process that has one refuses. Workers are such processes only if samples were read in the
-    training process before (``num_workers=0``).
+    Clients of obstore do not survive a fork. So each process opens its own, and a process that was
+    forked from one with a client refuses to read. Workers are such processes only if samples were
+    read in the training process before (``num_workers=0``).
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/path``, ``file:///``, ...
-        keys: Of the objects, below ``url``; None: all there are, in the order of their names. A
-            cache knows sizes and versions of those that were listed alone, and says so of others.
-        suffix: Of the keys that count, where all are listed.
+        keys: Keys of the objects, below ``url``; None: all objects, in the order of their names. A
+            cache knows sizes and versions only of objects that were listed, and warns of others.
+        suffix: Suffix of the keys to take, if objects are listed.
         parallel_reads: Objects that a worker asks for at once.
-        **config: For ``obstore.store.from_url``: ``config``, ``client_options``,
+        **config: Options of ``obstore.store.from_url``: ``config``, ``client_options``,
             ``retry_config``, ``credential_provider``, ...
 
     Raises:
@@ -205,7 +205,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         self.config = config
         self.parallel_reads = parallel_reads
         self.listed: str | None = None
-        """Digest of what the listing said of sizes and versions; None: the keys were given."""
+        """Digest of the listing, with sizes and versions; None: the keys were given."""
         if keys is None:
             try:
                 keys, self.listed = asked_apart(partial(_list, self, suffix))
@@ -223,7 +223,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         """Return a client of this process.
 
         Raises:
-            DatasetError: It was forked from a process that has read, too.
+            DatasetError: This process was forked from one that has a client, too.
         """
         if _users - {os.getpid()}:
             raise DatasetError(
@@ -253,7 +253,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         return f"{self.url}/{self.keys[index]}"
 
     def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these objects from others: without credentials, which change."""
+        """Return what identifies these objects, without credentials, which change."""
         if self.listed is None:
             warnings.warn(
                 f"A cache knows these {len(self.keys):,} files by their names alone "
@@ -267,13 +267,13 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
 
 
 def asked_apart(question: Callable[[], T]) -> T:
-    """Return what a function returns that uses obstore, called in a process that ends.
+    """Return the result of a function that uses obstore, called in a process of its own.
 
-    So that obstore is not used in this one, from which workers may still be forked. Where it was
-    used already, the function is called here.
+    So obstore is not used in this process, from which workers may still be forked. If it was used
+    here already, the function is called here.
 
     Raises:
-        DatasetError: It raised, with its text; or the process died.
+        DatasetError: The function raised, with the text of the error; or the process died.
     """
     if os.getpid() in _users:
         answer, error = _answer(question)
@@ -307,7 +307,7 @@ def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
 
 
 def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
-    """Return the keys of all objects, and a digest of what is said of their sizes and versions."""
+    """Return the keys of all objects, and a digest of them with their sizes and versions."""
     import obstore
 
     found: dict[str, str] = {}

@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _KEPT: Final = 8
-"""Groups or chunks of rows that were read last, of each array."""
+"""Number of groups of rows, or of chunks of each array, that are kept: the last ones read."""
 _MOST_FILES: Final = 20_000
 _environments: dict[str, tuple[int, lmdb.Environment | None]] = {}
-"""Of LMDB, by path, with the process that opened it."""
+"""Open LMDB environments by path, each with the number of the process that opened it."""
 
 
 class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
     """The values of an LMDB database, by lmdb.
 
     Args:
-        path: Of the database.
-        keys: Of the values; None: all, in the order of the database.
+        path: Path of the database.
+        keys: Keys of the values; None: all keys, in the order of the database.
 
     Raises:
         OptionsError: lmdb is not installed.
@@ -71,7 +71,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         if process == os.getpid() and environment is not None:
             return environment
         if environment is not None:
-            environment.close()  # of the process that this one was forked from
+            environment.close()  # the parent process, from which this one was forked, opened it
         try:
             environment = library.open(
                 self.path,
@@ -103,7 +103,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         return f"{self.path}:{self.keys[index]!r}"
 
     def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these values from others: of the database's file, size and time."""
+        """Return what identifies these values: size and time of the database, and the keys."""
         place = Path(self.path)
         return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
 
@@ -111,13 +111,13 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
 class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
     """The rows of Parquet files, by pyarrow: dicts of values by column.
 
-    Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
+    Rows are stored in groups, and a group is read whole, so that a shuffled order reads a group for
     nearly every row. The last eight groups are kept in each process. Use ``shuffle="blocks"``, or
     write files with small groups (``row_group_size``), or cache the samples.
 
     Args:
-        paths: Of the files.
-        columns: To read; None: all.
+        paths: Paths of the files.
+        columns: Columns to read; None: all.
 
     Raises:
         OptionsError: pyarrow is not installed.
@@ -150,7 +150,7 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         return starts
 
     def open(self) -> Callable[[int], pyarrow.Table]:
-        """Return what reads a group in this process, and keeps the last ones."""
+        """Return a function that reads a group in this process, and keeps the last groups."""
         files = [_parquet().ParquetFile(path) for path in self.paths]
         groups, columns = self._groups, self.columns
 
@@ -184,20 +184,20 @@ def _parquet() -> Any:
 
 
 class _Rows(OpenedInEachProcess[Handle]):
-    """Rows of several arrays of one length, by the names of these."""
+    """Rows of several arrays of one length, by the names of the arrays."""
 
     parallel_reads = 1
     path: str
     names: list[str]
     _length: int
     _rows_together: int
-    """In the longest of the arrays' chunks."""
+    """Rows of a chunk, in the array whose chunks have most rows; 1: there are no chunks."""
 
     def __len__(self) -> int:
         return self._length
 
     def block_starts(self) -> Sequence[int] | None:
-        """Return the first row of each chunk; None: they hold one, or there are none."""
+        """Return the first row of each chunk; None: chunks hold one row, or there are no chunks."""
         together = self._rows_together
         return range(0, self._length, together) if together > 1 else None
 
@@ -210,8 +210,8 @@ class Hdf5Source(_Rows["h5py.File"]):
     """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
 
     Args:
-        path: Of the file.
-        names: Of the datasets in it, all of one length.
+        path: Path of the file.
+        names: Names of datasets in it, all of one length.
 
     Raises:
         OptionsError: h5py is not installed, or there is no name.
@@ -245,7 +245,7 @@ class Hdf5Source(_Rows["h5py.File"]):
             raise DatasetError(f"{self.path} cannot be read as HDF5: {error}.") from error
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return rows; rows that follow each other are read in one call."""
+        """Return rows; consecutive rows are read in one call."""
         file = self.opened()
         order = np.unique(np.asarray(indices, np.int64))
         rows: dict[int, dict[str, Any]] = {index: {} for index in order.tolist()}
@@ -253,23 +253,23 @@ class Hdf5Source(_Rows["h5py.File"]):
             for name in self.names if len(run) else ():
                 block = file[name][run[0] : run[-1] + 1]
                 for index, row in zip(run.tolist(), block, strict=True):
-                    rows[index][name] = np.array(row)  # which does not hold the block
+                    rows[index][name] = np.array(row)  # a copy, which does not keep the block
         return [rows[index] for index in indices]
 
 
 class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
     """Rows of the arrays in a Zarr group, by zarr 3: dicts of arrays by name.
 
-    Arrays are stored in chunks of so many rows, each of which is read whole. The last eight are
-    kept in each process; see :class:`ParquetSource` for what a shuffled order means.
+    Arrays are stored in chunks of rows, and a chunk is read whole. The last eight chunks of each
+    array are kept in each process; see :class:`ParquetSource` for the cost of a shuffled order.
 
     Args:
-        path: Of the group, or an address that zarr opens.
-        names: Of arrays in it, all of one length; None: all there are.
-        **storage_options: For ``zarr.open_group``.
+        path: Path of the group, or an address that zarr opens.
+        names: Names of arrays in it, all of one length; None: all arrays.
+        **storage_options: Options of ``zarr.open_group``.
 
     Raises:
-        OptionsError: zarr is not installed, or has no such version.
+        OptionsError: zarr is not installed, or is older than version 3.
         DatasetError: The group cannot be read, or its arrays differ in length.
     """
 
@@ -297,7 +297,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         self._rows_together = max(group[name].chunks[0] for name in self.names)
 
     def open(self) -> Callable[[str, int], NDArray[Any]]:
-        """Return what reads a row of an array in this process, and keeps the last chunks."""
+        """Return a function that reads a row of an array, and keeps the last chunks."""
         group = self._group()
         arrays = {name: group[name] for name in self.names}
 
@@ -307,7 +307,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
 
         def row(name: str, index: int) -> NDArray[Any]:
             at = index % arrays[name].chunks[0]
-            # A copy, so that one row does not hold the chunk.
+            # A copy, so that one row does not keep the whole chunk.
             return np.array(chunk(name, index - at)[at])
 
         return row
@@ -318,7 +318,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         return [{name: row(name, int(index)) for name in self.names} for index in indices]
 
     def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these arrays from others: of files, size and time."""
+        """Return what identifies these arrays: their names, and size and time of their files."""
         place = Path(self.path)
         found = islice(sorted(place.rglob("*")), _MOST_FILES) if place.is_dir() else [place]
         files = [named_status(path) for path in found if path.exists()]
@@ -356,10 +356,10 @@ def named_status(path: Path) -> tuple[str, int, int]:
 
 
 def imported(name: str, asked: str) -> ModuleType:
-    """Return a module.
+    """Return a module by its name.
 
     Raises:
-        OptionsError: It is not installed.
+        OptionsError: Its package is not installed.
     """
     try:
         return importlib.import_module(name)
