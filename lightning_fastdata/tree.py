@@ -242,12 +242,13 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     """
     if not kinds:
         return ()
+    passed_over = tuple(each for each in _HOLD_NOTHING if each not in kinds)
     found: list[Any] = []
     seen: set[int] = set()
     waiting: deque[tuple[object, int]] = deque([(obj, 0)])
     while waiting:
         item, depth = waiting.popleft()
-        if isinstance(item, _HOLD_NOTHING) or id(item) in seen:
+        if isinstance(item, passed_over) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, kinds):

@@ -285,7 +285,7 @@ class PipelineTransform(StageTransform):
 
     def follow(self, epoch: int | None = None) -> None:
         """Plan anew if the pipeline has changed; with an epoch, only where another epoch begins."""
-        if (epoch is None or self._epoch not in (None, epoch)) and self._has_changed():
+        if (epoch is None or epoch != self._epoch) and self._has_changed():
             self.take_in()
         self._epoch = epoch
 

@@ -419,7 +419,7 @@ def _texts(value: object, depth: int) -> Iterator[str]:
     elif type(value).__module__.partition(".")[0] in ("pandas", "polars"):
         yield from _texts(np.asarray(value), depth)
     elif depth and isinstance(value, Mapping):
-        for each in islice(value.items(), _MOST_FILES):
+        for each in islice(value.items(), 0, None, _evenly(len(value)).step):
             yield from _texts(each, depth)
     elif depth and isinstance(value, list | tuple | PackedStrings):
         for number in _evenly(len(value)):

@@ -231,8 +231,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             },
         )
         sampler = samplers.as_given(sampler)
-        if isinstance(sampler, samplers.SharedSampler):
-            sampler.check_loader(batch_size, drop_last=drop_last)
+        samplers.check_fit(sampler, batch_sampler, dataset, batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else options.checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None

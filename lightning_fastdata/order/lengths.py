@@ -188,6 +188,15 @@ class BucketBatchSampler(BatchSampler):
         plan = BucketOrder(buckets=buckets, drop_last=drop_last)
         self.sampler = BucketShare(plan, together, given)
 
+    def check_dataset(self, count: int | None) -> None:
+        """Raise DatasetError if a dataset has another number of samples; None: it has no length."""
+        lengths = len(self.sampler.order.buckets.lengths)
+        if count not in (None, lengths):
+            raise DatasetError(
+                f"BucketBatchSampler was given {lengths} lengths, and the dataset has {count} "
+                "samples: some would never be read, or do not exist. Give one length for each."
+            )
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
         self.sampler.set_epoch(epoch)

@@ -481,6 +481,21 @@ def as_given(sampler: Any) -> Any:
     return sampler.source if isinstance(sampler, OwnSplit) else sampler
 
 
+def check_fit(
+    sampler: object,
+    batch_sampler: object,
+    dataset: object,
+    batch_size: int | None,
+    *,
+    drop_last: bool,
+) -> None:
+    """Raise an error if one of our own samplers was made for another dataset or other batches."""
+    if isinstance(sampler, SharedSampler):
+        sampler.check_loader(batch_size, drop_last=drop_last)
+    if isinstance(batch_sampler, BucketBatchSampler):
+        batch_sampler.check_dataset(dataset_length(dataset))
+
+
 def share_in(source: object) -> SharedSampler | None:
     """Return the :class:`SharedSampler` in a sampler or batch sampler; None: there is none."""
     share = sampler_in(source) if isinstance(source, BatchSampler) else source

@@ -15,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
 from lightning_fastdata import CachedDataset
+from lightning_fastdata.caches import folders
 from lightning_fastdata.caches.folders import identity
 from lightning_fastdata.errors import DatasetError
 
@@ -237,6 +239,17 @@ def test_files_that_a_dataset_names_count_by_size_and_time(tmp_path, way):
     larger = identity(Named(**held))
     os.utime(root / "b7.bin", ns=(1, 1))
     assert len({first, larger, identity(Named(**held))}) == 3
+
+
+@pytest.mark.parametrize("kind", [list, lambda names: dict(enumerate(names))])
+def test_of_very_many_names_some_from_all_over_count(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(folders, "_MOST_FILES", 3)
+    names = [f"{tmp_path}/{number}.bin" for number in range(9)]
+    for name in names:
+        Path(name).write_bytes(b"x")
+    first = identity(Named(names=kind(names)))
+    Path(names[6]).write_bytes(b"xy")
+    assert identity(Named(names=kind(names))) != first
 
 
 # -- code ------------------------------------------------------------------------------------------

@@ -251,6 +251,13 @@ def test_what_cannot_be_is_refused(how, error, match) -> None:
         BucketBatchSampler(**{"lengths": [3, 4], "tokens": 8, **how})
 
 
+@pytest.mark.parametrize("count", [3, 5])
+def test_lengths_of_another_dataset_are_refused(count) -> None:
+    sampler = BucketBatchSampler([2] * 4, tokens=8)
+    with pytest.raises(DatasetError, match=f"4 lengths, and the dataset has {count} samples"):
+        FastDataLoader(range(count), batch_sampler=sampler)
+
+
 def test_fewer_samples_than_ranks_are_refused() -> None:
     sampler = BucketBatchSampler([3, 3], tokens=8, num_replicas=4, rank=0)
     with pytest.raises(OptionsError, match="2 samples cannot make 4 batches"):
