@@ -573,11 +573,13 @@ def measure_samples(
 def _is_dear(groups: Sequence[_Group], batch_size: int) -> bool:
     """Return whether samples take so long, and alike, that more of them would change nothing.
 
-    The training waits while they are read.
+    The training waits while they are read. The last two groups are compared, as single samples
+    differ: pictures have many sizes, and an operation may run on some of them only.
     """
     if sum(group.size for group in groups) < _FEWEST_SAMPLES:
         return False
-    least_ms, most_ms = (f(group.wall_ms / group.size for group in groups) for f in (min, max))
+    times_ms = [group.wall_ms / group.size for group in groups[-2:]]
+    least_ms, most_ms = min(times_ms), max(times_ms)
     return batch_size * least_ms >= _DEAR_BATCH_MS and most_ms <= _ALIKE * least_ms
 
 
