@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
     from lightning_fastdata.ext.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.insight.report import RunReport as RunReport
-    from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.order.lengths import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.lengths import pack as pack
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
     from lightning_fastdata.sources.shared import share as share
+    from lightning_fastdata.step_timer import StepTimer as StepTimer
     from lightning_fastdata.types import SampleKey as SampleKey
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _HOME = {
     "Mixture": "order.mixture",
     "RunReport": "insight.report",
     "SampleKey": "types",
-    "StepTimer": "insight.step_timer",
+    "StepTimer": "step_timer",
     "as_batch_transform": "augment.transform",
     "pack": "order.lengths",
     "prefetch": "device.prefetch",
