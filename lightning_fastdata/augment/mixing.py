@@ -471,6 +471,10 @@ class MixedWorker(WorkerTransform):
             sample, tape = self._inner(sample, key)
         return sample, (tape, self._mixer.draw(key))
 
+    def pipelines(self) -> tuple[object, ...]:
+        """Return the pipeline that comes before the mixing, if there is one."""
+        return () if self._inner is None else self._inner.pipelines()
+
     def collate(self, drawn: Sequence[Any]) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
         tapes, own = zip(*drawn, strict=True)

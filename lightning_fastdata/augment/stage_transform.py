@@ -75,6 +75,10 @@ class WorkerTransform:
         """Return the sample as the worker leaves it, and what was drawn for it."""
         raise NotImplementedError
 
+    def pipelines(self) -> tuple[object, ...]:
+        """Return what of a pipeline runs on samples in this process, and may keep a state."""
+        return ()
+
     def collate(self, drawn: Sequence[Any], /) -> Draws | None:
         """Return what was drawn for the samples of a batch, packed in their order.
 

@@ -37,6 +37,7 @@ from lightning_fastdata.types import Batch
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.augment import WorkerTransform
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
@@ -83,6 +84,8 @@ class FetchPlan:
     """Whether batches come in the order of the plan; False: as they are ready."""
     compared: tuple[object, ...] = ()
     """Objects that are read, and compared to see changes; empty: nothing is compared."""
+    transform: WorkerTransform | None = None
+    """Part of a transform that runs on each sample: its pipelines are compared, too."""
     at_start: bool = False
     """Whether the training process reads in place of side processes: from the dataset as it is when
     an epoch begins, as far as that takes little memory."""
@@ -110,7 +113,10 @@ class FetchPlan:
 
     def state(self, within_s: float) -> Fingerprint | None:
         """Return a fingerprint of what is read now; None: it cannot be, or is not, compared."""
-        return self.watched.now(self.compared, within_s, self._keyed) if self.compared else None
+        if not self.compared:
+            return None
+        pipelines = () if self.transform is None else self.transform.pipelines()
+        return self.watched.now((*self.compared, *pipelines), within_s, self._keyed)
 
     def _keyed(self) -> dict[int, object]:
         """Return, by ``id``, what generators that are seeded for each sample are compared by.
@@ -120,6 +126,8 @@ class FetchPlan:
         keyed: dict[int, object] = {}
         if isinstance(self.dataset, KeyedDataset):
             keyed |= lasting(find_composes(own_dataset(self.dataset)))
+        if self.transform is not None:
+            keyed |= lasting(find_composes(self.transform.pipelines()))
         if self.own is not None and self.seed is not None:
             keyed |= self.own.origins()
         return keyed

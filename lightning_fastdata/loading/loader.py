@@ -152,7 +152,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         DatasetError: ``dataset`` is no dataset, or has neither length nor sampler.
         OptionsError: An argument has an impossible value.
         TransformError: A transform on the device was asked for without batches
-            (``batch_size=None``).
+            (``batch_size=None``), or without ``staged``.
     """
 
     timeout: float | Literal["auto"]  # type: ignore[assignment]  # torch takes numbers alone
@@ -221,7 +221,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             batch_size,
             alone=alone,
             transform=transform,
-            needs_batches=staged is not None,
+            on_device=on_device,
+            staged=staged,
             orders={"sampler": sampler, "batch_sampler": batch_sampler},
             functions={
                 "collate_fn": (collate_fn, "the samples of a batch and returns the batch"),

@@ -575,7 +575,7 @@ def open_source(
     collate_fn = _collation(settings, worker_part)
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
     if not reads_with_torch(settings):
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported)
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, worker_part)
     wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
     if wrapped and settings.num_workers > 1:
         raise OptionsError(_WRAPPED_PIPE.format(name=type(settings.dataset).__name__))
@@ -627,6 +627,7 @@ def _open_executor(
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
     reported: dict[str, int],
+    worker_part: WorkerTransform | None,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
@@ -645,13 +646,14 @@ def _open_executor(
         default_collation=default,
         gathered=gathered,
         compared=() if streamed else (settings.dataset, settings.collate_fn),
+        transform=worker_part,
         at_start=settings.chosen and is_drawn_at_start(order_of(settings)),
         standby=_stands_by(settings),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
         # A stream's random numbers go on from sample to sample, as its state does: no keys.
         seed=None if streamed else settings.seed,
-        own=None if streamed else OwnGenerators(settings.dataset),
+        own=None if streamed else OwnGenerators(settings.dataset, worker_part),
         worker_init_fn=settings.worker_init_fn,
         timeout_s=None if settings.timeout == "auto" else settings.timeout,
         in_order=settings.in_order,

@@ -59,19 +59,22 @@ def check_loader(
     *,
     alone: bool,
     transform: object,
-    needs_batches: bool,
+    on_device: bool,
+    staged: object,
     orders: Mapping[str, object],
     functions: Mapping[str, tuple[object, str]],
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
-    ``orders`` are samplers, ``functions`` callables and what each takes. ``needs_batches``: whether
-    something runs on the device, on batches. ``alone``: whether there are to be no workers. (A data
-    module takes options of workers all the same, which are for all of its stages.)
+    ``orders`` are samplers, ``functions`` callables and what each takes. ``staged``: the stage for
+    whose hooks batches are staged; None: nobody runs anything on them. ``alone``: whether there are
+    to be no workers. (A data module takes options of workers all the same, which are for all of its
+    stages.)
 
     Raises:
         OptionsError: An argument is impossible, or is for workers and there are none.
-        TransformError: ``transform`` was not made by this package, or there are no batches.
+        TransformError: ``transform`` was not made by this package, nobody would run it, or there
+            are no batches.
     """
     for name in _OF_WORKERS if alone else ():
         value = getattr(options, name)
@@ -92,7 +95,13 @@ def check_loader(
             f"transform is {transform!r}; it has to be made by as_batch_transform(...). Or give it "
             "to a FastDataModule as augment=."
         )
-    if needs_batches and batch_size is None and orders["batch_sampler"] is None:
+    if transform is not None and staged is None and (on_device or not transform.starts_in_worker):
+        raise TransformError(
+            f"{transform.name} is to run on whole batches on the device, and a FastDataLoader by "
+            "itself has nobody who does that. Give it to FastDataModule(augment=...) or "
+            "DataThroughputCallback(augment=...), or leave out on_device, or call it on each batch."
+        )
+    if staged is not None and batch_size is None and orders["batch_sampler"] is None:
         raise TransformError(
             "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
             "or pass the transform to the dataset."

@@ -41,6 +41,8 @@ _OF_A_SAMPLE: Final = {
     *("is_sequence_input", "label_manager"),  # of the processors of boxes and keypoints
 }
 """Attributes that an Albumentations pipeline sets anew for each sample."""
+_PARTS: Final = ("transforms", "processors")
+"""Attributes of an Albumentations pipeline that hold its parts."""
 _KEYED: Final = threading.RLock()
 _epochs_are_own = False
 _Generator: TypeAlias = (
@@ -70,13 +72,13 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
         compose.set_random_state(generator, python)
 
 
-def lasting(composes: Sequence[Any]) -> dict[int, object]:
+def lasting(composes: Sequence[Any]) -> dict[int, tuple[type, dict[str, Any]]]:
     """Return type and attributes of each part of pipelines, by its ``id``, to compare them.
 
     Attributes that each sample sets anew are left out: generators, parameters, and what processors
     know of its labels.
     """
-    found: dict[int, object] = {}
+    found: dict[int, tuple[type, dict[str, Any]]] = {}
     waiting = list(composes)
     while waiting:
         part = waiting.pop()
@@ -204,20 +206,25 @@ def _torch_seed(digest: bytes) -> int:
 
 
 class OwnGenerators:
-    """The generators that a map-style dataset holds, as far as they can be found.
+    """The generators that a dataset and its transform hold, as far as they can be found.
 
-    It finds generators in attributes of the dataset and of objects that it holds, but not those of
-    Albumentations pipelines, which :func:`reseed` keys.
+    It finds generators in attributes of the dataset and of objects that it holds, but not those
+    that Albumentations gives the parts of a pipeline, which :func:`reseed` keys.
 
     Args:
-        dataset: The dataset, in the process whose generators count as its initial ones.
+        dataset: The map-style dataset, in the process whose generators count as its initial ones.
+        transform: What tells by ``pipelines()`` which pipelines run on its samples; None: none do.
     """
 
-    def __init__(self, dataset: object) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: object, transform: Any = None) -> None:
+        self.dataset, self._transform = dataset, transform
         # Side processes get these together with the dataset, as the same objects that it holds.
-        self._found = [(generator, _origin(generator)) for generator in _generators(dataset)]
+        self._found = list(self._held().items())
         self._refused = False
+
+    def _held(self) -> dict[_Generator, bytes]:
+        pipelines = () if self._transform is None else self._transform.pipelines()
+        return _generators((self.dataset, *pipelines))
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -225,7 +232,7 @@ class OwnGenerators:
     def look_again(self) -> bool:
         """Add generators that were made since; return whether there are any."""
         known = {id(generator) for generator, _ in self._found}
-        held = _generators(self.dataset)
+        held = self._held()
         new = [generator for generator in held if id(generator) not in known]
         if new:
             # A generator that is gone loses its place, which the next one is then keyed by.
@@ -275,13 +282,26 @@ class OwnGenerators:
             )
 
 
-def _generators(dataset: object) -> list[_Generator]:
-    pipelines = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
-    return [
-        found
-        for found in find_instances(dataset, (*GENERATOR_CLASSES, *pipelines))
-        if isinstance(found, GENERATOR_CLASSES) and not _is_global(found)
-    ]
+def _generators(holder: object) -> dict[_Generator, bytes]:
+    """Return the generators in an object, each with what tells it from one seeded otherwise."""
+    kinds = (
+        *GENERATOR_CLASSES,
+        *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
+    )
+    held = find_instances(holder, kinds)
+    found: dict[Any, bytes] = {}
+    found |= {each: _origin(each) for each in held if isinstance(each, GENERATOR_CLASSES)}
+    parts = lasting([each for each in held if not isinstance(each, GENERATOR_CLASSES)])
+    for _, attributes in parts.values():
+        own = [value for name, value in attributes.items() if name not in _PARTS]
+        for each in find_instances(own, kinds):
+            if isinstance(each, GENERATOR_CLASSES):
+                found[each] = _origin(each)
+            elif id(each) not in parts:  # a pipeline that a part calls itself is not reseeded
+                # Without a seed the system has seeded its generators, anew in each run.
+                inner = find_instances(list(held_by(each).values()), GENERATOR_CLASSES)
+                found |= dict.fromkeys(inner, b"")
+    return {each: origin for each, origin in found.items() if not _is_global(each)}
 
 
 def _is_global(generator: _Generator) -> bool:

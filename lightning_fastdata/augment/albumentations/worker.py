@@ -40,7 +40,7 @@ from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
-from lightning_fastdata.tree import PilImage
+from lightning_fastdata.tree import PilImage, is_users
 from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
@@ -184,16 +184,31 @@ class ComposeWorker(TapedWorker):
 
     def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], Callable[[SampleKey], None]]:
         """Return this thread's pipeline, or its recorder for a plan, and a function to seed it."""
-        own: dict[int, tuple[Callable[..., Any], Callable[[SampleKey], None]]]
-        own = vars(self._local).setdefault("by_plan", {})
+        own = self._copies()
         if id(plan) not in own:
             if plan is None:
                 compose = run = copy.deepcopy(self._compose)
             else:
                 run = Recorder(self._compose, plan, DEVICE_OPS | self._registered)
                 compose = run.compose
-            own[id(plan)] = run, reseeder(compose)
-        return own[id(plan)]
+            own[id(plan)] = compose, run, reseeder(compose)
+        return own[id(plan)][1:]
+
+    def pipelines(self) -> tuple[object, ...]:
+        """Return the transforms that hold code of the user's, of this thread's copies.
+
+        Before its first sample these are the original ones. Transforms of the library keep nothing
+        from sample to sample, and in a copy that records some are replaced.
+        """
+        copies = [each[0] for each in self._copies().values()] or [self._compose]
+        leaves = [leaf.transform for compose in copies for leaf in list_leaves(compose)]
+        return tuple(each for each in leaves if is_users(type(each).__module__) or _calls(each))
+
+    def _copies(self) -> dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]:
+        """Return this thread's copies, by the ``id`` of their plans, as they run and are seeded."""
+        found: dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]
+        found = vars(self._local).setdefault("by_plan", {})
+        return found
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and the place of each in the sample."""
@@ -263,6 +278,11 @@ def _own_if_gray(value: object) -> np.ndarray:
     image = to_hwc(value)
     is_gray = not isinstance(value, PilImage) and (image.ndim == 2 or image.shape[2] == 1)
     return image.copy() if is_gray else image
+
+
+def _calls(transform: object) -> bool:
+    """Return whether a transform of the library calls a function of the user's."""
+    return type(transform).__name__ == "Lambda"
 
 
 def _with_channel(pixels: np.ndarray, given: np.ndarray, left: Track | None) -> np.ndarray:

@@ -372,6 +372,10 @@ class PipelineWorker(TapedWorker):
         recorder: Recorder = self._local.recorder
         return recorder(given)
 
+    def pipelines(self) -> tuple[object, ...]:
+        """Return the pipeline."""
+        return (self._pipeline,)
+
     def waiting(self, item: Batch, names: Collection[Path], **_: bool) -> Mapping[Path, Tensor]:
         """Return the tensors that lie in a sample or batch at these paths."""
         found = {path: at_path(item, path) for path in names}
