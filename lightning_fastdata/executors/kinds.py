@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
 
+OPEN_CONNECTION: Final = "an open connection"
 _FILES_OF_WORKER: Final = 8
 """Number of open files that a side process needs, including those that exist while it starts."""
 _FILES_OF_BATCH: Final = 4
@@ -332,7 +333,7 @@ def _told(handle: Any) -> str:
         return f"tensors on {handle.device}" if handle.device.type == "cuda" else ""
     try:
         if isinstance(handle, socket.socket):
-            return "an open connection" if handle.fileno() >= 0 else ""
+            return OPEN_CONNECTION if handle.fileno() >= 0 else ""
         if package == "sqlite3":
             _ = handle.total_changes  # raises if it is closed
         elif package == "h5py" and not handle:

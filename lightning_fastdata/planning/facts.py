@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -48,7 +49,7 @@ from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.columns import rows_of
-from lightning_fastdata.executors.kinds import open_handles
+from lightning_fastdata.executors.kinds import OPEN_CONNECTION, open_handles
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock, system_calls
 from lightning_fastdata.host.clock import Clocks
@@ -109,6 +110,7 @@ _SHARES: Final = ({"num_workers", "id"}, {"num_workers", "dataset"})
 
 # Bounds for the process that is thrown away
 _DEADLINE_S: Final = 30.0
+_DEADLINE_HERE_S: Final = 3.0  # where the training process reads in any case, little rests on it
 _START_S: Final = 60.0  # a spawned process imports torch and unpickles a dataset of unknown size
 _LOOK_S: Final = 0.25
 
@@ -234,7 +236,15 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         with kept_random_state():
             _answer(as_it_is, questions, values.__setitem__)
         return replace(facts, sampled="sample" in values, **values)
-    findings = try_apart(_answer, spec, questions, start_method=method)
+    is_open = spec.options.num_workers == spec.options.executor == "auto"
+    once = given_once(spec.dataset)
+    handles = open_handles(spec.dataset)
+    once += [each for each in handles if spec.reads_here or each == OPEN_CONNECTION]
+    if once:
+        here = f"it holds {once[0]}, which a side process would share; it is read as by torch"
+        return replace(facts, here=here if is_open else None)
+    deadline_s = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
+    findings = try_apart(_answer, spec, questions, start_method=method, deadline_s=deadline_s)
     values, failure = findings.values, findings.failure
     key = values.pop("key", 0)
     facts = replace(facts, sampled="sample" in values, **values)
@@ -244,7 +254,6 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
     late = failure.kind == "late" and method == "fork"
-    is_open = spec.options.num_workers == spec.options.executor == "auto"
     if is_open and (place or late or _works_here(spec, key, failure)):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
         return replace(facts, here=here, warnings=(here,) if late else ())
@@ -258,6 +267,23 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         "dataset opens or starts in __init__, and open it on first use in __getitem__."
     )
     return replace(facts, warnings=(decided_without,))
+
+
+def given_once(dataset: object) -> list[str]:
+    """Return in words what a dataset holds that gives each sample to whoever asks first.
+
+    These are queues, connections and pipes, which processes share.
+    """
+    queues = loaded_classes("multiprocessing.queues", "Queue", "SimpleQueue")
+    # A process has a connection of its own to what a manager keeps.
+    proxies = loaded_classes("multiprocessing.managers", "BaseProxy")
+    found = find_instances(dataset, (io.IOBase, Connection, *queues, *proxies))
+    pipes = [each for each in found if isinstance(each, io.IOBase) and not each.closed]
+    return [
+        *["a queue" for each in found if isinstance(each, queues)],
+        *["a connection" for each in found if isinstance(each, Connection)],
+        *["a pipe" for each in pipes if not each.seekable()],
+    ]
 
 
 def refuse_empty(spec: LoaderSpec) -> None:
@@ -541,7 +567,7 @@ def measure_samples(
         each_ms = ((cpu_ms if ahead else wall_ms) + collate_ms) / count
         if left_ms <= 0 or sum(group.size for group in groups) >= most:
             break
-        if not ahead and _is_dear(groups[1:], batch_size):
+        if not ahead and _is_dear(groups[1:], batch_size, at_once=at_once):
             break
         fitting = int(left_ms / each_ms) if each_ms > 0 else batch_size
         size = max(1, min(batch_size if ahead else 2 * size, batch_size, fitting))
@@ -570,15 +596,16 @@ def measure_samples(
     )
 
 
-def _is_dear(groups: Sequence[_Group], batch_size: int) -> bool:
+def _is_dear(groups: Sequence[_Group], batch_size: int, *, at_once: bool) -> bool:
     """Return whether samples take so long, and alike, that more of them would change nothing.
 
     The training waits while they are read. The last two groups are compared, as single samples
-    differ: pictures have many sizes, and an operation may run on some of them only.
+    differ: pictures have many sizes, and an operation may run on some of them only. Of calls for
+    many samples at once, which may take less for each, all are.
     """
     if sum(group.size for group in groups) < _FEWEST_SAMPLES:
         return False
-    times_ms = [group.wall_ms / group.size for group in groups[-2:]]
+    times_ms = [group.wall_ms / group.size for group in (groups if at_once else groups[-2:])]
     least_ms, most_ms = min(times_ms), max(times_ms)
     return batch_size * least_ms >= _DEAR_BATCH_MS and most_ms <= _ALIKE * least_ms
 
@@ -683,10 +710,7 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
         return _no("the first samples of a ChainDataset tell nothing of its later parts")
     if not (options.split == options.num_workers == "auto" and options.probe):
         return _no(f"{name} is of no known library, and was not tried")
-    queues = loaded_classes("multiprocessing.queues", "Queue", "SimpleQueue")
-    handles = open_handles(stream) + ["a queue"] * bool(
-        find_instances(stream, (Connection, *queues))
-    )
+    handles = open_handles(stream) + given_once(stream)
     if handles:
         return _no(f"{name} holds {handles[0]}, from which a trial would take samples")
 

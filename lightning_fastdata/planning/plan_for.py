@@ -149,6 +149,11 @@ class LoaderSpec:
         return self.options.num_workers == "auto" and not kind_of(executor).is_torch
 
     @property
+    def needs_trial(self) -> bool:
+        """Whether samples are read beforehand; a given number of workers needs no cost."""
+        return self.needs_cost and self.options.num_workers in ("auto", 0)
+
+    @property
     def reads_here(self) -> bool:
         """Whether the options have the training process read samples itself."""
         executor = self.options.executor
@@ -258,7 +263,7 @@ def plan_for(
     ``local_ranks`` the training processes on this host.
     """
     if facts is None:
-        facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+        facts = inspect_dataset(spec, Questions(cost=spec.needs_trial))
         for warning in facts.warnings:
             warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=3)
     asked, actors = spec.options.executor, None

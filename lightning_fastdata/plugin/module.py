@@ -674,7 +674,7 @@ class DataModule:
             sample=self._trainer is not None,
             collated=spec.collate_fn is None and not transforms,
             further=_FURTHER_SAMPLES if on_device and part is not None else 0,
-            cost=spec.needs_cost,
+            cost=spec.needs_trial,
         )
         facts = inspect_dataset(spec, questions)
         if facts.uncollatable is not None:
@@ -724,7 +724,7 @@ class DataModule:
                 moved += told_of_pipelines(dataset, name, stage)
                 if name not in self._plans:
                     spec, _ = self._spec(dataset, stage, name, known)
-                    facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
+                    facts = inspect_dataset(spec, Questions(cost=spec.needs_trial))
                     self._plans[name] = self._plan(spec, facts)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
         parts += [

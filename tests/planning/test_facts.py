@@ -666,3 +666,32 @@ def test_there_are_as_many_workers_as_cpus_four_at_least_and_no_more_than_shards
     assert count == 1
     assert "set num_workers=6, or split=True" in told[0]
     assert "of its code" in told[0]
+
+
+class Once(Dataset):
+    """Each sample is there for whoever asks first."""
+
+    def __init__(self, kind):
+        self.end, other = multiprocessing.Pipe()
+        if kind == "queue":
+            self.end = other = multiprocessing.get_context("fork").SimpleQueue()
+        self.other, put = other, other.put if kind == "queue" else other.send
+        self.kind = kind
+        for number in range(8):
+            put(number)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if self.kind == "queue":
+            return -1 if self.end.empty() else self.end.get()
+        return self.end.recv() if self.end.poll() else -1
+
+
+@each("kind", ["queue", "connection"])
+@each("workers", [0, 1, "auto"])
+def test_samples_that_are_there_once_are_not_tried(kind, workers):
+    loader = FastDataLoader(Once(kind), 2, num_workers=workers)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))
+    loader.close()
