@@ -167,7 +167,7 @@ class SampleFile:
 
     def has(self, index: int) -> bool:
         """Return whether a sample is there."""
-        return bool(self._index[index]["length"])
+        return self._entry(index) is not None
 
     def read(self, index: int) -> tuple[bool, Any]:
         """Return whether a sample is there whole, and the sample, in memory of its own.
@@ -202,6 +202,8 @@ class SampleFile:
 
     def _entry(self, index: int) -> tuple[int, int, int] | None:
         """Return offset, length and checksum of the bytes of a sample; None: it is not there."""
+        if index >= self._index.size:
+            return None
         offset, length, crc = self._index[index].item()
         if not length:
             return None
@@ -226,12 +228,14 @@ class SampleFile:
         return record if self.form is not None else record[first_leaf_at(record[:4].tobytes()) :]
 
     def write(self, index: int, sample: object) -> None:
-        """Keep a sample, if there is room and its form is that of the others.
+        """Keep a sample, if there is room, its form is that of the others, and it has an entry.
 
         Raises:
             OSError: The sample cannot be written.
             DatasetError: The sample holds something that cannot be kept.
         """
+        if index >= self._index.size:  # the dataset has grown since the cache was made
+            return
         form, record = taken_apart(sample)
         if self.form is None:
             record = with_form(form, record)

@@ -380,3 +380,18 @@ def test_a_cache_that_is_no_longer_held_leaves_no_file_of_samples_open(tmp_path,
         return len(os.listdir("/proc/self/fd"))
 
     assert read() == read() == read()
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_a_cache_is_as_long_as_its_dataset(tmp_path, folder, varies):
+    data = Made(folder, varies=varies)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    cached.fill()
+    assert (cached.columns() is None) == varies
+    for count in (43, 37):
+        data.count = count
+        assert cached.columns() is None
+        assert alike(list(DataLoader(cached, None)), list(DataLoader(data, None)))
+        assert alike(cached[-1], data[count - 1])
+        with pytest.raises(IndexError, match=f"the dataset has {count}"):
+            cached[43]
