@@ -80,7 +80,8 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         dataset: A dataset with a length, and samples of tensors, NumPy arrays and scalars, PIL
-            images, numbers, strings, bytes and None, in tuples, lists and dicts.
+            images (with their ``info``, such as EXIF), numbers, strings, bytes and None, in tuples,
+            lists and dicts.
         folder: ``"disk"``: below ``$LIGHTNING_FASTDATA_CACHE`` or ``~/.cache/lightning_fastdata``.
             ``"ram"``: in the memory of this machine, until the process ends (Linux). Or a folder,
             in which each dataset gets one of its own.

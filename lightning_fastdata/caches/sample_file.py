@@ -23,6 +23,8 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from numbers import Integral, Rational
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -429,7 +431,8 @@ def _form(value: object, raws: list[Raw], path: str) -> Form:
     form, raw = _leaf(value, path)
     raws.append(raw)
     form["bytes"] = raw.size
-    return form
+    info = _info(value) if form["is"] == "picture" else None
+    return {"is": "described", "of": [form, _form(info, raws, path)]} if info else form
 
 
 def _leaf(value: object, path: str) -> tuple[Form, Raw]:
@@ -458,6 +461,30 @@ def _leaf(value: object, path: str) -> tuple[Form, Raw]:
         form = {"is": "picture", "mode": picture.mode, "size": list(picture.size)}
         return form, np.frombuffer(picture.tobytes(), np.uint8)
     raise _unsupported(path, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _info(picture: Any) -> dict[str, Any]:
+    """Return what an image carries besides its pixels, such as EXIF, in Python's own types.
+
+    What has no such type is left out.
+    """
+    found = {}
+    for key, value in picture.info.items():  # what a file has behind the pixels was read with these
+        plain = _plain(value)
+        with suppress(DatasetError):
+            _form({key: plain}, [], "")
+            found[key] = plain
+    return found
+
+
+def _plain(value: object) -> object:
+    """Return a value with PIL's own texts and fractions as str and float."""
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    if isinstance(value, str):
+        return str(value)
+    fraction = isinstance(value, Rational) and not isinstance(value, Integral)
+    return float(value) if fraction else value  # type: ignore[arg-type]
 
 
 def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
@@ -491,6 +518,10 @@ def _made(form: Form, take: Callable[[], Raw]) -> Batch:
         return tuple(parts) if kind == "tuple" else parts
     if kind == "dict":
         return {key: _made(part, take) for key, part in zip(form["keys"], form["of"], strict=True)}
+    if kind == "described":
+        picture, info = (_made(part, take) for part in form["of"])
+        picture.info = info
+        return picture
     raw = take()
     if kind == "tensor":
         return _made_tensor(form, raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import io
 import itertools
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from alike import alike
 from caches.made import Made
 from lightning.pytorch import Trainer
 from misses import each
+from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from programs import run_program
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 from torchvision.transforms import v2
@@ -365,6 +368,35 @@ def test_samples_without_bytes_are_kept(tmp_path, folder):
     cached.fill()
     assert cached.stored == 40
     assert alike(cached[3], (None, torch.empty(0)))
+
+
+def saved(form, mode="RGB", **options):
+    """Return a picture as it comes from a file of a form."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = io.BytesIO()
+    Image.effect_noise((7, 5), 50).convert(mode).save(file, form, exif=exif, **options)
+    return Image.open(file).convert(mode)
+
+
+def test_pictures_carry_what_they_did(tmp_path):
+    text = PngInfo()
+    text.add_itxt("place", "Köln")
+    made = [
+        saved("jpeg", icc_profile=b"colours", dpi=(72, 72), comment=b"behind"),
+        saved("png", transparency=(1, 2, 3), pnginfo=text),
+        saved("png", "L", transparency=7),
+        saved("tiff", dpi=(300, 300)),
+        saved("bmp"),
+    ]
+    cached = ld.CachedDataset(made, tmp_path, key="made")
+    turned = ld.CachedDataset(made, tmp_path, key="made", transform=ImageOps.exif_transpose)
+    for _ in range(2):
+        assert [cached[index] for index in range(5)] == made
+        assert [turned[index].size for index in range(5)] == 4 * [(5, 7)] + [(7, 5)]
+    assert cached.stored == 5
+    assert cached[1].info["transparency"] == (1, 2, 3)
+    assert cached[3].info["dpi"] == (300, 300)
 
 
 def test_a_cache_of_another_length_is_refused(tmp_path, folder):
