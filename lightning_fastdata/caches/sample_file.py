@@ -88,13 +88,16 @@ class SampleFile:
             os.ftruncate(self._file, count * self._row_bytes)
 
     @classmethod
-    def open(cls, folder: Path, samples: int, known: SharedFlags) -> SampleFile | None:
+    def open(
+        cls, folder: Path, samples: int, known: SharedFlags, *, max_bytes: int | None = None
+    ) -> SampleFile | None:
         """Return what is in a folder; None if there is nothing yet.
 
         Args:
             folder: Folder of the cache of one dataset.
             samples: Length of the dataset.
             known: A flag for each sample: whether it was checked against its checksum.
+            max_bytes: Most bytes that the samples may take; None: as when the cache was made.
 
         Raises:
             DatasetError: The folder holds a cache of another length or format, or a damaged one.
@@ -108,6 +111,7 @@ class SampleFile:
             if manifest["format"] != _FORMAT or manifest["samples"] != samples:
                 found = f"{manifest['samples']} samples in format {manifest['format']}"
                 raise ValueError(f"it has {found}, not {samples} in format {_FORMAT}")
+            manifest["max_bytes"] = max_bytes or manifest["max_bytes"]
             return cls(folder, manifest, known)
         except FileNotFoundError:
             return None

@@ -215,11 +215,15 @@ def test_a_killed_process_leaves_a_cache_that_is_right(tmp_path, folder, varies)
     assert all(alike(cached[index], data[index]) for index in range(len(data)))
 
 
-def test_samples_that_find_no_room_are_made(tmp_path, folder):
-    data = Made(folder)
-    cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=300)
-    assert all(alike(cached[index], data[index]) for index in range(40))
-    assert 0 < cached.stored < 40
+@pytest.mark.parametrize("varies", [False, True])
+def test_samples_that_find_no_room_are_made(tmp_path, folder, varies):
+    data = Made(folder, varies=varies)
+    stored = [0]
+    for max_bytes in (700, None, 1500, 700, 10**6):  # None: as when it was made
+        cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=max_bytes)
+        assert all(alike(cached[index], data[index]) for index in range(40))
+        stored.append(cached.stored)
+    assert 0 < stored[1] == stored[2] < stored[3] == stored[4] < stored[5] == 40
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
