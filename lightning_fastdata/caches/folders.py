@@ -317,7 +317,7 @@ def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
 def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterator[object]:
     """Yield what identifies a class, function or module, and its version or source."""
     module = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
-    yield f"{module}.{getattr(obj, '__qualname__', '')}"
+    yield f"{_imported_as(module)}.{getattr(obj, '__qualname__', '')}"
     if isinstance(obj, BuiltinFunctionType) or not is_users(module):
         top = (module or "").partition(".")[0]
         version = getattr(sys.modules.get(top), "__version__", None)
@@ -335,6 +335,15 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     elif isinstance(obj, FunctionType):
         yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
         yield closed_over(obj)
+
+
+def _imported_as(module: str) -> str:
+    """Return the name of a module; of the script that runs, that by which others import it."""
+    if module not in ("__main__", "__mp_main__"):  # the latter is the script where it was spawned
+        return module
+    script = sys.modules.get(module)
+    spec, file = held(script, "__spec__"), held(script, "__file__")
+    return spec.name if spec is not None else Path(file or module).stem
 
 
 def _source(obj: type | FunctionType | ModuleType) -> str:
