@@ -284,7 +284,8 @@ class _Digesting(pickle.Pickler):
         if has_method(obj, "recognised_by"):
             return _same, (type(obj), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
-            raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            dense = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            raw = dense.reshape(-1).view(torch.uint8)
             return _same, (str(obj.dtype), tuple(obj.shape), raw.numpy())
         if isinstance(obj, np.ndarray):
             mapped = _mapped(obj)

@@ -498,7 +498,9 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     plain = value.layout is torch.strided and value.device.type == "cpu"
     if not (kind is torch.Tensor or tv) or not plain or value.requires_grad or value.is_quantized:
         raise _unsupported(path, f"a tensor of {name} on {value.device}, {value.layout}")
-    dense = value.detach().as_subclass(torch.Tensor).contiguous()
+    # A view may only note that its numbers are conjugate or negative.
+    resolved = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    dense = resolved.contiguous()
     form: Form = {
         "is": "tensor",
         "dtype": str(value.dtype).removeprefix("torch."),

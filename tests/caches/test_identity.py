@@ -112,6 +112,7 @@ STATES = {
     "one row of a tensor": (torch.from_numpy(ROWS), torch.from_numpy(ONE_ROW_DIFFERS)),
     "the shape of a tensor": (torch.zeros(4), torch.zeros(2, 2)),
     "the dtype of a tensor": (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)),
+    "a conjugate tensor": (torch.tensor([1j]).conj(), torch.tensor([1j])),
     "an object": (Part(1), Part(2)),
     "an object in slots": (InSlots(1), InSlots(2)),
     "a named tuple": (Item("a", 1), Item("a", 2)),
