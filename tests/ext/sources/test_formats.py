@@ -13,7 +13,7 @@ from alike import alike
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, OptionsError
 from tests.sources.test_source_dataset import COUNT, decode, in_archives, in_database, record
 
 
@@ -55,6 +55,7 @@ def test_parquet_rows_are_those_of_pyarrow(tmp_path):
             {
                 "image": [record(index) for index in range(number * 24, number * 24 + 24)],
                 "label": list(range(number * 24, number * 24 + 24)),
+                "box": [{"left": index, "right": [1]} for index in range(24)],
                 "unused": [0.5] * 24,
             }
         )
@@ -69,6 +70,11 @@ def test_parquet_rows_are_those_of_pyarrow(tmp_path):
     dataset = sources.SourceDataset(source, lambda row, index: decode(row["image"], index))
     loader = ld.FastDataLoader(dataset, 7, num_workers=2, shuffle=True)
     assert sorted(torch.cat(list(loader))[:, 2].tolist()) == list(range(COUNT))
+    within = sources.ParquetSource(paths, columns=["box.left", "label"])
+    assert within.get_bytes([25]) == [{"box": {"left": 1}, "label": 25}]
+    for wrong in ("imgae", "box.lef", "box.left.x", "lab"):
+        with pytest.raises(DatasetError, match=rf"no column '{wrong}'. It has \['image', 'label'"):
+            sources.ParquetSource(paths, columns=["image", wrong])
     (tmp_path / "no").write_bytes(b"PAR1 no")
     with pytest.raises(DatasetError, match="as Parquet"):
         sources.ParquetSource(tmp_path / "no")
@@ -117,11 +123,21 @@ def test_zarr_rows_are_those_of_zarr(tmp_path):
     assert torch.cat(list(loader)).tolist() == every
     with pytest.raises(DatasetError, match=r"differ in length: \{'number': 30, 'short': 3\}"):
         sources.ZarrSource(tmp_path / "x.zarr", ["number", "short"])
+    with pytest.raises(OptionsError, match="names is 'values'; give a list of names"):
+        sources.ZarrSource(tmp_path / "x.zarr", "values")
     for names in (["other"], ["scalar"]):
         with pytest.raises(DatasetError, match=r"has not all of .*'number', 'scalar', 'short'"):
             sources.ZarrSource(tmp_path / "x.zarr", names)
     with pytest.raises(DatasetError, match="as a Zarr group"):
         sources.ZarrSource(tmp_path / "none.zarr")
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"), [("ParquetSource", "columns"), ("Hdf5Source", "names")]
+)
+def test_a_text_in_the_place_of_names_is_refused(tmp_path, kind, argument):
+    with pytest.raises(OptionsError, match=f"{argument} is 'x'; give a list of names"):
+        getattr(sources, kind)(tmp_path / "none", **{argument: "x"})
 
 
 def test_lmdb_keys_that_are_missing_are_named(tmp_path):
