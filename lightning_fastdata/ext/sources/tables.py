@@ -244,9 +244,14 @@ class Hdf5Source(_Rows["h5py.File"]):
         try:
             lengths = {name: len(file[name]) for name in self.names}
             rows = [(file[name].chunks or [1])[0] for name in self.names]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:  # the last one of a group
+            found: list[str] = []
+            file.visititems(
+                lambda name, item: found.append(name) if hasattr(item, "chunks") else None
+            )
             raise DatasetError(
-                f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
+                f"{self.path} has not all of {self.names} as datasets of rows: {error}. It has "
+                f"{sorted(found)}."
             ) from error
         finally:
             file.close()

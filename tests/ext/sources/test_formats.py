@@ -87,6 +87,8 @@ def test_hdf5_rows_are_those_of_h5py(tmp_path):
         file["x"] = np.arange(COUNT * 6).reshape(COUNT, 2, 3)
         file["y"] = np.arange(COUNT)
         file["short"] = np.arange(3)
+        file["scalar"] = 3
+        file["scans/1"] = np.arange(COUNT)
     source = sources.Hdf5Source(tmp_path / "x.h5", ["x", "y"])
     order = [40, 3, 4, 5, 3]
     for index, row in zip(order, source.get_bytes(order), strict=True):
@@ -98,8 +100,11 @@ def test_hdf5_rows_are_those_of_h5py(tmp_path):
     assert torch.cat([y for _, y in loader]).tolist() == list(range(COUNT))
     with pytest.raises(DatasetError, match=r"differ in length: \{'x': 48, 'short': 3\}"):
         sources.Hdf5Source(tmp_path / "x.h5", ["x", "short"])
-    with pytest.raises(DatasetError, match=r"has not all of \['z'\].*\['short', 'x', 'y'\]"):
-        sources.Hdf5Source(tmp_path / "x.h5", ["z"])
+    assert sources.Hdf5Source(tmp_path / "x.h5", ["scans/1"]).get_bytes([4]) == [{"scans/1": 4}]
+    for name in ("z", "scans", "scalar"):
+        named = rf"has not all of \['{name}'\].*\['scalar', 'scans/1', 'short', 'x', 'y'\]"
+        with pytest.raises(DatasetError, match=named):
+            sources.Hdf5Source(tmp_path / "x.h5", [name])
 
 
 def test_zarr_rows_are_those_of_zarr(tmp_path):
