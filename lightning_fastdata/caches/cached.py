@@ -80,14 +80,16 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         dataset: A dataset with a length, and samples of tensors, NumPy arrays and scalars, PIL
-            images, numbers, strings, bytes and None, in tuples, lists and dicts.
+            images (with their ``info``, such as EXIF), numbers, strings, bytes and None, in tuples,
+            lists and dicts.
         folder: ``"disk"``: below ``$LIGHTNING_FASTDATA_CACHE`` or ``~/.cache/lightning_fastdata``.
             ``"ram"``: in the memory of this machine, until the process ends (Linux). Or a folder,
             in which each dataset gets one of its own.
         transform: Called with each sample that is returned; not cached. It may draw at random.
         max_bytes: Most bytes that the samples may take; samples that find no room are made each
-            time. Default: half of the free disk; with ``"ram"`` no more than a quarter of the free
-            memory, shared out among the ranks of a host.
+            time. Default: as when the cache was made; at first half of the free disk, and with
+            ``"ram"`` no more than a quarter of the free memory, shared out among the ranks of a
+            host.
         key: Name by which the cache is found, in place of the dataset's state: change it when the
             samples change.
         always_same: Whether the dataset always returns the same samples, though it seems to draw.
@@ -135,6 +137,7 @@ class CachedDataset(Dataset[Any]):
         self._max_bytes = max_bytes
         self._always_same = always_same
         self._length = len(dataset)
+        """Length of the dataset when the cache was made, and so of the cache's files."""
         self.ranks = ranks_on_host(os.environ)
         """Training processes on this host, each of which has a cache of its own in memory."""
         # Three flags more than samples: the cache was compared, and each of two warnings was given.
@@ -153,7 +156,7 @@ class CachedDataset(Dataset[Any]):
         is_there(self.folder)  # a folder of another user is refused at once
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Batch:
         """Return a sample, from the cache or made now.
@@ -163,9 +166,11 @@ class CachedDataset(Dataset[Any]):
             DatasetError: The cache holds other samples, or cannot be read.
         """
         number = int(index)
-        if not -self._length <= number < self._length:
-            raise IndexError(f"There is no sample {index}: the dataset has {self._length}.")
-        number %= self._length
+        if not 0 <= number < self._length:  # else nobody is asked, as a length may take its time
+            length = len(self)
+            if not -length <= number < length:
+                raise IndexError(f"There is no sample {index}: the dataset has {length}.")
+            number %= length
         file = self._opened()
         sample = self.dataset[number] if file is None else self._kept(file, number)
         return sample if self.transform is None else self.transform(sample)
@@ -260,7 +265,8 @@ class CachedDataset(Dataset[Any]):
 
         None unless there is no transform, and all samples are kept in one form of numbers alone.
         """
-        file = None if self.transform is not None else self._seen()
+        changed = self.transform is not None or len(self) != self._length
+        file = None if changed else self._seen()
         if file is None:
             return None
         if self._columns is None:
@@ -303,7 +309,9 @@ class CachedDataset(Dataset[Any]):
 
     def _existing(self) -> SampleFile | None:
         if self._file is None and is_there(self.folder):
-            self._file = SampleFile.open(self.folder, self._length, self._known)
+            self._file = SampleFile.open(
+                self.folder, self._length, self._known, max_bytes=self._max_bytes
+            )
         return self._file
 
     def _seen(self) -> SampleFile | None:
@@ -401,7 +409,6 @@ class CachedDataset(Dataset[Any]):
             file.take_out(np.flatnonzero(there & ~before))
         self._file = self._columns = None
         self._given_up = True
-        self._length = len(self.dataset)
         said = _CHANGED.format(name=type(self.dataset).__name__, folder=self.folder)
         warnings.warn(said, FastDataWarning, stacklevel=3)
 

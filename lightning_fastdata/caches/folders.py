@@ -284,7 +284,8 @@ class _Digesting(pickle.Pickler):
         if has_method(obj, "recognised_by"):
             return _same, (type(obj), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
-            raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            dense = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            raw = dense.reshape(-1).view(torch.uint8)
             return _same, (str(obj.dtype), tuple(obj.shape), raw.numpy())
         if isinstance(obj, np.ndarray):
             mapped = _mapped(obj)
@@ -317,7 +318,7 @@ def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
 def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterator[object]:
     """Yield what identifies a class, function or module, and its version or source."""
     module = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
-    yield f"{module}.{getattr(obj, '__qualname__', '')}"
+    yield f"{_imported_as(module)}.{getattr(obj, '__qualname__', '')}"
     if isinstance(obj, BuiltinFunctionType) or not is_users(module):
         top = (module or "").partition(".")[0]
         version = getattr(sys.modules.get(top), "__version__", None)
@@ -335,6 +336,15 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     elif isinstance(obj, FunctionType):
         yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
         yield closed_over(obj)
+
+
+def _imported_as(module: str) -> str:
+    """Return the name of a module; of the script that runs, that by which others import it."""
+    if module not in ("__main__", "__mp_main__"):  # the latter is the script where it was spawned
+        return module
+    script = sys.modules.get(module)
+    spec, file = held(script, "__spec__"), held(script, "__file__")
+    return spec.name if spec is not None else Path(file or module).stem
 
 
 def _source(obj: type | FunctionType | ModuleType) -> str:

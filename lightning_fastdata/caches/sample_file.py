@@ -23,6 +23,8 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from numbers import Integral, Rational
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -86,13 +88,16 @@ class SampleFile:
             os.ftruncate(self._file, count * self._row_bytes)
 
     @classmethod
-    def open(cls, folder: Path, samples: int, known: SharedFlags) -> SampleFile | None:
+    def open(
+        cls, folder: Path, samples: int, known: SharedFlags, *, max_bytes: int | None = None
+    ) -> SampleFile | None:
         """Return what is in a folder; None if there is nothing yet.
 
         Args:
             folder: Folder of the cache of one dataset.
             samples: Length of the dataset.
             known: A flag for each sample: whether it was checked against its checksum.
+            max_bytes: Most bytes that the samples may take; None: as when the cache was made.
 
         Raises:
             DatasetError: The folder holds a cache of another length or format, or a damaged one.
@@ -106,6 +111,7 @@ class SampleFile:
             if manifest["format"] != _FORMAT or manifest["samples"] != samples:
                 found = f"{manifest['samples']} samples in format {manifest['format']}"
                 raise ValueError(f"it has {found}, not {samples} in format {_FORMAT}")
+            manifest["max_bytes"] = max_bytes or manifest["max_bytes"]
             return cls(folder, manifest, known)
         except FileNotFoundError:
             return None
@@ -167,7 +173,7 @@ class SampleFile:
 
     def has(self, index: int) -> bool:
         """Return whether a sample is there."""
-        return bool(self._index[index]["length"])
+        return self._entry(index) is not None
 
     def read(self, index: int) -> tuple[bool, Any]:
         """Return whether a sample is there whole, and the sample, in memory of its own.
@@ -202,6 +208,8 @@ class SampleFile:
 
     def _entry(self, index: int) -> tuple[int, int, int] | None:
         """Return offset, length and checksum of the bytes of a sample; None: it is not there."""
+        if index >= self._index.size:
+            return None
         offset, length, crc = self._index[index].item()
         if not length:
             return None
@@ -226,12 +234,14 @@ class SampleFile:
         return record if self.form is not None else record[first_leaf_at(record[:4].tobytes()) :]
 
     def write(self, index: int, sample: object) -> None:
-        """Keep a sample, if there is room and its form is that of the others.
+        """Keep a sample, if there is room, its form is that of the others, and it has an entry.
 
         Raises:
             OSError: The sample cannot be written.
             DatasetError: The sample holds something that cannot be kept.
         """
+        if index >= self._index.size:  # the dataset has grown since the cache was made
+            return
         form, record = taken_apart(sample)
         if self.form is None:
             record = with_form(form, record)
@@ -425,7 +435,8 @@ def _form(value: object, raws: list[Raw], path: str) -> Form:
     form, raw = _leaf(value, path)
     raws.append(raw)
     form["bytes"] = raw.size
-    return form
+    info = _info(value) if form["is"] == "picture" else None
+    return {"is": "described", "of": [form, _form(info, raws, path)]} if info else form
 
 
 def _leaf(value: object, path: str) -> tuple[Form, Raw]:
@@ -456,6 +467,30 @@ def _leaf(value: object, path: str) -> tuple[Form, Raw]:
     raise _unsupported(path, f"a {kind.__module__}.{kind.__qualname__}")
 
 
+def _info(picture: Any) -> dict[str, Any]:
+    """Return what an image carries besides its pixels, such as EXIF, in Python's own types.
+
+    What has no such type is left out.
+    """
+    found = {}
+    for key, value in picture.info.items():  # what a file has behind the pixels was read with these
+        plain = _plain(value)
+        with suppress(DatasetError):
+            _form({key: plain}, [], "")
+            found[key] = plain
+    return found
+
+
+def _plain(value: object) -> object:
+    """Return a value with PIL's own texts and fractions as str and float."""
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    if isinstance(value, str):
+        return str(value)
+    fraction = isinstance(value, Rational) and not isinstance(value, Integral)
+    return float(value) if fraction else value  # type: ignore[arg-type]
+
+
 def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -463,7 +498,9 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     plain = value.layout is torch.strided and value.device.type == "cpu"
     if not (kind is torch.Tensor or tv) or not plain or value.requires_grad or value.is_quantized:
         raise _unsupported(path, f"a tensor of {name} on {value.device}, {value.layout}")
-    dense = value.detach().as_subclass(torch.Tensor).contiguous()
+    # A view may only note that its numbers are conjugate or negative.
+    resolved = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    dense = resolved.contiguous()
     form: Form = {
         "is": "tensor",
         "dtype": str(value.dtype).removeprefix("torch."),
@@ -487,6 +524,10 @@ def _made(form: Form, take: Callable[[], Raw]) -> Batch:
         return tuple(parts) if kind == "tuple" else parts
     if kind == "dict":
         return {key: _made(part, take) for key, part in zip(form["keys"], form["of"], strict=True)}
+    if kind == "described":
+        picture, info = (_made(part, take) for part in form["of"])
+        picture.info = info
+        return picture
     raw = take()
     if kind == "tensor":
         return _made_tensor(form, raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import io
 import itertools
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from alike import alike
 from caches.made import Made
 from lightning.pytorch import Trainer
 from misses import each
+from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from programs import run_program
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 from torchvision.transforms import v2
@@ -212,11 +215,15 @@ def test_a_killed_process_leaves_a_cache_that_is_right(tmp_path, folder, varies)
     assert all(alike(cached[index], data[index]) for index in range(len(data)))
 
 
-def test_samples_that_find_no_room_are_made(tmp_path, folder):
-    data = Made(folder)
-    cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=300)
-    assert all(alike(cached[index], data[index]) for index in range(40))
-    assert 0 < cached.stored < 40
+@pytest.mark.parametrize("varies", [False, True])
+def test_samples_that_find_no_room_are_made(tmp_path, folder, varies):
+    data = Made(folder, varies=varies)
+    stored = [0]
+    for max_bytes in (700, None, 1500, 700, 10**6):  # None: as when it was made
+        cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=max_bytes)
+        assert all(alike(cached[index], data[index]) for index in range(40))
+        stored.append(cached.stored)
+    assert 0 < stored[1] == stored[2] < stored[3] == stored[4] < stored[5] == 40
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
@@ -367,6 +374,35 @@ def test_samples_without_bytes_are_kept(tmp_path, folder):
     assert alike(cached[3], (None, torch.empty(0)))
 
 
+def saved(form, mode="RGB", **options):
+    """Return a picture as it comes from a file of a form."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = io.BytesIO()
+    Image.effect_noise((7, 5), 50).convert(mode).save(file, form, exif=exif, **options)
+    return Image.open(file).convert(mode)
+
+
+def test_pictures_carry_what_they_did(tmp_path):
+    text = PngInfo()
+    text.add_itxt("place", "Köln")
+    made = [
+        saved("jpeg", icc_profile=b"colours", dpi=(72, 72), comment=b"behind"),
+        saved("png", transparency=(1, 2, 3), pnginfo=text),
+        saved("png", "L", transparency=7),
+        saved("tiff", dpi=(300, 300)),
+        saved("bmp"),
+    ]
+    cached = ld.CachedDataset(made, tmp_path, key="made")
+    turned = ld.CachedDataset(made, tmp_path, key="made", transform=ImageOps.exif_transpose)
+    for _ in range(2):
+        assert [cached[index] for index in range(5)] == made
+        assert [turned[index].size for index in range(5)] == 4 * [(5, 7)] + [(7, 5)]
+    assert cached.stored == 5
+    assert cached[1].info["transparency"] == (1, 2, 3)
+    assert cached[3].info["dpi"] == (300, 300)
+
+
 def test_a_cache_of_another_length_is_refused(tmp_path, folder):
     ld.CachedDataset(Made(folder), tmp_path, key="mine").fill()
     with pytest.raises(DatasetError, match=r"40 samples in format \d, not 41.*Delete the folder"):
@@ -380,3 +416,18 @@ def test_a_cache_that_is_no_longer_held_leaves_no_file_of_samples_open(tmp_path,
         return len(os.listdir("/proc/self/fd"))
 
     assert read() == read() == read()
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_a_cache_is_as_long_as_its_dataset(tmp_path, folder, varies):
+    data = Made(folder, varies=varies)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    cached.fill()
+    assert (cached.columns() is None) == varies
+    for count in (43, 37):
+        data.count = count
+        assert cached.columns() is None
+        assert alike(list(DataLoader(cached, None)), list(DataLoader(data, None)))
+        assert alike(cached[-1], data[count - 1])
+        with pytest.raises(IndexError, match=f"the dataset has {count}"):
+            cached[43]

@@ -12,6 +12,7 @@ import json
 import linecache
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 import threading
@@ -111,6 +112,7 @@ STATES = {
     "one row of a tensor": (torch.from_numpy(ROWS), torch.from_numpy(ONE_ROW_DIFFERS)),
     "the shape of a tensor": (torch.zeros(4), torch.zeros(2, 2)),
     "the dtype of a tensor": (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)),
+    "a conjugate tensor": (torch.tensor([1j]).conj(), torch.tensor([1j])),
     "an object": (Part(1), Part(2)),
     "an object in slots": (InSlots(1), InSlots(2)),
     "a named tuple": (Item("a", 1), Item("a", 2)),
@@ -409,6 +411,36 @@ def test_each_process_finds_the_same():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == identities()
+
+
+SCRIPT = """
+from torch.utils.data import Dataset
+from lightning_fastdata import CachedDataset
+class Data(Dataset):
+    table = [len]
+    def __init__(self): self.held = scaled, Data
+    def __len__(self): return 3
+    def __getitem__(self, index): return index
+def scaled(value): return 2 * value
+folder = CachedDataset(Data(), {root!r}).folder.name
+"""
+
+
+def test_a_script_that_runs_counts_as_when_it_is_imported(tmp_path, monkeypatch):
+    """A program that fills the cache imports the class from the script of the training."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    (tmp_path / "theirs").mkdir()
+    for name in ("train", "theirs/train"):
+        (tmp_path / f"{name}.py").write_text(SCRIPT.format(root=str(tmp_path)))
+    top, within = map(importlib.import_module, ("train", "theirs.train"))
+    del sys.modules["theirs.train"]  # another program has imported it
+    for name in ("__main__", "__mp_main__"):
+        told = runpy.run_path(str(tmp_path / "train.py"), run_name=name)
+        assert told["folder"] == top.folder, name
+        told = runpy.run_module("theirs.train", run_name=name, alter_sys=True)
+        assert told["folder"] == within.folder, name
+    assert top.folder != within.folder
 
 
 # -- what cannot be compared -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from alike import alike
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from misses import each
@@ -63,7 +63,12 @@ def read(whole):
     return put_together(*split(np.frombuffer(bytearray(whole), np.uint8)))
 
 
+CONJUGATE = torch.tensor([1 + 2j, 3 - 4j]).conj()
+
+
 @max_examples(200)
+@example(sample=CONJUGATE)
+@example(sample=CONJUGATE.imag)  # noted as negative
 @given(sample=_samples)
 def test_a_sample_comes_back_from_bytes_and_json(sample):
     form, record = taken_apart(sample)

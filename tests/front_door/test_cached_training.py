@@ -239,12 +239,13 @@ class Multiples(Dataset):
     def __init__(self, k=1):
         self.k = k
         self.more = {"k": [0], "drawn": np.random.default_rng(0)}
+        self.numbers = range(12)
 
     def __len__(self):
-        return 12
+        return len(self.numbers)
 
     def __getitem__(self, index):
-        number = index * self.k + self.more["k"][0]
+        number = self.numbers[index] * self.k + self.more["k"][0]
         return torch.full((3,), number), 0
 
 
@@ -274,7 +275,8 @@ def by_module(data, cache, workers, change):
     options = ld.LoaderOptions(num_workers=workers, probe=False)
     how = {"batch_size": 4, "shuffle": False, "cache": cache, "options": options}
     module = ld.FastDataModule.from_datasets(data, **how)
-    quiet_trainer(max_epochs=3).fit(Noted(), datamodule=module)
+    how = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": change in (grow, shrink)}
+    quiet_trainer(**how).fit(Noted(), datamodule=module)
     return epochs
 
 
@@ -286,10 +288,22 @@ def element(data):
     data.more["k"][0] += 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+def grow(data):
+    data.numbers = range(data.numbers.stop + 3)
+
+
+def shrink(data):
+    data.numbers = data.numbers[2:]
+
+
+WAYS = [(0, element), (2, attribute), (0, grow), (2, grow), (0, shrink), (2, shrink)]
+
+
+@pytest.mark.parametrize(("workers", "change"), WAYS)
 @pytest.mark.parametrize("door", [by_loader, by_module])
-def test_a_dataset_that_the_program_changes_is_read_as_without_a_cache(tmp_path, door, workers):
-    change = attribute if workers else element
+def test_a_dataset_that_the_program_changes_is_read_as_without_a_cache(
+    tmp_path, door, workers, change
+):
     wanted = door(Multiples(), None, 0, change)
     with pytest.warns(FastDataWarning, match="has changed Multiples") as said:
         found = door(Multiples(), tmp_path, workers, change)

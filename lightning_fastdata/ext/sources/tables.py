@@ -120,21 +120,22 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         columns: Columns to read; None: all.
 
     Raises:
-        OptionsError: pyarrow is not installed.
-        DatasetError: A file cannot be read.
+        OptionsError: pyarrow is not installed, or ``columns`` is a text.
+        DatasetError: A file cannot be read, or has not all of the columns.
     """
 
     parallel_reads = 1
 
     def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
         self.paths = as_list(paths)
-        self.columns = None if columns is None else list(columns)
+        self.columns = None if columns is None else _as_names("columns", columns)
         groups = []
         for number, path in enumerate(self.paths):
             try:
                 about = _parquet().read_metadata(path)
             except (OSError, ValueError) as error:
                 raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
+            _check_columns(path, self.columns or (), about.schema)
             rows = (about.row_group(group).num_rows for group in range(about.num_row_groups))
             groups += [(number, group, count) for group, count in enumerate(rows)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
@@ -179,6 +180,22 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         return f"{self.paths[file]}:row {index - first}"
 
 
+def _check_columns(path: str, columns: Sequence[str], schema: pyarrow.ParquetSchema) -> None:
+    """Raise DatasetError if columns are missing, of which pyarrow would read nothing.
+
+    A column may also be a field within one: ``"box.left"``.
+    """
+    paths = [schema.column(number).path for number in range(len(schema))]
+    missing = [
+        name for name in columns if not any(f"{each}.".startswith(f"{name}.") for each in paths)
+    ]
+    if missing:
+        raise DatasetError(
+            f"{path} has no column {', '.join(map(repr, missing))}. It has "
+            f"{schema.to_arrow_schema().names}."
+        )
+
+
 def _parquet() -> Any:
     return imported("pyarrow.parquet", "ParquetSource")
 
@@ -214,22 +231,27 @@ class Hdf5Source(_Rows["h5py.File"]):
         names: Names of datasets in it, all of one length.
 
     Raises:
-        OptionsError: h5py is not installed, or there is no name.
+        OptionsError: h5py is not installed, there is no name, or ``names`` is a text.
         DatasetError: The file cannot be read, or its datasets differ in length.
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         self.path = os.fspath(path)
-        self.names = list(names)
+        self.names = _as_names("names", names)
         if not self.names:
             raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
         file = self.open()
         try:
             lengths = {name: len(file[name]) for name in self.names}
             rows = [(file[name].chunks or [1])[0] for name in self.names]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:  # the last one of a group
+            found: list[str] = []
+            file.visititems(
+                lambda name, item: found.append(name) if hasattr(item, "chunks") else None
+            )
             raise DatasetError(
-                f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
+                f"{self.path} has not all of {self.names} as datasets of rows: {error}. It has "
+                f"{sorted(found)}."
             ) from error
         finally:
             file.close()
@@ -269,7 +291,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         **storage_options: Options of ``zarr.open_group``.
 
     Raises:
-        OptionsError: zarr is not installed, or is older than version 3.
+        OptionsError: zarr is not installed or older than version 3, or ``names`` is a text.
         DatasetError: The group cannot be read, or its arrays differ in length.
     """
 
@@ -282,7 +304,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         self.path = os.fspath(path)
         self.storage_options = storage_options
         group = self._group()
-        self.names = list(names) if names is not None else sorted(dict(group.arrays()))
+        self.names = _as_names("names", sorted(dict(group.arrays())) if names is None else names)
         if not self.names:
             raise DatasetError(f"{self.path} has no arrays; give a group that has some.")
         try:
@@ -341,6 +363,13 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
             raise DatasetError(
                 f"{self.path} cannot be read as a Zarr group: {type(error).__name__}: {error}."
             ) from error
+
+
+def _as_names(argument: str, names: Iterable[str]) -> list[str]:
+    """Return names as a list; a text is refused, as its letters would be taken for names."""
+    if isinstance(names, str):
+        raise OptionsError(f"{argument} is {names!r}; give a list of names, such as [{names!r}].")
+    return list(names)
 
 
 def _common_length(path: str, lengths: dict[str, int]) -> int:

@@ -13,7 +13,7 @@ from alike import alike
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, OptionsError
 from tests.sources.test_source_dataset import COUNT, decode, in_archives, in_database, record
 
 
@@ -55,6 +55,7 @@ def test_parquet_rows_are_those_of_pyarrow(tmp_path):
             {
                 "image": [record(index) for index in range(number * 24, number * 24 + 24)],
                 "label": list(range(number * 24, number * 24 + 24)),
+                "box": [{"left": index, "right": [1]} for index in range(24)],
                 "unused": [0.5] * 24,
             }
         )
@@ -69,6 +70,11 @@ def test_parquet_rows_are_those_of_pyarrow(tmp_path):
     dataset = sources.SourceDataset(source, lambda row, index: decode(row["image"], index))
     loader = ld.FastDataLoader(dataset, 7, num_workers=2, shuffle=True)
     assert sorted(torch.cat(list(loader))[:, 2].tolist()) == list(range(COUNT))
+    within = sources.ParquetSource(paths, columns=["box.left", "label"])
+    assert within.get_bytes([25]) == [{"box": {"left": 1}, "label": 25}]
+    for wrong in ("imgae", "box.lef", "box.left.x", "lab"):
+        with pytest.raises(DatasetError, match=rf"no column '{wrong}'. It has \['image', 'label'"):
+            sources.ParquetSource(paths, columns=["image", wrong])
     (tmp_path / "no").write_bytes(b"PAR1 no")
     with pytest.raises(DatasetError, match="as Parquet"):
         sources.ParquetSource(tmp_path / "no")
@@ -81,6 +87,8 @@ def test_hdf5_rows_are_those_of_h5py(tmp_path):
         file["x"] = np.arange(COUNT * 6).reshape(COUNT, 2, 3)
         file["y"] = np.arange(COUNT)
         file["short"] = np.arange(3)
+        file["scalar"] = 3
+        file["scans/1"] = np.arange(COUNT)
     source = sources.Hdf5Source(tmp_path / "x.h5", ["x", "y"])
     order = [40, 3, 4, 5, 3]
     for index, row in zip(order, source.get_bytes(order), strict=True):
@@ -92,8 +100,11 @@ def test_hdf5_rows_are_those_of_h5py(tmp_path):
     assert torch.cat([y for _, y in loader]).tolist() == list(range(COUNT))
     with pytest.raises(DatasetError, match=r"differ in length: \{'x': 48, 'short': 3\}"):
         sources.Hdf5Source(tmp_path / "x.h5", ["x", "short"])
-    with pytest.raises(DatasetError, match=r"has not all of \['z'\].*\['short', 'x', 'y'\]"):
-        sources.Hdf5Source(tmp_path / "x.h5", ["z"])
+    assert sources.Hdf5Source(tmp_path / "x.h5", ["scans/1"]).get_bytes([4]) == [{"scans/1": 4}]
+    for name in ("z", "scans", "scalar"):
+        named = rf"has not all of \['{name}'\].*\['scalar', 'scans/1', 'short', 'x', 'y'\]"
+        with pytest.raises(DatasetError, match=named):
+            sources.Hdf5Source(tmp_path / "x.h5", [name])
 
 
 def test_zarr_rows_are_those_of_zarr(tmp_path):
@@ -117,11 +128,21 @@ def test_zarr_rows_are_those_of_zarr(tmp_path):
     assert torch.cat(list(loader)).tolist() == every
     with pytest.raises(DatasetError, match=r"differ in length: \{'number': 30, 'short': 3\}"):
         sources.ZarrSource(tmp_path / "x.zarr", ["number", "short"])
+    with pytest.raises(OptionsError, match="names is 'values'; give a list of names"):
+        sources.ZarrSource(tmp_path / "x.zarr", "values")
     for names in (["other"], ["scalar"]):
         with pytest.raises(DatasetError, match=r"has not all of .*'number', 'scalar', 'short'"):
             sources.ZarrSource(tmp_path / "x.zarr", names)
     with pytest.raises(DatasetError, match="as a Zarr group"):
         sources.ZarrSource(tmp_path / "none.zarr")
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"), [("ParquetSource", "columns"), ("Hdf5Source", "names")]
+)
+def test_a_text_in_the_place_of_names_is_refused(tmp_path, kind, argument):
+    with pytest.raises(OptionsError, match=f"{argument} is 'x'; give a list of names"):
+        getattr(sources, kind)(tmp_path / "none", **{argument: "x"})
 
 
 def test_lmdb_keys_that_are_missing_are_named(tmp_path):
