@@ -221,6 +221,9 @@ def test_metrics_are_means_since_the_last_call_named_by_stage():
     assert late["data_val/step_ms"] == 2
     assert any(name.startswith("data_wait/") for name in early)
     assert timer.metrics() == {}
+    for i, _ in enumerate(timer.batches(range(3001))):  # more than are kept one by one
+        pass_ms(40 if i <= 1000 else 10)
+    assert timer.metrics()["data/time_compute_ms"] == 20
 
 
 def test_late_batches_have_causes_files_apart_and_a_verdict():
