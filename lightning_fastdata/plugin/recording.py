@@ -422,6 +422,7 @@ class Recording:
     def _of_steps(self) -> Mapping[str, Listener]:
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
+            "validation_step": ((self._evaluation_began,), (self._evaluation_ended,)),  # of a fit
             self.wall.step: ((self._work_began,), (self._work_ended,)),
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
             "batch_to_device": ((self._transfer_began,), (self._transfer_ended,)),
@@ -438,6 +439,14 @@ class Recording:
 
     def _work_ended(self) -> None:
         self.main.timeline.work_ended()
+
+    def _evaluation_began(self) -> None:
+        if self._fetching is self.evaluated:  # not in the sanity check
+            self.evaluated.timeline.work_began()
+
+    def _evaluation_ended(self) -> None:
+        if self._fetching is self.evaluated:
+            self.evaluated.timeline.work_ended()
 
     def _evaluation_fetch_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.

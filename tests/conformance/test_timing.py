@@ -270,6 +270,14 @@ class SlowEnds(Callback):
         clock.sleep(SLEEP_S if batch_idx == 4 else 0)
 
 
+class SlowBesideValidation(Callback):
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+        clock.sleep(SLEEP_S if batch_idx == 2 else 0)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        clock.sleep(SLEEP_S if batch_idx == 4 else 0)
+
+
 class SlowLogger(CSVLogger):
     def log_metrics(self, metrics, step=None):
         clock.sleep(SLEEP_S)
@@ -294,6 +302,13 @@ def test_what_runs_between_two_steps_is_gap_and_no_compute(tmp_path, what):
     for phase in ("wait_ms", "transfer_ms", "compute_ms", "step_ms"):
         assert callback.spent(phase) == {}, phase
     assert callback.spent("gap_ms") == {5: SLEEP_MS}
+
+
+def test_what_runs_between_two_steps_of_validation_is_gap_and_no_compute(tmp_path):
+    slow = SlowBesideValidation()
+    callback = fit(tmp_path, Linear(), loader(), val=loader(), callbacks=[slow])
+    assert spent(callback.val["step_ms"]) == {}
+    assert spent(callback.val["gap_ms"]) == {2: SLEEP_MS, 5: SLEEP_MS}
 
 
 def test_the_call_that_compiles_is_in_the_cold_first_step(tmp_path):
