@@ -37,7 +37,7 @@ from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tree import held
+from lightning_fastdata.tree import Path, at_path, held
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.types import Batch, Stage
 
@@ -57,6 +57,8 @@ class StageMeter:
         self.stage: Stage = stage
         self.prefix = "data" if stage == "train" else f"data_{stage}"
         """Prefix of the names that loggers get."""
+        self.parts: tuple[Path, ...] = ((),)
+        """Paths in a batch to what each loader gave, of several that are read in the same steps."""
         self.stamps = StageStamps(self.prefix)
         self._device = device
         self.restart()
@@ -88,7 +90,9 @@ class StageMeter:
 
     def size_of(self, batch: Batch) -> tuple[int, float]:
         """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
-        return batch_samples(batch), self.padding.tokens_of(batch)
+        parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
+        samples = sum(map(batch_samples, parts or [batch]))
+        return samples, self.padding.tokens_of(batch)
 
     def step_ended(self, samples: int, tokens: float = 0.0) -> None:
         """End the step, in which the model got so many samples, and tokens; 0 tokens: not known."""

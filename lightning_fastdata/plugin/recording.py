@@ -376,6 +376,8 @@ class Recording:
         stamps.watch(seams.flattened(loaders))
         if stage == self.main.stage:
             self._shown = loaders
+            if self.fits:
+                self.main.parts = tuple(path for path, _ in seams.with_paths(loaders))
             self.wall.loaders_came()
 
     def restart(self) -> None:
