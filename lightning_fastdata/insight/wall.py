@@ -53,8 +53,8 @@ _BESIDE: Final = {
     "callbacks": "run {name} less often, or make it cheaper",
     "checkpoints": "save less often (every_n_train_steps, train_time_interval), to a faster disk, "
     "or fewer weights (save_weights_only=True)",
-    "logging": "log less often (Trainer(log_every_n_steps=...)), or with fewer "
-    "self.log(..., on_step)",
+    "logging": "log less often (Trainer(log_every_n_steps=...)), with fewer "
+    "self.log(..., on_step), or to a logger that writes faster",
     "gc": "gc.collect() and gc.freeze() when the training starts, so that what lives on is not "
     "searched again; or gc.disable(), and gc.collect() at ends of epochs",
 }

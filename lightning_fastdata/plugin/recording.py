@@ -188,16 +188,18 @@ class WallWatch:
         self.clock.forget()
         self.stop()
         gc.callbacks.append(self.collected)
-        self._next_epoch(FIRST_EPOCH)
+        self._epoch_start, self._starting = FIRST_EPOCH, True
+        self.epoch_starts()
 
-    def _next_epoch(self, start: Activity) -> None:
-        self._epoch_start, self._starting = start, True
-        self.clock.turn_to(start)
-
-    def loaders_came(self) -> None:
-        """The training's loaders are there: what follows starts their workers."""
+    def epoch_starts(self) -> None:
+        """The training asks for loaders, or begins with them: what follows starts an epoch."""
         if self._starting:
             self.clock.turn_to(self._epoch_start)
+
+    def _epoch_ended(self) -> None:
+        # What follows reduces and logs the metrics of the epoch, behind which none may come.
+        self._epoch_start, self._starting = LATER_EPOCHS, True
+        self.clock.turn_to(_LOGGING)
 
     def validation_began(self) -> None:
         """A validation within a fit has begun, if it was not announced before."""
@@ -223,7 +225,9 @@ class WallWatch:
         """Return what to call at start and end of an action, by the name that announces it."""
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
-            return (), (partial(self._next_epoch, LATER_EPOCHS),)
+            return (self.epoch_starts,), (self._epoch_ended,)
+        if last == "train_dataloader":
+            return (self.epoch_starts,), ()
         if last == self._fetches:
             return (self._wait_began,), (self._wait_ended,)
         if last == "val_next":
@@ -378,7 +382,7 @@ class Recording:
             self._shown = loaders
             if self.fits:
                 self.main.parts = tuple(path for path, _ in seams.with_paths(loaders))
-            self.wall.loaders_came()
+            self.wall.epoch_starts()
 
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""

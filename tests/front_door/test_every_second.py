@@ -178,6 +178,34 @@ def test_a_slow_logger_is_told(tmp_path):
     assert report.verdict.code == "FD320"
 
 
+class SlowToIterate(DataLoader):
+    def __iter__(self):
+        clock.sleep(0.5)
+        return super().__iter__()
+
+
+class Reloads(Model):
+    def train_dataloader(self):
+        clock.sleep(0.25)
+        return SlowToIterate(Rows(), 2)
+
+    def on_train_epoch_end(self):
+        self.log("own/epoch", 1.0)
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_what_is_logged_at_the_end_of_an_epoch_is_not_the_start_of_the_next(tmp_path, reload):
+    throughput = DataThroughputCallback(summary=False, figures=False)
+    options = {"log_every_n_steps": 100, "reload_dataloaders_every_n_epochs": reload}
+    options |= {"callbacks": [throughput], "logger": SlowLogger(tmp_path)}
+    quiet_trainer(tmp_path, max_epochs=3, **options).fit(Reloads(0.004))
+    wall = throughput.report.wall
+    later_s = wall.named_s["epoch_starts", "later epochs"]
+    # Lightning iterates a loader that was made anew twice.
+    assert later_s == pytest.approx(2 * (0.25 + 2 * 0.5 if reload else 0.5))
+    assert wall.parts_s["logging"] == pytest.approx(3 * 0.01)
+
+
 def test_what_came_before_the_training_is_setup(tmp_path):
     _, wall = fit(tmp_path, callbacks=[Sleeps("on_fit_start", 0.3)])
     assert seconds(wall) == {"setup": 0.3, "compute": pytest.approx(3 * STEPS * 0.004)}
