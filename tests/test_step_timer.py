@@ -98,7 +98,23 @@ def test_batches_are_those_of_the_loader_as_often_as_it_is_iterated():
         assert ours == [i.tolist() for _, i in twin]
 
 
-@pytest.mark.parametrize("batches", [[[1, 2]], [{"a": torch.zeros(2, 3)}], [np.zeros((2, 3))]])
+IMAGES = torch.zeros(3, 8, 8), torch.zeros(3, 9, 8)
+BOXES = {"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [[1, 2]],
+        [{"a": torch.zeros(2, 3)}],
+        [np.zeros((2, 3))],
+        # Samples that cannot be stacked: tuple(zip(*samples)), and what others make of them.
+        [(IMAGES, BOXES)],
+        [{"images": list(IMAGES), "targets": list(BOXES)}],
+        [(IMAGES, (7, 8))],
+        [[[torch.zeros(2, 3)] * 3, [torch.zeros(2, 5)] * 3]],  # collated pairs of triples
+    ],
+)
 def test_any_iterable_will_do_and_samples_are_counted(batches):
     timer = StepTimer("cpu")
     seen = list(timer.batches(batches))
@@ -221,6 +237,9 @@ def test_metrics_are_means_since_the_last_call_named_by_stage():
     assert late["data_val/step_ms"] == 2
     assert any(name.startswith("data_wait/") for name in early)
     assert timer.metrics() == {}
+    for i, _ in enumerate(timer.batches(range(3001))):  # more than are kept one by one
+        pass_ms(40 if i <= 1000 else 10)
+    assert timer.metrics()["data/time_compute_ms"] == 20
 
 
 def test_late_batches_have_causes_files_apart_and_a_verdict():

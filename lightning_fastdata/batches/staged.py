@@ -135,7 +135,8 @@ def leaves(batch: Batch) -> Iterator[Any]:
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
-    For packed documents it is their number, as ``cu_seqlens`` says. Without any tensor it is the
+    For packed documents it is their number, as ``cu_seqlens`` says, and for lists that were not
+    stacked, as ``tuple(zip(*samples))`` makes them, their length. Without any tensor it is the
     length of the batch, or 1 where it has none.
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
@@ -144,10 +145,34 @@ def batch_samples(batch: Batch) -> int:
     packed = packed_documents(batch)
     if packed is not None:
         return packed
+    unstacked = _length_of_columns(batch)
+    if unstacked is not None:
+        return unstacked
     for leaf in leaves(batch):
         if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
             return len(leaf)
     return len(batch) if isinstance(batch, Sized) else 1
+
+
+def _length_of_columns(batch: Batch) -> int | None:
+    """Return how long the lists are that a batch consists of; None: it does not, or was collated.
+
+    Each has values of one kind; a list of whole samples, most often, has not. What collation made
+    of nested samples are lists, too, but all of tensors that are as long as each other.
+    """
+    columns = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if type(columns) not in (list, tuple) or not all(type(c) in (list, tuple) for c in columns):
+        return None
+    lengths = {len(column) for column in columns}
+    kinds = [{_kind(value) for value in column} for column in columns]
+    if len(lengths) != 1 or any(len(k) != 1 or k & {(list, 0), (tuple, 0)} for k in kinds):
+        return None
+    sizes = {len(leaf) if _kind(leaf)[1] else None for leaf in tree.leaves(batch)}
+    return None if len(sizes) == 1 and None not in sizes else lengths.pop()
+
+
+def _kind(value: object) -> tuple[type, int]:
+    return type(value), value.ndim if isinstance(value, torch.Tensor) else 0
 
 
 def packed_documents(batch: Batch) -> int | None:

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.memory import decodes_in_place
@@ -29,16 +28,16 @@ from lightning_fastdata.insight.steps import (
     EventClock,
     StageSummary,
     StepTimeline,
+    StepTotals,
     mean_ms,
     measured,
     p50_and_p95,
-    warm_steps,
 )
 from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tree import held
+from lightning_fastdata.tree import Path, at_path, held
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.types import Batch, Stage
 
@@ -58,6 +57,8 @@ class StageMeter:
         self.stage: Stage = stage
         self.prefix = "data" if stage == "train" else f"data_{stage}"
         """Prefix of the names that loggers get."""
+        self.parts: tuple[Path, ...] = ((),)
+        """Paths in a batch to what each loader gave, of several that are read in the same steps."""
         self.stamps = StageStamps(self.prefix)
         self._device = device
         self.restart()
@@ -72,7 +73,6 @@ class StageMeter:
         """Numbers of tokens, without padding, and of samples in all steps with known tokens."""
         self._told = self._counted
         """``_counted`` as it was when the last metrics were taken."""
-        self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
         self._cpu = SpentMeter()
@@ -90,7 +90,9 @@ class StageMeter:
 
     def size_of(self, batch: Batch) -> tuple[int, float]:
         """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
-        return batch_samples(batch), self.padding.tokens_of(batch)
+        parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
+        samples = sum(map(batch_samples, parts or [batch]))
+        return samples, self.padding.tokens_of(batch)
 
     def step_ended(self, samples: int, tokens: float = 0.0) -> None:
         """End the step, in which the model got so many samples, and tokens; 0 tokens: not known."""
@@ -111,9 +113,7 @@ class StageMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
-        history = self.timeline.history
-        new, self._logged_steps = history.steps - self._logged_steps, history.steps
-        means = window_means(history.newest(new), self.prefix) if new else {}
+        means = window_means(*self.timeline.history.window(), self.prefix)
         rate = means.get(f"{self.prefix}/throughput_samples_per_s")
         tokens, samples = map(operator.sub, self._counted, self._told)
         self._told = self._counted
@@ -202,34 +202,29 @@ _MEANS: Final = {
     "transfer_ms": "_step/transfer_ms",
     "augment_ms": "_step/augment_ms",
 }
-"""Column of `Columns` -> what follows the prefix in the name of the column's mean."""
+"""Time of a `StepTiming` -> what follows the prefix in the name of its mean."""
 
 
-def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps.
+def window_means(totals: StepTotals, newest: Columns, prefix: str = "data") -> dict[str, float]:
+    """Return the scalars of a window of steps: percentiles by its newest, all else by its totals.
 
-    Cold steps are left out, unless there are no others; what was not measured has no key.
+    What was not measured has no key.
     """
-    columns = warm_steps(columns)
-    step, stall, samples = columns["step_ms"], columns["stall_ms"], columns["samples"]
-    scalars: dict[str, float] = {}
-    for column, name in _MEANS.items():
-        values = measured(columns[column])
-        if values.size:
-            scalars[f"{prefix}{name}"] = float(values.mean())
-    timed = ~np.isnan(step)
-    total = float(step[timed].sum())
-    if total > 0:
-        rate = float(samples[timed].sum()) * 1e3 / total
-        scalars[f"{prefix}/throughput_samples_per_s"] = rate
-    both = timed & ~np.isnan(stall)
-    total, stalled = float(step[both].sum()), float(stall[both].sum())
-    if total > 0:
-        scalars[f"{prefix}/stall_percent"] = 100.0 * stalled / total
-    if total > max(0.0, stalled):
-        free = float(samples[both].sum()) * 1e3 / (total - stalled)
-        scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
-    stalls = measured(columns["stall_ms"])
+    scalars = {
+        f"{prefix}{name}": totals.sums[time] / totals.counts[time]
+        for time, name in _MEANS.items()
+        if totals.counts[time]
+    }
+    total_ms = totals.sums["step_ms"]
+    if total_ms > 0:
+        scalars[f"{prefix}/throughput_samples_per_s"] = totals.samples * 1e3 / total_ms
+    if totals.counts["stall_ms"] and total_ms > 0:
+        stalled_ms = totals.sums["stall_ms"]
+        scalars[f"{prefix}/stall_percent"] = 100.0 * stalled_ms / total_ms
+        if total_ms > stalled_ms:
+            free = totals.samples * 1e3 / (total_ms - stalled_ms)
+            scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
+    stalls = measured(newest["stall_ms"])
     if stalls.size:
         scalars[f"{prefix}_band/stall_p95_ms"] = p50_and_p95(stalls)[1]
     return dict(sorted(scalars.items()))

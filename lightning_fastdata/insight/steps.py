@@ -212,7 +212,7 @@ def times_of(summary: StageSummary) -> StepTimes:
     )
 
 
-class _Totals:
+class StepTotals:
     """Sums over steps of one kind, warm or cold."""
 
     # Plain numbers: a step has few values, and each call of numpy costs more than they do.
@@ -232,6 +232,15 @@ class _Totals:
                 self.largest[name] = max(self.largest[name], value)
         if timing.step_ms is not None:
             self.samples += times * timing.samples
+
+    def since(self, earlier: StepTotals) -> StepTotals:
+        """Return the sums without the steps of ``earlier``; the largest values are of all."""
+        rest = copy.deepcopy(self)
+        rest.steps, rest.samples = self.steps - earlier.steps, self.samples - earlier.samples
+        for name in TIMED:
+            rest.sums[name] -= earlier.sums[name]
+            rest.counts[name] -= earlier.counts[name]
+        return rest
 
     def phase(self, name: str, newest: Values) -> PhaseSummary | None:
         """Return the summary of a phase, percentiles by ``newest``; None: it was not measured."""
@@ -256,7 +265,9 @@ class StepHistory:
 
     def __init__(self, window: int = 1024) -> None:
         self._rows: deque[StepTiming] = deque(maxlen=window)
-        self._warm, self._cold = _Totals(), _Totals()
+        self._warm, self._cold = StepTotals(), StepTotals()
+        self._told = StepTotals(), StepTotals()
+        """Totals of warm and of cold steps as they were when the last window was taken."""
         self._longest: list[StepTiming] = []
         """Warm steps that took longest, three at most, the longest first."""
         self.steps = self.samples = 0
@@ -309,6 +320,15 @@ class StepHistory:
         have = len(self._rows)
         take = have if steps is None else max(0, min(steps, have))
         return columns_of(list(islice(self._rows, have - take, None)))
+
+    def window(self) -> tuple[StepTotals, Columns]:
+        """Return the totals of the steps since the last call, and the newest of these steps.
+
+        Cold steps are left out, unless there are no others.
+        """
+        warm, cold = map(StepTotals.since, (self._warm, self._cold), self._told)
+        self._told = copy.deepcopy((self._warm, self._cold))
+        return warm if warm.steps else cold, warm_steps(self.newest(warm.steps + cold.steps))
 
     def summarize(self, stage: str, *, duration_s: float, device: str = "cpu") -> StageSummary:
         """Return where all steps so far went: the warm ones, unless there are none."""

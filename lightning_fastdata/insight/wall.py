@@ -53,8 +53,8 @@ _BESIDE: Final = {
     "callbacks": "run {name} less often, or make it cheaper",
     "checkpoints": "save less often (every_n_train_steps, train_time_interval), to a faster disk, "
     "or fewer weights (save_weights_only=True)",
-    "logging": "log less often (Trainer(log_every_n_steps=...)), or with fewer "
-    "self.log(..., on_step)",
+    "logging": "log less often (Trainer(log_every_n_steps=...)), with fewer "
+    "self.log(..., on_step), or to a logger that writes faster",
     "gc": "gc.collect() and gc.freeze() when the training starts, so that what lives on is not "
     "searched again; or gc.disable(), and gc.collect() at ends of epochs",
 }
@@ -132,13 +132,18 @@ class WallClock:
     run counts, which :meth:`turn_to` changes at any time.
     """
 
-    __slots__ = ("_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "_state")
+    __slots__ = (
+        "_before_ns", "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns",
+        "_state",
+    )  # fmt: skip
 
     def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._began_ns = self._since_ns = clock_ns()
         self._spent_ns: defaultdict[Activity, int] = defaultdict(int)
         self._state = self._now = Activity("setup")
+        self._before_ns = 0
+        """What counted towards the state's activity before the run turned to it."""
         self._blocks: list[Activity] = []
 
     @property
@@ -151,6 +156,15 @@ class WallClock:
         self._state = activity
         if not self._blocks:
             self._change(activity)
+        self._before_ns = self._spent_ns.get(activity, 0)
+
+    def turn_back_to(self, activity: Activity) -> None:
+        """Change the state of the run as of its last change: blocks since then stay as they are."""
+        self._change(self._now)
+        moved_ns = self._spent_ns.get(self._state, 0) - self._before_ns
+        self._spent_ns[self._state] -= moved_ns
+        self._spent_ns[activity] += moved_ns
+        self.turn_to(activity)
 
     def enter(self, activity: Activity) -> None:
         """Begin a block; one within a block of the same part counts towards that block."""
@@ -170,6 +184,7 @@ class WallClock:
         """Count everything so far as setup: it was tried before the run began."""
         self._change(self._now)
         self._spent_ns.clear()
+        self._before_ns = 0
         self._spent_ns[Activity("setup")] = self._since_ns - self._began_ns
 
     def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:

@@ -188,22 +188,32 @@ class WallWatch:
         self.clock.forget()
         self.stop()
         gc.callbacks.append(self.collected)
-        self._next_epoch(FIRST_EPOCH)
+        self._epoch_start, self._starting = FIRST_EPOCH, True
+        self.epoch_starts()
 
-    def _next_epoch(self, start: Activity) -> None:
-        self._epoch_start, self._starting = start, True
-        self.clock.turn_to(start)
-
-    def loaders_came(self) -> None:
-        """The training's loaders are there: what follows starts their workers."""
+    def epoch_starts(self) -> None:
+        """The training asks for loaders, or begins with them: what follows starts an epoch."""
         if self._starting:
             self.clock.turn_to(self._epoch_start)
 
-    def validation_began(self) -> None:
-        """A validation within a fit has begun, if it was not announced before."""
-        if self._fits and self.clock.state is not _VALIDATION:
-            self._interrupted = self.clock.state
-            self.clock.turn_to(_VALIDATION)
+    def _epoch_ended(self) -> None:
+        # What follows reduces and logs the metrics of the epoch, behind which none may come.
+        self._epoch_start, self._starting = LATER_EPOCHS, True
+        self.clock.turn_to(_LOGGING)
+
+    def validation_began(self, *, loaded: bool = False) -> None:
+        """A validation within a fit has begun, if it was not announced before.
+
+        ``loaded``: its loaders have been started already. Lightning does not announce that where
+        it goes on to add up gradients, and logs nothing then: the last step ended right before.
+        """
+        state = self.clock.state
+        if not self._fits or state is _VALIDATION:
+            return
+        self._interrupted = state
+        behind_step = loaded and (state is _OTHER or state is _LOGGING)
+        turn = self.clock.turn_back_to if behind_step else self.clock.turn_to
+        turn(_VALIDATION)
 
     def validation_ended(self) -> None:
         """The training goes on where it was."""
@@ -223,7 +233,9 @@ class WallWatch:
         """Return what to call at start and end of an action, by the name that announces it."""
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
-            return (), (partial(self._next_epoch, LATER_EPOCHS),)
+            return (self.epoch_starts,), (self._epoch_ended,)
+        if last == "train_dataloader":
+            return (self.epoch_starts,), ()
         if last == self._fetches:
             return (self._wait_began,), (self._wait_ended,)
         if last == "val_next":
@@ -376,7 +388,9 @@ class Recording:
         stamps.watch(seams.flattened(loaders))
         if stage == self.main.stage:
             self._shown = loaders
-            self.wall.loaders_came()
+            if self.fits:
+                self.main.parts = tuple(path for path, _ in seams.with_paths(loaders))
+            self.wall.epoch_starts()
 
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
@@ -422,6 +436,7 @@ class Recording:
     def _of_steps(self) -> Mapping[str, Listener]:
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
+            "validation_step": ((self._evaluation_began,), (self._evaluation_ended,)),  # of a fit
             self.wall.step: ((self._work_began,), (self._work_ended,)),
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
             "batch_to_device": ((self._transfer_began,), (self._transfer_ended,)),
@@ -438,6 +453,14 @@ class Recording:
 
     def _work_ended(self) -> None:
         self.main.timeline.work_ended()
+
+    def _evaluation_began(self) -> None:
+        if self._fetching is self.evaluated:  # not in the sanity check
+            self.evaluated.timeline.work_began()
+
+    def _evaluation_ended(self) -> None:
+        if self._fetching is self.evaluated:
+            self.evaluated.timeline.work_ended()
 
     def _evaluation_fetch_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.

@@ -326,7 +326,7 @@ class ThroughputHooks:
     def on_validation_start(self, run: MeasuredRun, *_: object) -> None:
         """Count what follows as validation, or begin to measure where nothing else is measured."""
         if run.recording.fits:
-            run.recording.wall.validation_began()
+            run.recording.wall.validation_began(loaded=True)
         else:
             run.began()
 

@@ -244,10 +244,9 @@ class Several(Linear):
 @pytest.mark.parametrize(
     ("mode", "slow", "samples"),
     [
-        ("min_size", [3], 4),
-        ("max_size_cycle", [3, 7], 8),
-        # Where the first loader is exhausted, the second one's rows are counted.
-        ("max_size", [3], 8),
+        ("min_size", [3], 4 + 4),
+        ("max_size_cycle", [3, 7], 8 + 8),
+        ("max_size", [3], 8 + 4),
     ],
 )
 def test_a_wait_for_one_of_several_loaders_is_a_wait_of_the_step(tmp_path, mode, slow, samples):
@@ -255,7 +254,8 @@ def test_a_wait_for_one_of_several_loaders_is_a_wait_of_the_step(tmp_path, mode,
     callback = fit(tmp_path, Several(), CombinedLoader(loaders, mode))
     assert callback.spent() == dict.fromkeys(slow, SLEEP_MS)
     (stage,) = callback.report.stages
-    assert stage.steps == stage.samples == samples
+    assert stage.steps == (4 if mode == "min_size" else 8)
+    assert stage.samples == samples
 
 
 def test_validation_loaders_come_one_after_the_other(tmp_path):
@@ -267,6 +267,14 @@ def test_validation_loaders_come_one_after_the_other(tmp_path):
 
 class SlowEnds(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        clock.sleep(SLEEP_S if batch_idx == 4 else 0)
+
+
+class SlowBesideValidation(Callback):
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+        clock.sleep(SLEEP_S if batch_idx == 2 else 0)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         clock.sleep(SLEEP_S if batch_idx == 4 else 0)
 
 
@@ -294,6 +302,13 @@ def test_what_runs_between_two_steps_is_gap_and_no_compute(tmp_path, what):
     for phase in ("wait_ms", "transfer_ms", "compute_ms", "step_ms"):
         assert callback.spent(phase) == {}, phase
     assert callback.spent("gap_ms") == {5: SLEEP_MS}
+
+
+def test_what_runs_between_two_steps_of_validation_is_gap_and_no_compute(tmp_path):
+    slow = SlowBesideValidation()
+    callback = fit(tmp_path, Linear(), loader(), val=loader(), callbacks=[slow])
+    assert spent(callback.val["step_ms"]) == {}
+    assert spent(callback.val["gap_ms"]) == {2: SLEEP_MS, 5: SLEEP_MS}
 
 
 def test_the_call_that_compiles_is_in_the_cold_first_step(tmp_path):

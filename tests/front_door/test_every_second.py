@@ -145,17 +145,25 @@ def test_a_validation_that_waits_for_its_data_is_starved(tmp_path):
     assert report.verdict.code == "FD318"
 
 
-@pytest.mark.parametrize("interval", [0.5, 6])
-def test_validation_in_the_middle_of_an_epoch_is_validation(tmp_path, interval):
-    val = DataLoader(Rows(8, read_s=0.01), 4)
-    report, wall = fit(tmp_path, val=val, val_check_interval=interval, step_s=0.02)
+class SlowToIterate(DataLoader):
+    def __iter__(self):
+        clock.sleep(0.5)
+        return super().__iter__()
+
+
+# Where gradients are added up, Lightning announces a validation only once its loader has started.
+@pytest.mark.parametrize(("interval", "accumulated"), [(0.5, 1), (6, 1), (6, 4)])
+def test_validation_in_the_middle_of_an_epoch_is_validation(tmp_path, interval, accumulated):
+    val = SlowToIterate(Rows(8, read_s=0.01), 4)
+    options = {"val_check_interval": interval, "accumulate_grad_batches": accumulated}
+    report, wall = fit(tmp_path, val=val, step_s=0.02, **options)
     validations = report.stages[1].steps // 2
     assert validations >= 6
     assert seconds(wall) == {
         "compute": pytest.approx(3 * STEPS * 0.02),
-        "validation": pytest.approx(validations * 8 * 0.01),
+        "validation": pytest.approx(validations * (0.5 + 8 * 0.01)),
     }
-    assert wall["parts_s"]["validation"] == pytest.approx(report.stages[1].duration_s)
+    assert report.stages[1].duration_s == pytest.approx(validations * 8 * 0.01)
 
 
 def test_checkpoints_that_take_long_are_told(tmp_path):
@@ -176,6 +184,28 @@ def test_a_slow_logger_is_told(tmp_path):
         "measuring": pytest.approx(5 * 0.01),
     }
     assert report.verdict.code == "FD320"
+
+
+class Reloads(Model):
+    def train_dataloader(self):
+        clock.sleep(0.25)
+        return SlowToIterate(Rows(), 2)
+
+    def on_train_epoch_end(self):
+        self.log("own/epoch", 1.0)
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_what_is_logged_at_the_end_of_an_epoch_is_not_the_start_of_the_next(tmp_path, reload):
+    throughput = DataThroughputCallback(summary=False, figures=False)
+    options = {"log_every_n_steps": 100, "reload_dataloaders_every_n_epochs": reload}
+    options |= {"callbacks": [throughput], "logger": SlowLogger(tmp_path)}
+    quiet_trainer(tmp_path, max_epochs=3, **options).fit(Reloads(0.004))
+    wall = throughput.report.wall
+    later_s = wall.named_s["epoch_starts", "later epochs"]
+    # Lightning iterates a loader that was made anew twice.
+    assert later_s == pytest.approx(2 * (0.25 + 2 * 0.5 if reload else 0.5))
+    assert wall.parts_s["logging"] == pytest.approx(3 * 0.01)
 
 
 def test_what_came_before_the_training_is_setup(tmp_path):

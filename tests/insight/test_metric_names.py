@@ -9,7 +9,7 @@ from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.insight.machine import fault_scalars
 from lightning_fastdata.insight.ranks import RankTiming, rank_metrics
 from lightning_fastdata.insight.stage import window_means
-from lightning_fastdata.insight.steps import StepTiming, columns_of
+from lightning_fastdata.insight.steps import StepHistory, StepTiming
 from lightning_fastdata.insight.waits import PART_WORDS
 from lightning_fastdata.insight.wall import WallTime
 from lightning_fastdata.plugin.boards import MAIN, wall_scalars
@@ -39,12 +39,14 @@ def test_what_is_measured_has_a_row_on_the_page_and_nothing_else_has():
         step=0, samples=1, cold=0, wait_ms=1.0, stall_ms=1.0, transfer_ms=1.0, augment_ms=1.0,
         compute_ms=1.0, gap_ms=1.0, step_ms=4.0,
     )  # fmt: skip
+    history = StepHistory()
+    history.append(step)
     rank = RankTiming(rank=0, host="a", steps=1, step_ms=4.0, stall_ms=1.0, compute_ms=1.0)
     faults = FaultLog()
     faults.samples = faults.retries = faults.deaths = 1
     measured = {
         *fault_scalars([faults]),
-        *window_means(columns_of([step])),
+        *window_means(*history.window()),
         *(f"data_wait/{part}" for part in PART_WORDS),
         *rank_metrics([rank, rank]),
         *wall_scalars(WallTime(total_s=1.0, parts_s={"compute": 1.0}, steps=1, samples=1)),

@@ -24,6 +24,7 @@ MOVES = st.lists(
         st.tuples(st.just("enter"), PARTS, st.sampled_from(["", "a", "b"])),
         st.tuples(st.just("leave")),
         st.tuples(st.just("turn"), PARTS),
+        st.tuples(st.just("turn back"), PARTS),
         st.tuples(st.just("pass"), st.floats(0.0, 10.0)),
         st.tuples(st.just("forget")),
     )
@@ -48,6 +49,8 @@ def test_the_parts_add_up_whatever_is_announced(moves):
             wall.leave()
         elif move == "turn":
             wall.turn_to(Activity(*what))
+        elif move == "turn back":
+            wall.turn_back_to(Activity(*what))
         elif move == "forget":
             wall.forget()
         else:
@@ -55,6 +58,7 @@ def test_the_parts_add_up_whatever_is_announced(moves):
     found = wall.read()
     assert found.total_s == pytest.approx((time.monotonic_ns() - began_ns) / 1e9, abs=1e-8)
     assert sum(found.parts_s.values()) == pytest.approx(found.total_s, abs=1e-9)
+    assert all(seconds >= 0 for seconds in found.parts_s.values())
     for part, seconds in found.parts_s.items():
         assert sum(s for _, s in found.names_of(part)) <= seconds + 1e-9
 
