@@ -44,7 +44,8 @@ class Fields:
     """Which fields of a sample or batch hold the image and the mask, by key or index."""
 
     image: int | str | None = None
-    """Key or index of the image; None: ``"image"``, or the first element that looks like one."""
+    """Key or index of the image; None: ``"image"``, or the first element that looks like one and
+    has no other role."""
     mask: int | str | None = None
     """Key or index of the mask; None: ``"mask"``, where there is such a key."""
     stays: tuple[int | str, ...] = ()
@@ -66,8 +67,11 @@ class Found(NamedTuple):
     """Key or index of the mask; None: there is no mask."""
 
 
-def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
+def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[str] = ()) -> Found:
     """Return where image and mask are in a sample, or in a batch with a leading dimension.
+
+    What has another role is not taken for the image: the mask, what stays, and the positions that
+    are among the ``names`` in a pipeline, as ``"2"`` is.
 
     Raises:
         BatchError: there is no image, or the field that was named does not exist.
@@ -82,10 +86,12 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
     if mapping and "image" in item:
         return Found("image", mask)
     if isinstance(item, list | tuple):
+        said = (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
+        others = {at + len(item) * (at < 0) for at in said if isinstance(at, int)}
         # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
         for looks in (looks_like_image, _has_channels, may_be_image):
             for index, value in enumerate(item):
-                if looks(value, batched=batched):
+                if index not in others and looks(value, batched=batched):
                     return Found(index, mask)
     elif may_be_image(item, batched=batched):
         return Found(None, None)
@@ -117,7 +123,8 @@ def target_places(
     Raises:
         BatchError: as :func:`find_fields`.
     """
-    found = find_fields(item, fields, batched=batched)
+    names = tuple(names)
+    found = find_fields(item, fields, batched=batched, names=names)
     places: dict[str, Location] = {}
     for name in names:
         places[name] = {"image": found.image, "mask": found.mask}.get(name, name)
