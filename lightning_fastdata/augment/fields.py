@@ -86,8 +86,9 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     if mapping and "image" in item:
         return Found("image", mask)
     if isinstance(item, list | tuple):
-        said = (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
-        others = {at + len(item) * (at < 0) for at in said if isinstance(at, int)}
+        others = from_start(
+            item, (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
+        )
         # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
         for looks in (looks_like_image, _has_channels, may_be_image):
             for index, value in enumerate(item):
@@ -101,6 +102,12 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
         "frames or a volume under Albumentations' names for them ('images', 'volume'). "
         "Say where it is with image=<key or index>."
     )
+
+
+def from_start(item: Batch, places: Iterable[Location]) -> set[Location]:
+    """Return places in a sample or batch; positions from the end are counted from the start."""
+    length = len(item) if isinstance(item, list | tuple) else 0
+    return {at + length if isinstance(at, int) and at < 0 else at for at in places}
 
 
 def check_named(item: Batch, fields: Fields) -> None:
