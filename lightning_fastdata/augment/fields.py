@@ -239,7 +239,8 @@ def to_hwc(value: object) -> np.ndarray:
     if not isinstance(value, np.ndarray | torch.Tensor):
         if isinstance(value, PilImage):
             mode = _PIL_MODES.get(value.mode, "RGB")
-            return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode))
+            # Copied: what PIL lends cannot be written to, and a transform may do so.
+            return np.array(value if value.mode in _PIL_NUMBERS else value.convert(mode))
         raise BatchError(
             f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
@@ -266,7 +267,9 @@ def mask_to_numpy(value: object) -> np.ndarray:
     """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-    array = np.asarray(value) if isinstance(value, np.ndarray | PilImage) else None
+    if isinstance(value, PilImage):
+        value = np.array(value)
+    array = value if isinstance(value, np.ndarray) else None
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
             f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "

@@ -49,6 +49,33 @@ def test_read_only_images_are_welcome(operations, count) -> None:
     assert_both_ways_agree(transform, items)
 
 
+class _Band(A.DualTransform):
+    """Writes to what it is given."""
+
+    def apply(self, img, **_):
+        img[:4] = 0
+        return img
+
+    def apply_to_mask(self, mask, **_):
+        return self.apply(mask)
+
+
+@each(
+    ("operation", "modes"), [(_Band(p=1), ["RGB", "RGBA", "L", "F"]), (A.AutoContrast(p=1), ["L"])]
+)
+@each("on_device", [False, True])
+def test_images_and_masks_of_pil_become_arrays_that_may_be_written_to(
+    operation, modes, on_device
+) -> None:
+    gray = Image.fromarray(samples(1)[0]["image"][..., 0])
+    part = as_batch_transform(A.Compose([operation])).in_worker(on_device=on_device)
+    for image in map(gray.convert, modes):
+        want = A.Compose([operation])(image=np.array(image), mask=np.array(gray))
+        made, _ = part({"image": image, "mask": gray}, KEY)
+        assert np.array_equal(made["image"], want["image"])
+        assert np.array_equal(made["mask"], want["mask"])
+
+
 ARRAY = samples(1)[0]["image"]
 
 
