@@ -17,7 +17,15 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import BatchError, FastDataWarning
-from lightning_fastdata.tree import Path, PilImage, children, is_named_tuple, leaves, spelled
+from lightning_fastdata.tree import (
+    Path,
+    PilImage,
+    children,
+    leaves,
+    rebuilt,
+    spelled,
+    with_items,
+)
 from lightning_fastdata.types import Batch
 
 Location: TypeAlias = int | str | None
@@ -170,13 +178,12 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
     if None in values:
         return values[None]
     if isinstance(item, Mapping):
-        changed = {**item, **values}
-        return changed if type(item) is dict else type(item)(changed)  # type: ignore[call-arg]
+        return with_items(item, values)
     elements = list(item)
     for location, value in values.items():
         if isinstance(location, int):
             elements[location] = value
-    return type(item)(*elements) if is_named_tuple(item) else type(item)(elements)
+    return rebuilt(item, elements)
 
 
 def looks_like_image(value: object, *, batched: bool = False) -> bool:
