@@ -9,7 +9,7 @@ import copy
 import importlib.metadata
 import sys
 import sysconfig
-from collections import UserDict, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
@@ -65,15 +65,14 @@ def children(value: Batch) -> list[tuple[Any, Any]] | None:
 def rebuilt(value: Batch, parts: list[Any]) -> Batch:
     """Return a container of the same class with other parts, in the order of :func:`children`.
 
-    Mappings and dataclasses keep their attributes. Dataclasses are not constructed anew, as their
-    constructors might change the parts.
+    Mappings, lists and dataclasses keep their attributes, and are not constructed anew, as their
+    constructors might take something else, or change the parts. Where that of another container
+    does not take the parts, it becomes a plain dict, tuple or list.
     """
     if isinstance(value, Mapping):
         items = dict(zip(value, parts, strict=True))
-        if type(value) is dict:
-            return items
-        if not isinstance(value, MutableMapping):
-            return type(value)(items)  # type: ignore[call-arg]
+        if isinstance(value, dict | UserDict) or not isinstance(value, MutableMapping):
+            return with_items(value, items)
         twin: Any = copy.copy(value)
         twin.update(items)
         return twin
@@ -82,7 +81,32 @@ def rebuilt(value: Batch, parts: list[Any]) -> Batch:
         for field, part in zip(fields(value), parts, strict=True):
             object.__setattr__(twin, field.name, part)  # the dataclass may be frozen
         return twin
-    return type(value)(*parts) if is_named_tuple(value) else type(value)(parts)
+    if type(value) is not list and isinstance(value, list | UserList):
+        twin = copy.copy(value)
+        twin[:] = parts
+        return twin
+    try:
+        return type(value)(*parts) if is_named_tuple(value) else type(value)(parts)
+    except TypeError:
+        return tuple(parts) if isinstance(value, tuple) else parts
+
+
+def with_items(value: Mapping[Any, Any], items: Mapping[Any, Any]) -> Batch:
+    """Return a mapping of the same class with some items replaced or added; see `rebuilt`."""
+    merged = {**value, **items}
+    if type(value) is dict:
+        return merged
+    # Of other classes, a copy may share the items with what was copied, which is not ours.
+    if isinstance(value, dict | UserDict):
+        twin: Any = copy.copy(value)
+        if held_by(value) is value:  # its items are its attributes
+            twin.__dict__ = twin
+        twin.update(items)
+        return twin
+    try:
+        return type(value)(merged)  # type: ignore[call-arg]
+    except TypeError:
+        return merged
 
 
 def is_named_tuple(value: object) -> bool:

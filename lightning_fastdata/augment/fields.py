@@ -17,7 +17,15 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import BatchError, FastDataWarning
-from lightning_fastdata.tree import Path, PilImage, children, is_named_tuple, leaves, spelled
+from lightning_fastdata.tree import (
+    Path,
+    PilImage,
+    children,
+    leaves,
+    rebuilt,
+    spelled,
+    with_items,
+)
 from lightning_fastdata.types import Batch
 
 Location: TypeAlias = int | str | None
@@ -44,7 +52,8 @@ class Fields:
     """Which fields of a sample or batch hold the image and the mask, by key or index."""
 
     image: int | str | None = None
-    """Key or index of the image; None: ``"image"``, or the first element that looks like one."""
+    """Key or index of the image; None: ``"image"``, or the first element that looks like one and
+    has no other role."""
     mask: int | str | None = None
     """Key or index of the mask; None: ``"mask"``, where there is such a key."""
     stays: tuple[int | str, ...] = ()
@@ -66,8 +75,11 @@ class Found(NamedTuple):
     """Key or index of the mask; None: there is no mask."""
 
 
-def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
+def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[str] = ()) -> Found:
     """Return where image and mask are in a sample, or in a batch with a leading dimension.
+
+    What has another role is not taken for the image: the mask, what stays, and the positions that
+    are among the ``names`` in a pipeline, as ``"2"`` is.
 
     Raises:
         BatchError: there is no image, or the field that was named does not exist.
@@ -82,10 +94,13 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
     if mapping and "image" in item:
         return Found("image", mask)
     if isinstance(item, list | tuple):
+        others = from_start(
+            item, (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
+        )
         # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
         for looks in (looks_like_image, _has_channels, may_be_image):
             for index, value in enumerate(item):
-                if looks(value, batched=batched):
+                if index not in others and looks(value, batched=batched):
                     return Found(index, mask)
     elif may_be_image(item, batched=batched):
         return Found(None, None)
@@ -95,6 +110,12 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
         "frames or a volume under Albumentations' names for them ('images', 'volume'). "
         "Say where it is with image=<key or index>."
     )
+
+
+def from_start(item: Batch, places: Iterable[Location]) -> set[Location]:
+    """Return places in a sample or batch; positions from the end are counted from the start."""
+    length = len(item) if isinstance(item, list | tuple) else 0
+    return {at + length if isinstance(at, int) and at < 0 else at for at in places}
 
 
 def check_named(item: Batch, fields: Fields) -> None:
@@ -117,7 +138,8 @@ def target_places(
     Raises:
         BatchError: as :func:`find_fields`.
     """
-    found = find_fields(item, fields, batched=batched)
+    names = tuple(names)
+    found = find_fields(item, fields, batched=batched, names=names)
     places: dict[str, Location] = {}
     for name in names:
         places[name] = {"image": found.image, "mask": found.mask}.get(name, name)
@@ -156,13 +178,12 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
     if None in values:
         return values[None]
     if isinstance(item, Mapping):
-        changed = {**item, **values}
-        return changed if type(item) is dict else type(item)(changed)  # type: ignore[call-arg]
+        return with_items(item, values)
     elements = list(item)
     for location, value in values.items():
         if isinstance(location, int):
             elements[location] = value
-    return type(item)(*elements) if is_named_tuple(item) else type(item)(elements)
+    return rebuilt(item, elements)
 
 
 def looks_like_image(value: object, *, batched: bool = False) -> bool:
@@ -225,7 +246,8 @@ def to_hwc(value: object) -> np.ndarray:
     if not isinstance(value, np.ndarray | torch.Tensor):
         if isinstance(value, PilImage):
             mode = _PIL_MODES.get(value.mode, "RGB")
-            return np.asarray(value if value.mode in _PIL_NUMBERS else value.convert(mode))
+            # Copied: what PIL lends cannot be written to, and a transform may do so.
+            return np.array(value if value.mode in _PIL_NUMBERS else value.convert(mode))
         raise BatchError(
             f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
@@ -252,7 +274,9 @@ def mask_to_numpy(value: object) -> np.ndarray:
     """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-    array = np.asarray(value) if isinstance(value, np.ndarray | PilImage) else None
+    if isinstance(value, PilImage):
+        value = np.array(value)
+    array = value if isinstance(value, np.ndarray) else None
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
             f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "

@@ -21,6 +21,7 @@ from lightning_fastdata.augment.fields import (
     check_beside,
     describe,
     find_fields,
+    from_start,
     get_field,
     has_field,
     listed,
@@ -38,6 +39,7 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.tree import children
 from lightning_fastdata.types import Batch, SampleKey
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "mixed"]
@@ -275,10 +277,32 @@ class Mixer:
         if self._label is not None:
             return self._label
         if isinstance(item, Mapping):
-            return next((key for key in _LABEL_KEYS if key in item), None)
-        if isinstance(item, Sequence) and isinstance(image, int) and len(item) > image + 1:
+            found = next((key for key in _LABEL_KEYS if key in item), None)
+            if found is not None:
+                return found
+        elif isinstance(item, Sequence) and isinstance(image, int) and len(item) > image + 1:
             return image + 1
+        self._refuse_without(item, image)
         return None
+
+    def _refuse_without(self, item: Batch, image: Location) -> None:
+        """Raise BatchError if there are labels that were not found, or should be some."""
+        known = from_start(item, (image, *self.fields.stays))
+        others = (
+            place
+            for place, value in children(item) or ()
+            if place not in known and isinstance(value, Tensor) and value.ndim in {1, 2}
+        )
+        other, classes = next(others, None), self._num_classes
+        if other is None and classes is None:
+            return
+        rest = "" if other is None else f" If {other!r} holds no labels, say stays=[{other!r}]."
+        rest += "" if classes is None else f" If there are none, leave num_classes={classes} out."
+        raise BatchError(
+            f"No labels were found in {describe(item)}, so that images would be mixed without "
+            "them. Say where they are with label=<key or index>: only the keys 'label', 'labels', "
+            f"'target' and 'targets' are found, and what is behind the image in a tuple.{rest}"
+        )
 
     def _shares(self, batch: Batch, place: int | str, device: torch.device) -> Tensor:
         if not has_field(batch, place):
@@ -339,7 +363,8 @@ def mixed(
         stays: fields that are left as they are, as :func:`as_batch_transform` takes it.
         label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
-            ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
+            ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple;
+            a batch that may have its labels elsewhere is an error.
         num_classes: number of classes; needed where labels are not one-hot.
         same_pixels: without effect, as in :func:`as_batch_transform`.
 

@@ -349,12 +349,14 @@ class BatchTransform(PipelineTransform):
         """
         if draws is None or not draws.programs:
             return batch
-        places = target_places(batch, self._fields, draws.programs, batched=True)
+        # What no operation is left for has a place, too, which is not the image's.
+        names = {*draws.programs, *target_roles(self.compose)}
+        places = target_places(batch, self._fields, names, batched=True)
         made: dict[Location, Batch] = {}
         with plain_tensors():
-            for name, place in places.items():
-                value = checked_rows(get_field(batch, place), draws, place)
-                made[place] = replay(draws.programs[name], draws.blob, value, self.ops)
+            for name, program in draws.programs.items():
+                value = checked_rows(get_field(batch, places[name]), draws, places[name])
+                made[places[name]] = replay(program, draws.blob, value, self.ops)
         return put_fields(batch, made)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:

@@ -238,6 +238,36 @@ def test_boxes_and_masks_do_not_stay_behind(step, name):
 
 
 INDICES = torch.tensor([0, 2, 1, 2, 0, 1, 1, 0])
+UNFOUND = {
+    "key": ({"image": images(), "fine_label": INDICES}, "fine_label"),
+    "before the image": ((INDICES, images()), 0),
+    "one-hot": ({"image": images(), "y": torch.eye(3)[INDICES]}, "y"),
+}
+
+
+@each("step", STEPS)
+@each("form", UNFOUND)
+@each("num_classes", [3, None])
+def test_labels_that_are_not_found_do_not_stay_behind(step, form, num_classes):
+    batch, place = UNFOUND[form]
+    with pytest.raises(BatchError, match=rf"No labels were found.*label=.*stays=\[{place!r}\]"):
+        mixed(step, num_classes=num_classes).apply_unprepared(batch, KEY)
+    if num_classes is None:
+        out = mixed(step, stays=place).apply_unprepared(batch, KEY)
+        assert out[place] is batch[place]
+    else:
+        out = mixed(step, label=place, num_classes=3).apply_unprepared(batch, KEY)
+        _, shares = mixed(step, num_classes=3).apply_unprepared((images(), INDICES), KEY)
+        assert torch.equal(out[place], shares)
+
+
+def test_where_classes_are_told_of_each_sample_has_a_label():
+    part = mixed(CutMix(), num_classes=3).in_worker(on_device=True)
+    for sample in (IMAGES[0], {"image": IMAGES[0]}, {"image": IMAGES[0], "y": 2}, (2, IMAGES[0])):
+        with pytest.raises(BatchError, match=r"No labels .* leave num_classes=3 out"):
+            part(sample, KEY)
+
+
 LABELS = {
     "classes": INDICES,
     "classes of 32 bits": INDICES.int(),

@@ -143,6 +143,28 @@ def test_what_is_said_to_stay_stays(way, stays):
         assert made["mask"].shape == (1, 16, 20)
 
 
+ELSEWHERE = {
+    "mask": ({"mask": 0}, {}, True),
+    "mask from the end": ({"mask": -2}, {}, True),
+    "what stays": ({"stays": 0}, {}, False),
+    "target at a position": ({}, {"0": "mask"}, True),
+}
+
+
+@each("way", WAYS)
+@each("operation", [A.HorizontalFlip(p=1), A.Normalize(0.5, 0.25, max_pixel_value=1)])
+@each("dtype", [np.uint8, np.int16, np.int32, np.float64])
+@each("form", ELSEWHERE)
+def test_a_field_with_another_role_is_not_taken_for_the_image(way, operation, dtype, form):
+    arguments, targets, moved = ELSEWHERE[form]
+    scan = (IMAGE[..., 0] > 180).astype(dtype)
+    want = A.Compose([operation])(image=scan, mask=MASK)
+    pipeline = A.Compose([operation], additional_targets=targets)
+    made = way(as_batch_transform(pipeline, **arguments), (MASK, scan))
+    assert np.allclose(made[1][0], want["image"])
+    assert np.array_equal(made[0][0], want["mask"] if moved else MASK)
+
+
 LEAVES_PIXELS = [
     A.RandomBrightnessContrast(p=1),
     A.GaussNoise(p=1),

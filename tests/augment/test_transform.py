@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 
 import albumentations as A
@@ -49,6 +51,33 @@ def test_read_only_images_are_welcome(operations, count) -> None:
     assert_both_ways_agree(transform, items)
 
 
+class _Band(A.DualTransform):
+    """Writes to what it is given."""
+
+    def apply(self, img, **_):
+        img[:4] = 0
+        return img
+
+    def apply_to_mask(self, mask, **_):
+        return self.apply(mask)
+
+
+@each(
+    ("operation", "modes"), [(_Band(p=1), ["RGB", "RGBA", "L", "F"]), (A.AutoContrast(p=1), ["L"])]
+)
+@each("on_device", [False, True])
+def test_images_and_masks_of_pil_become_arrays_that_may_be_written_to(
+    operation, modes, on_device
+) -> None:
+    gray = Image.fromarray(samples(1)[0]["image"][..., 0])
+    part = as_batch_transform(A.Compose([operation])).in_worker(on_device=on_device)
+    for image in map(gray.convert, modes):
+        want = A.Compose([operation])(image=np.array(image), mask=np.array(gray))
+        made, _ = part({"image": image, "mask": gray}, KEY)
+        assert np.array_equal(made["image"], want["image"])
+        assert np.array_equal(made["mask"], want["mask"])
+
+
 ARRAY = samples(1)[0]["image"]
 
 
@@ -68,6 +97,81 @@ def test_the_image_is_found_in_the_usual_samples(sample, place) -> None:
     batch = transform.apply(default_collate(left), draws)
     image = batch if place is None else batch[place]
     assert torch.equal(image[0], torch.from_numpy(ARRAY).flip(0))
+
+
+class _Record(dict):
+    def __init__(self, image, label):
+        super().__init__(image=image, label=label)
+
+
+class _Attributes(dict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class _Fixed(Mapping):
+    """Takes other arguments than its items, and cannot be changed."""
+
+    def __init__(self, image, label):
+        self.items_ = {"image": image, "label": label}
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+class _Held(_Fixed, MutableMapping):
+    """Shares its items with its shallow copies."""
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+
+class _List(list):
+    def __init__(self, image, label):
+        super().__init__([image, label])
+
+
+class _Tuple(tuple):
+    def __new__(cls, image, label):
+        return super().__new__(cls, (image, label))
+
+
+CONTAINERS = [
+    (lambda image, label: defaultdict(list, image=image, label=label), defaultdict),
+    (_Record, _Record),
+    (lambda image, label: _Attributes(image=image, label=label), _Attributes),
+    (_Fixed, dict),
+    (_Held, dict),
+    (_List, _List),
+    (_Tuple, tuple),
+]
+
+
+@each(("make", "kind"), CONTAINERS)
+@each("replay", [False, True])
+def test_samples_of_classes_with_their_own_constructors_are_as_welcome_as_in_torch(
+    make, kind, replay
+) -> None:
+    sample = make(ARRAY, 3)
+    compose = (A.ReplayCompose if replay else A.Compose)([A.VerticalFlip(p=1)])
+    made, _ = as_batch_transform(compose).in_worker(on_device=False)(sample, KEY)
+    assert type(made) is kind
+    image, label = ("image", "label") if isinstance(sample, Mapping) else (0, 1)
+    assert np.array_equal(made[image], ARRAY[::-1])
+    assert made[label] == 3
+    assert sample[image] is ARRAY
+    if kind is _Attributes:
+        assert made.image is made["image"]
 
 
 def test_threads_do_not_disturb_each_others_draws() -> None:

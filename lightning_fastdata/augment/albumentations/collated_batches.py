@@ -43,11 +43,11 @@ def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location
     Raises:
         BatchError: there is no image, or a field of its size beside it would not be moved.
     """
-    found = find_fields(batch, fields, batched=True)
+    names = target_roles(compose).keys() - {"image", "mask"}
+    found = find_fields(batch, fields, batched=True, names=names)
     places: dict[str, Location] = {"image": found.image}
     if found.mask is not None:
         places["mask"] = found.mask
-    names = target_roles(compose).keys() - {"image", "mask"}
     named = named_places(batch, names).items()
     places |= {name: at for name, at in named if isinstance(get_field(batch, at), torch.Tensor)}
     mover, image = mover_of(compose), get_field(batch, found.image)

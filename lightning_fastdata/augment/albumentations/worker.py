@@ -216,7 +216,8 @@ class ComposeWorker(TapedWorker):
         if self._has_volumes_alone(sample):
             mask = self._fields.mask
         else:
-            places["image"], mask = find_fields(sample, self._fields, batched=False)
+            found = find_fields(sample, self._fields, batched=False, names=self._taken)
+            places["image"], mask = found
         if mask is not None:
             places["mask"] = mask
         for name, place in named_places(sample, self._taken).items():
