@@ -9,7 +9,8 @@ import PIL.Image
 import pytest
 import torch
 from augment.test_v2_pipelines import carried_out, check, check_each
-from augment.v2_pipelines import assert_same, eager, images, keys, samples_of
+from augment.v2_pipelines import assert_same, copied, eager, images, keys, samples_of
+from torch import nn
 from torchvision import tv_tensors
 from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
@@ -148,6 +149,40 @@ def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
     alone = eager(pipeline, [image for image, _ in samples])
     assert_same(batch[0], torch.stack(alone), types=False)
     assert batch[1].tolist() == [0, 1, 2, 3]
+
+
+MASK, BOXES = tv_tensors.Mask(torch.arange(900).view(30, 30)), torch.tensor([[2.0, 3, 9, 8]])
+BOXES = tv_tensors.BoundingBoxes(BOXES, format="XYXY", canvas_size=(30, 30))
+
+
+@pytest.mark.parametrize("form", [torch.Tensor, tv_tensors.Image])
+@pytest.mark.parametrize(
+    ("made", "how"),
+    [
+        (lambda image: (image, MASK), {}),
+        (lambda image, mask=MASK: (image, mask), {"mask": 1}),
+        (lambda image: (BOXES, image), {}),
+        (lambda image: {"image": image, "rest": [MASK, BOXES]}, {}),
+        (lambda image: {"number": torch.tensor([7, 8]), "image": image, "boxes": BOXES}, {}),
+    ],
+)
+def test_functions_get_the_image_alone_beside_what_v2_moves_with_it(form, made, how):
+    [photo], flip = images(1, 30, 30), v2.RandomHorizontalFlip(1.0)
+    transform = as_batch_transform(v2.Compose([halved, nn.Sequential(flip, nn.Identity())]), **how)
+    given = photo.as_subclass(form)
+    sample = made(given, MASK.as_subclass(torch.Tensor)) if how else made(given)
+    with pytest.warns(FastDataWarning, match="it is called with the image of a sample alone"):
+        transform.check_sample(sample)
+    wanted = flip(made(tv_tensors.Image(halved(photo))))
+    for on_device in (False, True):
+        worker = transform.in_worker(on_device=on_device)
+        left, tape = worker(copied(sample), keys(1)[0])
+        [done] = worker.finish_each([left], [tape])[0] if on_device else [left]
+        assert_same(done, wanted, types=False)
+
+
+def halved(image):
+    return image // 2
 
 
 def test_a_field_of_the_images_size_without_a_role_is_an_error():
