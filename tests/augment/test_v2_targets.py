@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from dataclasses import dataclass
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
@@ -129,6 +130,40 @@ def test_a_segmentation_of_pil_images_is_moved():
         ]
     )
     check(pipeline, samples)
+
+
+@pytest.mark.parametrize("begun", [[], [v2.ToImage()]])
+@pytest.mark.parametrize("image", [PIL.Image.fromarray, v2.functional.to_image])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        PIL.Image.fromarray,
+        np.asarray,
+        lambda mask: mask[:, :, None],
+        lambda mask: np.stack([mask, mask]),
+        torch.from_numpy,
+        v2.functional.to_image,
+    ],
+)
+def test_what_is_said_to_be_a_mask_is_one_whatever_it_was(mask, image, begun):
+    rows = images(1, 40, 44)[0].permute(1, 2, 0).numpy()
+    classes = rows[:, :, 0] // 64
+    given = image(rows), mask(classes)
+    pipeline = v2.Compose(
+        [*begun, v2.RandomResizedCrop(24), v2.ColorJitter(0.5), v2.ToImage(), v2.RandomRotation(30)]
+    )
+    transform = as_batch_transform(pipeline, mask=1)
+    transform.check_sample(given)
+    typed = given[0], tv_tensors.Mask(classes)
+    [wanted] = eager(pipeline, [typed])
+    fitted = transform.for_samples([given] * 2)
+    for worker in (transform.in_worker(on_device=False), fitted.in_worker(on_device=True)):
+        made, tape = worker(given, keys(1)[0])
+        [(photo, moved)] = worker.finish_each([made], [tape])[0] if tape is not None else [made]
+        assert_same(photo, wanted[0], types=False)
+        assert type(moved) is tv_tensors.Mask
+        for one in moved.reshape(-1, *moved.shape[-2:]):
+            assert_same(one, wanted[1], types=False)
 
 
 def test_an_image_behind_other_plain_tensors_is_found():

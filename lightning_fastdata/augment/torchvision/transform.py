@@ -28,6 +28,7 @@ from lightning_fastdata.augment.fields import (
     Fields,
     Location,
     Mover,
+    channels_first,
     check_beside,
     check_named,
     describe,
@@ -146,13 +147,13 @@ class TorchvisionTransform(PipelineTransform):
 
         If their images have one size, nothing has to be done to them before they make a batch.
         """
-        given = list(samples)
-        seen = [image_of(sample) for sample in given]
+        given = list(_all_typed(samples, self._fields))
+        seen = list(map(image_of, given))
         sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
-        fitted._forms = (forms_of(typed(given[0], self._fields)) if given else ()) or self._forms
+        fitted._forms = (forms_of(given[0]) if given else ()) or self._forms
         fitted.take_in()
         return fitted
 
@@ -437,6 +438,7 @@ class Traits(NamedTuple):
 def typed(sample: Batch, fields: Fields) -> Batch:
     """Return a sample whose named fields say by their types what they are.
 
+    A mask is one, whatever it was: to v2 a PIL image is an image, and an array is nothing.
     v2 takes the first plain tensor for the image. If that is no image, and another tensor is one,
     the latter gets the type of an image.
 
@@ -452,9 +454,33 @@ def typed(sample: Batch, fields: Fields) -> Batch:
         with suppress(BatchError):
             kinds[find_fields(sample, fields, batched=False).image] = tv_tensors.Image
     given = {place: get_field(sample, place) for place in kinds}
+    if fields.mask is not None:
+        given[fields.mask] = _mask_pixels(given[fields.mask])
     bare = {place for place, value in given.items() if isinstance(value, Tensor)}
     values = {place: kinds[place](given[place]) for place in bare if not _has_role(given[place])}
     return put_fields(sample, values) if values else sample
+
+
+def _mask_pixels(mask: Batch) -> Batch:
+    """Return a mask that is a PIL image or an array as a tensor ``[H, W]`` or ``[C, H, W]``."""
+    if isinstance(mask, PIL.Image.Image):
+        pixels = v2.functional.pil_to_tensor(mask)
+        return pixels[0] if len(pixels) == 1 else pixels
+    if isinstance(mask, np.ndarray):
+        last = mask.ndim == 3 and not channels_first(mask.shape)
+        return torch.from_numpy((mask.transpose(2, 0, 1) if last else mask).copy())
+    return mask.as_subclass(Tensor) if isinstance(mask, tv_tensors.Image) else mask
+
+
+def _all_typed(samples: Iterable[Batch], fields: Fields) -> Iterator[Batch]:
+    """Yield typed samples up to one that lacks a named field; BatchError if the first one does."""
+    for number, sample in enumerate(samples):
+        try:
+            yield typed(sample, fields)
+        except BatchError:
+            if number == 0:
+                raise
+            return  # Training reports it, if it reads that sample.
 
 
 def place_of_image(sample: Batch) -> Path | None:
