@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 from lightning_fastdata import FastDataWarning, SampleKey, as_batch_transform
 from lightning_fastdata.errors import BatchError
 
+FLOAT = v2.ToDtype(torch.float32, scale=True)
 DETECTION = {
     "hflip": [
         v2.ToImage(),
@@ -239,6 +240,31 @@ def test_arrays_that_v2_would_pass_through_are_refused():
     transform = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip()]))
     with pytest.raises(BatchError, match=r"Begin the pipeline with v2\.ToImage"):
         transform.check_sample((images(1, 9, 9)[0].permute(1, 2, 0).numpy(), 3))
+
+
+def turned(image):
+    return image.permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tensors_with_their_channels_last_are_refused_where_v2_would_take_rows_for_them(on_device):
+    last = images(1, 30, 30)[0].as_subclass(torch.Tensor).permute(1, 2, 0)
+    flip, key = v2.RandomHorizontalFlip(1.0), keys(1)[0]
+    for steps in ([flip], [FLOAT, v2.Normalize([0.5], [0.5])], [v2.RandomCrop(9), turned]):
+        transform = as_batch_transform(v2.Compose(steps))
+        with pytest.raises(
+            BatchError, match=r"channels last, and (Random|Norm)\w+ takes \[C, H, W"
+        ):
+            transform.check_sample(last)
+        with pytest.raises(BatchError, match="channels last"):
+            transform.in_worker(on_device=on_device)(last, key)
+    for steps in ([FLOAT, v2.RandomInvert(1.0)], [FLOAT, turned, flip]):
+        pipeline = v2.Compose(steps)
+        as_batch_transform(pipeline).check_sample(last)
+        worker = as_batch_transform(pipeline).in_worker(on_device=on_device)
+        made, tape = worker(last, key)
+        [done] = worker.finish_each([made], [tape])[0] if on_device else [made]
+        assert_same(done, pipeline(last), types=False)
 
 
 def shifted(value):

@@ -25,6 +25,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.fields import (
+    CHANNELS,
     Fields,
     Location,
     Mover,
@@ -51,6 +52,7 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.augment.torchvision.forms import Form, device_ops, plain
 from lightning_fastdata.augment.torchvision.plan import (
+    ANY_LAYOUT,
     MIXES,
     MOVES,
     NEED_BOXES,
@@ -221,7 +223,7 @@ class TorchvisionTransform(PipelineTransform):
             name: _checked_tensor(get_field(batch, where), where) for name, where in places.items()
         }
         image = given["image"]
-        if image.ndim != 4 or (image.shape[-1] in {1, 3, 4} and image.shape[1] not in {1, 3, 4}):
+        if image.ndim != 4 or _channels_are_last(image):
             raise BatchError(
                 f"The images are {describe(image)}, and torchvision takes [n, C, H, W]. Let the "
                 "dataset return images [C, H, W], or begin its own transforms with v2.ToImage()."
@@ -407,6 +409,9 @@ class Traits(NamedTuple):
     usually written for images, as torchvision's datasets call their ``transform`` on images."""
     own: bool
     """Whether all code that runs is torchvision's: no other classes, no ``Lambda``."""
+    reader: str | None
+    """Name of the first transform that takes channels to come first; None: there is none, or the
+    user's own code runs before it, and may turn the image."""
     takes_arrays: bool
     """Whether NumPy arrays are made images before any pixels are moved."""
     writes: bool
@@ -419,12 +424,15 @@ class Traits(NamedTuple):
         moves = next((name for name in names if name in MOVES), None)
         before = names if moves is None else names[: names.index(moves)]
         boxes = next((name for name in names if name in NEED_BOXES), None)
+        own = [is_own(leaf.transform) and leaf.name != "Lambda" for leaf in leaves]
+        first = names if all(own) else names[: own.index(False)]
         functions = (leaf for leaf in leaves if not isinstance(leaf.transform, v2.Transform))
         return cls(
             mover=None if moves is None else Mover(moves, boxes is not None, "torchvision"),
             boxes=boxes,
             function=next((leaf.name for leaf in functions), None),
-            own=all(is_own(leaf.transform) and leaf.name != "Lambda" for leaf in leaves),
+            own=all(own),
+            reader=next((name for name in first if name not in ANY_LAYOUT), None),
             takes_arrays=not _FROM_ARRAYS.isdisjoint(before),
             writes=any(getattr(leaf.transform, "inplace", False) for leaf in leaves),
         )
@@ -523,8 +531,17 @@ def _on_images(node: Any, place: Path) -> Any:
 
 
 def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
-    """Raise BatchError if a field as large as the image would not move with it."""
+    """Raise BatchError if a field as large as the image would not move with it.
+
+    Or if channels come last in the image where torchvision takes them to come first.
+    """
     parts, mover, image = children(sample), traits.mover, image_of(sample)
+    if traits.reader is not None and isinstance(image, Tensor) and _channels_are_last(image):
+        raise BatchError(
+            f"The image of a sample is {describe(image)}, with its channels last, and "
+            f"{traits.reader} takes [C, H, W]: it would take rows for channels. Let the dataset "
+            "return image.permute(2, 0, 1), or begin the pipeline with a function that does so."
+        )
     size = size_of(image)
     if mover is None or parts is None or size is None:
         return
@@ -538,6 +555,11 @@ def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
     boxes = any(isinstance(one, tv_tensors.BoundingBoxes) for part in held.values() for one in part)
     mover = mover._replace(takes_boxes=mover.takes_boxes or boxes)
     check_beside(sample, {*roles, *fields.stays}, (size[0], size[1]), mover)
+
+
+def _channels_are_last(image: Tensor) -> bool:
+    """Return whether an image ``[..., C, H, W]`` is none, but has its channels last."""
+    return image.ndim > 2 and image.shape[-1] in CHANNELS and image.shape[-3] not in CHANNELS
 
 
 def image_of(sample: Batch) -> Any:
