@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import UserDict
 from dataclasses import dataclass
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
 from augment.test_v2_pipelines import carried_out, check, check_each
-from augment.v2_pipelines import assert_same, eager, images, keys, samples_of
+from augment.v2_pipelines import assert_same, copied, eager, images, keys, samples_of
+from torch import nn
 from torchvision import tv_tensors
 from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
@@ -17,6 +19,7 @@ from torchvision.transforms import v2
 from lightning_fastdata import FastDataWarning, SampleKey, as_batch_transform
 from lightning_fastdata.errors import BatchError
 
+FLOAT = v2.ToDtype(torch.float32, scale=True)
 DETECTION = {
     "hflip": [
         v2.ToImage(),
@@ -130,6 +133,40 @@ def test_a_segmentation_of_pil_images_is_moved():
     check(pipeline, samples)
 
 
+@pytest.mark.parametrize("begun", [[], [v2.ToImage()]])
+@pytest.mark.parametrize("image", [PIL.Image.fromarray, v2.functional.to_image])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        PIL.Image.fromarray,
+        np.asarray,
+        lambda mask: mask[:, :, None],
+        lambda mask: np.stack([mask, mask]),
+        torch.from_numpy,
+        v2.functional.to_image,
+    ],
+)
+def test_what_is_said_to_be_a_mask_is_one_whatever_it_was(mask, image, begun):
+    rows = images(1, 40, 44)[0].permute(1, 2, 0).numpy()
+    classes = rows[:, :, 0] // 64
+    given = image(rows), mask(classes)
+    pipeline = v2.Compose(
+        [*begun, v2.RandomResizedCrop(24), v2.ColorJitter(0.5), v2.ToImage(), v2.RandomRotation(30)]
+    )
+    transform = as_batch_transform(pipeline, mask=1)
+    transform.check_sample(given)
+    typed = given[0], tv_tensors.Mask(classes)
+    [wanted] = eager(pipeline, [typed])
+    fitted = transform.for_samples([given] * 2)
+    for worker in (transform.in_worker(on_device=False), fitted.in_worker(on_device=True)):
+        made, tape = worker(given, keys(1)[0])
+        [(photo, moved)] = worker.finish_each([made], [tape])[0] if tape is not None else [made]
+        assert_same(photo, wanted[0], types=False)
+        assert type(moved) is tv_tensors.Mask
+        for one in moved.reshape(-1, *moved.shape[-2:]):
+            assert_same(one, wanted[1], types=False)
+
+
 def test_an_image_behind_other_plain_tensors_is_found():
     """Of plain tensors v2 takes the first one, which is no image here."""
     pipeline = v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()])
@@ -148,6 +185,40 @@ def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
     alone = eager(pipeline, [image for image, _ in samples])
     assert_same(batch[0], torch.stack(alone), types=False)
     assert batch[1].tolist() == [0, 1, 2, 3]
+
+
+MASK, BOXES = tv_tensors.Mask(torch.arange(900).view(30, 30)), torch.tensor([[2.0, 3, 9, 8]])
+BOXES = tv_tensors.BoundingBoxes(BOXES, format="XYXY", canvas_size=(30, 30))
+
+
+@pytest.mark.parametrize("form", [torch.Tensor, tv_tensors.Image])
+@pytest.mark.parametrize(
+    ("made", "how"),
+    [
+        (lambda image: (image, MASK), {}),
+        (lambda image, mask=MASK: (image, mask), {"mask": 1}),
+        (lambda image: (BOXES, image), {}),
+        (lambda image: {"image": image, "rest": [MASK, BOXES]}, {}),
+        (lambda image: {"number": torch.tensor([7, 8]), "image": image, "boxes": BOXES}, {}),
+    ],
+)
+def test_functions_get_the_image_alone_beside_what_v2_moves_with_it(form, made, how):
+    [photo], flip = images(1, 30, 30), v2.RandomHorizontalFlip(1.0)
+    transform = as_batch_transform(v2.Compose([halved, nn.Sequential(flip, nn.Identity())]), **how)
+    given = photo.as_subclass(form)
+    sample = made(given, MASK.as_subclass(torch.Tensor)) if how else made(given)
+    with pytest.warns(FastDataWarning, match="it is called with the image of a sample alone"):
+        transform.check_sample(sample)
+    wanted = flip(made(tv_tensors.Image(halved(photo))))
+    for on_device in (False, True):
+        worker = transform.in_worker(on_device=on_device)
+        left, tape = worker(copied(sample), keys(1)[0])
+        [done] = worker.finish_each([left], [tape])[0] if on_device else [left]
+        assert_same(done, wanted, types=False)
+
+
+def halved(image):
+    return image // 2
 
 
 def test_a_field_of_the_images_size_without_a_role_is_an_error():
@@ -169,6 +240,31 @@ def test_arrays_that_v2_would_pass_through_are_refused():
     transform = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip()]))
     with pytest.raises(BatchError, match=r"Begin the pipeline with v2\.ToImage"):
         transform.check_sample((images(1, 9, 9)[0].permute(1, 2, 0).numpy(), 3))
+
+
+def turned(image):
+    return image.permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tensors_with_their_channels_last_are_refused_where_v2_would_take_rows_for_them(on_device):
+    last = images(1, 30, 30)[0].as_subclass(torch.Tensor).permute(1, 2, 0)
+    flip, key = v2.RandomHorizontalFlip(1.0), keys(1)[0]
+    for steps in ([flip], [FLOAT, v2.Normalize([0.5], [0.5])], [v2.RandomCrop(9), turned]):
+        transform = as_batch_transform(v2.Compose(steps))
+        with pytest.raises(
+            BatchError, match=r"channels last, and (Random|Norm)\w+ takes \[C, H, W"
+        ):
+            transform.check_sample(last)
+        with pytest.raises(BatchError, match="channels last"):
+            transform.in_worker(on_device=on_device)(last, key)
+    for steps in ([FLOAT, v2.RandomInvert(1.0)], [FLOAT, turned, flip]):
+        pipeline = v2.Compose(steps)
+        as_batch_transform(pipeline).check_sample(last)
+        worker = as_batch_transform(pipeline).in_worker(on_device=on_device)
+        made, tape = worker(last, key)
+        [done] = worker.finish_each([made], [tape])[0] if on_device else [made]
+        assert_same(done, pipeline(last), types=False)
 
 
 def shifted(value):

@@ -153,7 +153,7 @@ BATCHED = {
 def test_batches_of_other_loaders_draw_by_sample(name, form):
     samples, steps = samples_of(6, 40, 44, form, torch.float32), BATCHED[name]
     if form == "masks" and name == "users":
-        # Of an image and a mask, a function would be given both.
+        # Of an image and a mask, v2 itself gives a function both.
         steps = [steps[0], steps[2]]
         for one in samples:
             one["mask"] = tv_tensors.Mask(one["mask"].float())

@@ -78,6 +78,11 @@ _VARY_SIZE: Final = frozenset(
         *("ScaleJitter", "TenCrop"),
     }
 )
+ANY_LAYOUT: Final = FROM_PIL | {
+    *("ConvertImageDtype", "GaussianNoise", "Identity", "RandomInvert", "RandomPosterize"),
+    *("RandomSolarize", "ToDtype", "ToPureTensor"),
+}
+"""Transforms that treat each number of an image alike, wherever the channels are."""
 NEED_BOXES: Final = frozenset({*_TARGETS, *_MASKS, "RandomIoUCrop"})
 """Transforms that make no sense without boxes or keypoints."""
 MOVES: Final = _WARP | _RESIZE | _VARY_SIZE | {"ElasticTransform"}

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import filterfalse, takewhile
 from typing import Any, Final, NamedTuple, Self, cast
 
 import numpy as np
@@ -25,9 +25,11 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.fields import (
+    CHANNELS,
     Fields,
     Location,
     Mover,
+    channels_first,
     check_beside,
     check_named,
     describe,
@@ -50,6 +52,7 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.augment.torchvision.forms import Form, device_ops, plain
 from lightning_fastdata.augment.torchvision.plan import (
+    ANY_LAYOUT,
     MIXES,
     MOVES,
     NEED_BOXES,
@@ -62,6 +65,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     leaves_of,
     make_plan,
     may_draw,
+    with_children,
 )
 from lightning_fastdata.augment.torchvision.tape import USUAL, Recorder, costs_of, form_of
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
@@ -145,13 +149,13 @@ class TorchvisionTransform(PipelineTransform):
 
         If their images have one size, nothing has to be done to them before they make a batch.
         """
-        given = list(samples)
-        seen = [image_of(sample) for sample in given]
+        given = list(_all_typed(samples, self._fields))
+        seen = list(map(image_of, given))
         sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
-        fitted._forms = (forms_of(typed(given[0], self._fields)) if given else ()) or self._forms
+        fitted._forms = (forms_of(given[0]) if given else ()) or self._forms
         fitted.take_in()
         return fitted
 
@@ -163,8 +167,9 @@ class TorchvisionTransform(PipelineTransform):
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if v2 would leave a sample, or a part of it, as it is."""
         traits = Traits.of(self.plan.leaves)
-        check_convertible(sample, traits)
-        check_roles(typed(sample, self._fields), self._fields, traits)
+        known = typed(sample, self._fields)
+        check_convertible(sample, known, traits)
+        check_roles(known, self._fields, traits)
 
     def in_worker(self, *, on_device: bool) -> PipelineWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
@@ -218,7 +223,7 @@ class TorchvisionTransform(PipelineTransform):
             name: _checked_tensor(get_field(batch, where), where) for name, where in places.items()
         }
         image = given["image"]
-        if image.ndim != 4 or (image.shape[-1] in {1, 3, 4} and image.shape[1] not in {1, 3, 4}):
+        if image.ndim != 4 or _channels_are_last(image):
             raise BatchError(
                 f"The images are {describe(image)}, and torchvision takes [n, C, H, W]. Let the "
                 "dataset return images [C, H, W], or begin its own transforms with v2.ToImage()."
@@ -348,29 +353,33 @@ class PipelineWorker(TapedWorker):
         """
         sample = typed(sample, self._fields)
         check_roles(sample, self._fields, self._traits)
-        alone = None if self._traits.function is None else only_image(sample)
-        given = sample if alone is None else at_path(sample, alone)
+        place = None if self._traits.function is None else place_of_image(sample)
+        alone = place is not None and nothing_beside_image(sample)
+        given = at_path(sample, place) if place is not None and alone else sample
         if self._traits.writes:  # the dataset may hold these tensors, and hand them out again
             given = tree_map_only(Tensor, lambda tensor: tensor.clone(), given)
         with plain_tensors(), keyed_draws(key, self._traits.generators):
-            made, tape = self._run(given)
-        if alone is None:
+            made, tape = self._run(given, None if alone else place)
+        if place is None or not alone:
             return made, tape
-        whole = put_leaves(sample, {alone: made})
-        return whole, tape and {(*alone, *path): track for path, track in tape.items()}
+        whole = put_leaves(sample, {place: made})
+        return whole, tape and {(*place, *path): track for path, track in tape.items()}
 
     @property
     def needs_no_pixels(self) -> bool:
         """Whether it only draws, so that samples need no pixels."""
         return self._plan is not None and self._plan.boundary < 0
 
-    def _run(self, given: Batch) -> tuple[Batch, Tape | None]:
-        if self._plan is None:
-            return self._pipeline(given), None
-        if not hasattr(self._local, "recorder"):
-            self._local.recorder = Recorder(self._pipeline, self._plan)
-        recorder: Recorder = self._local.recorder
-        return recorder(given)
+    def _run(self, given: Batch, place: Path | None) -> tuple[Batch, Tape | None]:
+        """Run the pipeline; ``place``: where the functions in it find the image; None: as v2."""
+        if not hasattr(self._local, "pipelines"):
+            self._local.pipelines = {}
+        pipelines: dict[Path | None, Any] = self._local.pipelines
+        if place not in pipelines:
+            own = self._pipeline if place is None else _on_images(self._pipeline, place)
+            pipelines[place] = own if self._plan is None else Recorder(own, self._plan)
+        made = pipelines[place](given)
+        return (made, None) if self._plan is None else made
 
     def pipelines(self) -> tuple[object, ...]:
         """Return the pipeline."""
@@ -404,6 +413,9 @@ class Traits(NamedTuple):
     usually written for images, as torchvision's datasets call their ``transform`` on images."""
     own: bool
     """Whether all code that runs is torchvision's: no other classes, no ``Lambda``."""
+    reader: str | None
+    """Name of the first transform that takes channels to come first; None: there is none, or the
+    user's own code runs before it, and may turn the image."""
     takes_arrays: bool
     """Whether NumPy arrays are made images before any pixels are moved."""
     writes: bool
@@ -416,12 +428,15 @@ class Traits(NamedTuple):
         moves = next((name for name in names if name in MOVES), None)
         before = names if moves is None else names[: names.index(moves)]
         boxes = next((name for name in names if name in NEED_BOXES), None)
+        own = [is_own(leaf.transform) and leaf.name != "Lambda" for leaf in leaves]
+        first = names if all(own) else names[: own.index(False)]
         functions = (leaf for leaf in leaves if not isinstance(leaf.transform, v2.Transform))
         return cls(
             mover=None if moves is None else Mover(moves, boxes is not None, "torchvision"),
             boxes=boxes,
             function=next((leaf.name for leaf in functions), None),
-            own=all(is_own(leaf.transform) and leaf.name != "Lambda" for leaf in leaves),
+            own=all(own),
+            reader=next((name for name in first if name not in ANY_LAYOUT), None),
             takes_arrays=not _FROM_ARRAYS.isdisjoint(before),
             writes=any(getattr(leaf.transform, "inplace", False) for leaf in leaves),
         )
@@ -435,6 +450,7 @@ class Traits(NamedTuple):
 def typed(sample: Batch, fields: Fields) -> Batch:
     """Return a sample whose named fields say by their types what they are.
 
+    A mask is one, whatever it was: to v2 a PIL image is an image, and an array is nothing.
     v2 takes the first plain tensor for the image. If that is no image, and another tensor is one,
     the latter gets the type of an image.
 
@@ -445,29 +461,91 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     kinds: dict[Location, Any] = {fields.mask: tv_tensors.Mask, fields.image: tv_tensors.Image}
     kinds.pop(None, None)
     first = image_of(sample)
-    untold = first is not None and not any(map(_has_role, tree_flatten(sample)[0]))
+    untold = first is not None and not _is_image(first)
     if untold and fields.image is None and first.ndim < 3:
         with suppress(BatchError):
             kinds[find_fields(sample, fields, batched=False).image] = tv_tensors.Image
     given = {place: get_field(sample, place) for place in kinds}
+    if fields.mask is not None:
+        given[fields.mask] = _mask_pixels(given[fields.mask])
     bare = {place for place, value in given.items() if isinstance(value, Tensor)}
     values = {place: kinds[place](given[place]) for place in bare if not _has_role(given[place])}
     return put_fields(sample, values) if values else sample
 
 
-def only_image(sample: Batch) -> Path | None:
-    """Return where the image of a sample is, if v2 would transform nothing else."""
-    leaves = tree_flatten(sample)[0]
-    own = list(filter(_has_role, leaves))
-    own = own or [leaf for leaf in leaves if isinstance(leaf, Tensor)][:1]
-    if len(own) != 1 or own[0] is sample:
+def _mask_pixels(mask: Batch) -> Batch:
+    """Return a mask that is a PIL image or an array as a tensor ``[H, W]`` or ``[C, H, W]``."""
+    if isinstance(mask, PIL.Image.Image):
+        pixels = v2.functional.pil_to_tensor(mask)
+        return pixels[0] if len(pixels) == 1 else pixels
+    if isinstance(mask, np.ndarray):
+        last = mask.ndim == 3 and not channels_first(mask.shape)
+        return torch.from_numpy((mask.transpose(2, 0, 1) if last else mask).copy())
+    return mask.as_subclass(Tensor) if isinstance(mask, tv_tensors.Image) else mask
+
+
+def _all_typed(samples: Iterable[Batch], fields: Fields) -> Iterator[Batch]:
+    """Yield typed samples up to one that lacks a named field; BatchError if the first one does."""
+    for number, sample in enumerate(samples):
+        try:
+            yield typed(sample, fields)
+        except BatchError:
+            if number == 0:
+                raise
+            return  # Training reports it, if it reads that sample.
+
+
+def place_of_image(sample: Batch) -> Path | None:
+    """Return where the only image of a sample is; None: there is none, or the sample itself is."""
+    image = image_of(sample)
+    several = sum(map(_is_image, tree_flatten(sample)[0])) > 1
+    if image is None or image is sample or several or (_has_role(image) and not _is_image(image)):
         return None
-    return next((path for path, leaf in with_paths(sample) if leaf is own[0]), None)
+    return next((path for path, leaf in with_paths(sample) if leaf is image), None)
+
+
+def nothing_beside_image(sample: Batch) -> bool:
+    """Return whether v2 would transform nothing but the image of a sample."""
+    image = image_of(sample)
+    return all(leaf is image or not _has_role(leaf) for leaf in tree_flatten(sample)[0])
+
+
+class _OnImage(nn.Module):
+    """A function of images, for samples that hold one at a certain place."""
+
+    def __init__(self, function: Any, place: Path) -> None:
+        super().__init__()
+        self._function = function
+        self._place = place
+
+    def forward(self, sample: Batch) -> Batch:
+        image = at_path(sample, self._place)
+        made = self._function(image)
+        if isinstance(image, tv_tensors.Image) and type(made) is Tensor:
+            made = tv_tensors.wrap(made, like=image)  # by this type v2 finds it beside others
+        return put_leaves(sample, {self._place: made})
+
+
+def _on_images(node: Any, place: Path) -> Any:
+    """Return a pipeline whose functions are given the image at a place, and v2 the whole sample."""
+    inside = children_of(node)
+    if inside is not None:
+        return with_children(node, [_on_images(child, place) for child in inside])
+    return node if isinstance(node, v2.Transform) else _OnImage(node, place)
 
 
 def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
-    """Raise BatchError if a field as large as the image would not move with it."""
+    """Raise BatchError if a field as large as the image would not move with it.
+
+    Or if channels come last in the image where torchvision takes them to come first.
+    """
     parts, mover, image = children(sample), traits.mover, image_of(sample)
+    if traits.reader is not None and isinstance(image, Tensor) and _channels_are_last(image):
+        raise BatchError(
+            f"The image of a sample is {describe(image)}, with its channels last, and "
+            f"{traits.reader} takes [C, H, W]: it would take rows for channels. Let the dataset "
+            "return image.permute(2, 0, 1), or begin the pipeline with a function that does so."
+        )
     size = size_of(image)
     if mover is None or parts is None or size is None:
         return
@@ -483,11 +561,17 @@ def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
     check_beside(sample, {*roles, *fields.stays}, (size[0], size[1]), mover)
 
 
+def _channels_are_last(image: Tensor) -> bool:
+    """Return whether an image ``[..., C, H, W]`` is none, but has its channels last."""
+    return image.ndim > 2 and image.shape[-1] in CHANNELS and image.shape[-3] not in CHANNELS
+
+
 def image_of(sample: Batch) -> Any:
-    """Return the image of a sample, as v2 finds it; None: there is none."""
+    """Return the image of a sample, as v2 finds it; else what it would move; None: nothing."""
     values = tree_flatten(sample)[0]
-    tensors = (value for value in values if isinstance(value, Tensor))
-    return next(filter(_is_image, values), next(tensors, None))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    images = [*filter(_is_image, values), *filterfalse(_has_role, tensors), *tensors]
+    return next(iter(images), None)
 
 
 def forms_of(sample: Batch) -> Sequence[Form]:
@@ -510,17 +594,19 @@ def size_of(image: Any) -> tuple[int, ...] | None:
     return None if image is None or image.ndim < 2 else tuple(image.shape[-2:])
 
 
-def check_convertible(sample: Batch, traits: Traits) -> None:
+def check_convertible(sample: Batch, known: Batch, traits: Traits) -> None:
     """Raise BatchError if v2 would pass a sample through, as it does with arrays.
 
-    Warn if the pipeline is given the image alone, and there is more in the sample.
+    Warn if a function is given the image alone, and there is more in the sample. ``known``: the
+    sample with types that say what its named fields are.
     """
     values = tree_flatten(sample)[0]
-    if traits.function is not None and len(values) > 1 and only_image(sample) is not None:
+    if traits.function is not None and len(values) > 1 and place_of_image(known) is not None:
+        called = "the pipeline" if nothing_beside_image(known) else "it"
         warnings.warn(
-            f"{traits.function} is no transform of v2, so that the pipeline is called with the "
-            "image of a sample alone, and what is beside it stays as it is. If it is to see that, "
-            "too, derive it from v2.Transform.",
+            f"{traits.function} is no transform of v2, so that {called} is called with the image "
+            "of a sample alone, and does nothing to what is beside it. If it is to see that, too, "
+            "derive it from v2.Transform.",
             FastDataWarning,
             stacklevel=2,
         )
