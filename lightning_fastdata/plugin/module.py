@@ -530,6 +530,8 @@ class DataModule:
             **plan.loader_arguments(),
             "on_bad_sample": bad_samples_of(plan.options.on_bad_sample, self._trainer),
         }
+        if self._trainer is not None and (settings["staged"] or settings["ahead"]):
+            settings["lasts"] = seams.run_of(self._trainer)
         settings = shared_out(spec, settings, arguments, self._trainer)
         loader = FastDataLoader(spec.dataset, **settings)
         loader.plan = plan
