@@ -435,7 +435,7 @@ def finish(
     plain = carry_out_draws(batch, transforms).batch
     # All others ran in the workers, and in carry_out_draws.
     callables = [each for each in transforms[batch.stage] if not each.starts_in_worker]
-    if callables:
+    if callables and plain is not None:  # Lightning skips a training batch that is None
         with drawing(batch.stage):
             for transform in callables:
                 with told_of_shared_draws(transform, plain):
