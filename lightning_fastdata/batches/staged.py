@@ -229,17 +229,19 @@ class StagingCollate(HandsOn):
             samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
         if draws is None:
-            batch = self.transform.finish(self.collate_fn(samples), drawn)
+            batch = _finished(self.transform, self.collate_fn(samples), drawn)
             return StagedBatch(batch, None, self.stage)
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
         with suppress(Exception):
             batch = self._collate_handed_on(samples)
-            if self.transform.stacks(samples, drawn, batch):
+            if batch is not None and self.transform.stacks(samples, drawn, batch):
                 return StagedBatch(batch, draws, self.stage)
         # What the collation did to unfinished images, or could not do, it does to finished ones.
         samples, drawn = self.transform.finish_each(samples, drawn)
-        return StagedBatch(self.collate_fn(samples), self.transform.collate(drawn), self.stage)
+        batch = self.collate_fn(samples)
+        draws = None if batch is None else self.transform.collate(drawn)
+        return StagedBatch(batch, draws, self.stage)
 
 
 class FirstOfPairs(HandsOn):
@@ -267,7 +269,13 @@ class FirstOfPairs(HandsOn):
         samples = [sample for sample, _tape in pairs]
         if not self.transform.needs_batches:
             return self._collate_handed_on(samples)
-        return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+        tapes = [tape for _sample, tape in pairs]
+        return _finished(self.transform, self.collate_fn(samples), tapes)
+
+
+def _finished(transform: WorkerTransform, batch: Batch, tapes: list[Any]) -> Batch:
+    """Return a batch with what is done to it as a whole; None, which is to be skipped, stays."""
+    return None if batch is None else transform.finish(batch, tapes)
 
 
 class Pinned(NamedTuple):

@@ -137,6 +137,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out, which may
             send batches to the device before they are asked for.
+        lasts: Says whether the run still goes on that finishes batches on the device. Behind it,
+            batches come as without ``staged``, ``on_device`` and ``ahead``.
         run: The run that takes the batches, if it is no plain loop: it tells, in place of
             ``epoch``, which epoch it is in and how many batches of it were taken.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
@@ -187,6 +189,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         staged: Stage | None = None,
         executor: AnyExecutor | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+        lasts: Callable[[], bool] | None = None,
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         split: bool | Literal["auto"] = "auto",
@@ -229,6 +232,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 "worker_init_fn": (worker_init_fn, "the number of a worker"),
                 "epoch": (epoch, "nothing and returns the epoch"),
                 "ahead": (ahead, "an iterator and returns one"),
+                "lasts": (lasts, "nothing and returns whether the run goes on"),
             },
         )
         sampler = samplers.as_given(sampler)
@@ -301,6 +305,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self.on_device = on_device
         self.staged = staged
         self.ahead = ahead
+        self.lasts = lasts
         self.timeout = timeout
         self.run = run
         self.tuner = tuner
@@ -392,20 +397,28 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         batches = self._batches(begun)
         if self.tuner is not None and not begun.aside:
             batches = self.tuner.batches(batches, self)
-        batches = batches if self.ahead is None else self.ahead(batches)
+        if self.ahead is not None and not self._run_is_over():
+            batches = self.ahead(batches)
         self._passes.settle(begun)
         return begun, batches
 
     def as_set_up(self, **changes: Any) -> Self:
         """Return a copy of the loader as it is now, with ``changes``, to make a source from.
 
-        It has no workers, and no reference to the run that takes the batches.
+        It has no workers, no reference to the run that takes the batches, and nothing to stage if
+        that is over.
         """
         taken = copy.copy(self)
+        if self._run_is_over():
+            vars(taken).update(staged=None, on_device=False)
         vars(taken).update(
             dict.fromkeys(_OF_WHO_TAKES), sampler=samplers.as_given(self.sampler), **changes
         )
         return taken
+
+    def _run_is_over(self) -> bool:
+        """Return whether the run is over that would have finished the batches on the device."""
+        return self.lasts is not None and not self.lasts()
 
     def _rests_on(self) -> tuple[Any, ...]:
         # A tuple is compared by identity first: a dataset may have any ``==``.
@@ -688,7 +701,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
 
 
-_OF_WHO_TAKES: Final = ("epoch", "ahead", "plan", "_passes")
+_OF_WHO_TAKES: Final = ("epoch", "ahead", "lasts", "plan", "_passes")
 _NOT_OF_SOURCE: Final = {"self", "shuffle", "split", "tuner", *_OF_WHO_TAKES}
 _RESTS_ON: Final = (
     *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),

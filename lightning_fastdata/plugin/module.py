@@ -66,6 +66,7 @@ from lightning_fastdata.plugin.transforms import (
     Prefetching,
     PrefetchName,
     StageTransforms,
+    convert_staged,
     finish,
     inside,
     transfer,
@@ -530,6 +531,8 @@ class DataModule:
             **plan.loader_arguments(),
             "on_bad_sample": bad_samples_of(plan.options.on_bad_sample, self._trainer),
         }
+        if self._trainer is not None and (settings["staged"] or settings["ahead"]):
+            settings["lasts"] = seams.run_of(self._trainer)
         settings = shared_out(spec, settings, arguments, self._trainer)
         loader = FastDataLoader(spec.dataset, **settings)
         loader.plan = plan
@@ -816,6 +819,8 @@ class DataModule:
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the LightningModule's hook of this name, if it has one."""
         hook = self._hook_of_module("on_before_batch_transfer")
+        if self.hooks_before_device():
+            batch = convert_staged(batch, self._in_precision)
         return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
 
     def transfer_batch_to_device(
@@ -830,13 +835,16 @@ class DataModule:
         """Run the stage's transforms, then the LightningModule's hook of this name."""
         batch, transformed = finish(batch, self._transforms, self._drawing)
         hook = self._hook_of_module("on_after_batch_transfer")
+        # Lightning converts to the precision's dtype before the transfer; uint8 images became
+        # floating point only now.
+        convert = self._in_precision if transformed else seams.itself
         if hook is not None:
-            batch = hook(batch, dataloader_idx)
-        if transformed and self._trainer is not None:
-            # Lightning converts to the precision's dtype before the transfer; uint8 images became
-            # floating point only now.
-            batch = self._trainer.precision_plugin.convert_input(batch)
-        return batch
+            batch = hook(convert(batch), dataloader_idx)
+        return convert(batch)
+
+    def _in_precision(self, batch: Batch) -> Batch:
+        trainer = self._trainer
+        return batch if trainer is None else trainer.precision_plugin.convert_input(batch)
 
     def _drawing(self, stage: Stage) -> AbstractContextManager[None]:
         """Return a block whose draws are keyed by the batch of the training, if it is one."""
@@ -859,6 +867,11 @@ class DataModule:
         """Return the transfer hooks that the class itself overrides."""
         cls = type(self)
         return frozenset(n for n in seams.HOOKS if getattr(cls, n) is not getattr(DataModule, n))
+
+    def hooks_before_device(self) -> frozenset[str]:
+        """Return the transfer hooks of the user that get a batch before it is on the device."""
+        names = [name for name in seams.HOOKS if self._hook_of_module(name) is not None]
+        return self.written_hooks().union(names) - {"on_after_batch_transfer"}
 
     def _hook_of_module(self, name: str) -> Callable[..., Batch] | None:
         trainer = self._trainer

@@ -135,6 +135,19 @@ def hook_selector(trainer: Trainer) -> Any:
     return selector if callable(_private(selector, "get_instance")) else None
 
 
+def run_of(trainer: Trainer) -> Callable[[], bool]:
+    """Return a function that says whether a trainer's run, as it is now, still goes on.
+
+    A run that has ended, or that another one has followed, calls no more hooks. Loaders that are
+    then given to the trainer by themselves are not those of a data module.
+    """
+    return partial(_goes_on, trainer, hook_selector(trainer))
+
+
+def _goes_on(trainer: Trainer, selector: object) -> bool:
+    return not trainer.state.stopped and hook_selector(trainer) is selector
+
+
 def count_documents(trainer: Trainer, batch: object) -> None:
     """Have the means that Lightning logs weigh a batch of packed documents by their number.
 

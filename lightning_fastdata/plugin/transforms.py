@@ -376,6 +376,15 @@ def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
     return type(batch)(map(_restaged, batch, plain))
 
 
+def convert_staged(batch: Batch, convert: Callable[[Batch], Batch]) -> Batch:
+    """Convert what is in staged batches, into which Lightning's own conversion does not look."""
+    if isinstance(batch, StagedBatch):
+        return batch.with_batch(convert(batch.batch))
+    if _is_combined(batch):
+        return _each(batch, lambda part: convert_staged(part, convert))
+    return batch
+
+
 def _restaged(staged: Batch, value: Batch) -> Batch:
     return staged.with_batch(value) if isinstance(staged, StagedBatch) else value
 
@@ -426,7 +435,7 @@ def finish(
     plain = carry_out_draws(batch, transforms).batch
     # All others ran in the workers, and in carry_out_draws.
     callables = [each for each in transforms[batch.stage] if not each.starts_in_worker]
-    if callables:
+    if callables and plain is not None:  # Lightning skips a training batch that is None
         with drawing(batch.stage):
             for transform in callables:
                 with told_of_shared_draws(transform, plain):
@@ -476,9 +485,7 @@ class Prefetching:
         if device not in self._lanes:
             streams = module.device_streams(device)
             self._lanes[device] = None if streams is None else SideLane(streams)
-        model = trainer.lightning_module
-        theirs = {n for n in seams.HOOKS if seams.overridden_hook(model, n) is not None}
-        early = (theirs | module.written_hooks()) - {"on_after_batch_transfer"}
+        early = module.hooks_before_device()
         if self._lanes[device] is None:
             self.why_not = "this type of device does not copy beside its computing"
         elif early:

@@ -270,3 +270,24 @@ def test_a_collate_fn_that_loses_the_images_gives_the_same_in_both_places(
     on_cpu = outcome("cpu")
     assert on_cpu
     assert outcome("gpu") == on_cpu
+
+
+@each("augment", [A.Compose([A.HorizontalFlip()]), lambda batch: {"labels": batch["labels"]}])
+@each("place", ["gpu", "cpu"])
+def test_a_batch_that_is_none_is_skipped_whatever_is_to_be_done_to_it(tmp_path, place, augment):
+    def nothing_of_the_first(samples):
+        labels = labels_only(samples)
+        return None if 0 in labels["labels"] else labels
+
+    module = FastDataModule.from_datasets(
+        Images(12),
+        batch_size=4,
+        augment=augment,
+        augment_on=place,
+        collate_fn=nothing_of_the_first,
+        options=LoaderOptions(num_workers=0),
+        shuffle=False,
+    )
+    learner = Labels()
+    fit(tmp_path, module, learner)
+    assert [batch["labels"] for batch in learner.seen["train"]] == [[4, 5, 6, 7], [8, 9, 10, 11]]

@@ -18,6 +18,7 @@ from conformance.pieces import (
     quiet,
 )
 from lightning.pytorch import LightningDataModule
+from misses import each
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataModule
@@ -218,6 +219,30 @@ def test_row_8_uint8_batches_train_in_every_precision(tmp_path, precision):
     trainer = make_trainer(tmp_path, precision=precision, limit_val_batches=0)
     trainer.fit(model, datamodule=module)
     assert model.seen["train"][0].dtype == dtype.get(precision, torch.float32)
+
+
+@each("precision,dtype", [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
+@each("form", [lambda rows: rows, lambda rows: {"one": rows, "other": rows}])
+def test_row_8_every_hook_of_the_model_gets_the_dtype_of_the_precision(
+    tmp_path, precision, dtype, form
+):
+    class Hooked(Traced):
+        def training_step(self, batch, batch_idx):
+            return self.layer.weight.sum()
+
+    for name in HOOKS:
+
+        def hook(self, batch, *rest, name=name):
+            parts = batch.values() if isinstance(batch, dict) else [batch]
+            self.trace += [(name, part[0].dtype) for part in parts]
+            return getattr(Linear, name)(self, batch, *rest)
+
+        setattr(Hooked, name, hook)
+    rows, model = Rows(8), Hooked()
+    parts = len(form(rows)) if isinstance(form(rows), dict) else 1
+    data = FastDataModule.from_datasets(form(rows), batch_size=8, augment=add_one, num_workers=0)
+    make_trainer(tmp_path, precision=precision).fit(model, datamodule=data)
+    assert model.trace == [(name, dtype) for name in HOOKS for _ in range(parts)]
 
 
 def test_row_9_constants_made_while_validating_serve_training(tmp_path):

@@ -140,6 +140,20 @@ def test_row_44_a_training_is_bitwise_the_same_whatever_the_prefetching(
     assert module.streams.landed
 
 
+@each("make,way", [(make, way) for make in (rows, pictures) for way in WAYS])
+def test_behind_a_run_loaders_give_what_they_give_before_it(tmp_path, make, way):
+    module, model, trainer = make(way), Learns(), make_trainer(tmp_path)
+    before = [x for x, _ in module.val_dataloader()]
+    trainer.fit(model, datamodule=module)
+    for ask in (module.val_dataloader, lambda: trainer.val_dataloaders):
+        assert all(map(torch.equal, [x for x, _ in ask()], before))
+        model.seen["val"].clear()
+        trainer.validate(model, ask(), verbose=False)
+        assert all(map(torch.equal, [x for (x,) in model.seen["val"]], before))
+        trainer.validate(model, datamodule=module, verbose=False)
+    assert len(before) == 2
+
+
 def test_other_stages_are_the_same_too(tmp_path):
     plain, ahead = Learns(), Learns()
     for model, way in ((plain, "off"), (ahead, "auto")):
