@@ -381,6 +381,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             samplers.tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
+        if self.keeps and begun.state is not None and begun.state.dataset_state is not None:
+            self._keep(None)  # workers that were kept have the dataset without this state
         inner = self._inner
         if isinstance(inner, KeptExecutor):
             inner.look()

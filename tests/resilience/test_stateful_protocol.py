@@ -5,6 +5,7 @@ The behaviours are the public ones of torchdata's StatefulDataLoader, and those 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import re
@@ -272,13 +273,22 @@ class Counting(Images):
         self.stage = state["stage"]
 
 
-def test_a_dataset_with_a_state_gets_it_back():
-    stopped = make(data=Counting)
+KEPT = [("workers-2", "unchanged"), ("workers-2", True), ("torch-2", True)]
+
+
+@pytest.mark.parametrize(("loader", "kept"), [("inline", False), *KEPT])
+def test_a_dataset_with_a_state_gets_it_back(loader, kept):
+    how = {"data": Counting, "persistent_workers": kept}
+    stopped = make(**{**how, "persistent_workers": False})
     stopped.dataset.stage = 7
     next(iter(stopped))
-    again = resumed(through_a_file(stopped.state_dict()), data=Counting)
-    assert {int(i) for batch in again for i in batch["stage"]} == {7}
-    assert again.dataset.stage == 7
+    state = through_a_file(stopped.state_dict())
+    with contextlib.closing(make(loader, **how)) as again:
+        if kept:  # by workers that have read before
+            assert len(seen(again)) == STEPS
+        again.load_state_dict(state)
+        assert {int(i) for batch in again for i in batch["stage"]} == {7}
+        assert again.dataset.stage == 7
 
 
 # -- batches that do not come --------------------------------------------------------------------
