@@ -353,7 +353,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self.run.resumed(self)
         ahead_of = order_of(self) if self.num_workers or self.chosen else None
         watch = self._state_watch()
-        return position.CountedBatches(self._begin, self, watch, ahead_of, self._passes)
+        by_index = not isinstance(self.dataset, IterableDataset)
+        return position.CountedBatches(
+            self._begin, self, watch, ahead_of, self._passes, by_index=by_index
+        )
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
