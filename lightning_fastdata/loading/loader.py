@@ -359,7 +359,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self.run.resumed(self)
         ahead_of = order_of(self) if self.num_workers or self.chosen else None
         watch = self._state_watch()
-        return position.CountedBatches(self._begin, self, watch, ahead_of, self._passes)
+        by_index = not isinstance(self.dataset, IterableDataset)
+        return position.CountedBatches(
+            self._begin, self, watch, ahead_of, self._passes, by_index=by_index
+        )
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
@@ -387,6 +390,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             samplers.tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
+        if self.keeps and begun.state is not None and begun.state.dataset_state is not None:
+            self._keep(None)  # workers that were kept have the dataset without this state
         inner = self._inner
         if isinstance(inner, KeptExecutor):
             inner.look()

@@ -277,7 +277,8 @@ class CountedBatches(Around):
     read the next epoch from a checkpoint, and before its hooks have changed the data.
 
     ``ahead_of``: the sampler whose indices are drawn ahead of the steps. If it is a batch sampler,
-    a step that changes its ``batch_size`` is warned of.
+    a step that changes its ``batch_size`` is warned of. ``by_index``: a batch that raised an error
+    counts, too, once a loop that goes on has got a later one; an error may end a stream.
     """
 
     def __init__(
@@ -287,14 +288,18 @@ class CountedBatches(Around):
         watch: StateWatch | None,
         ahead_of: object,
         passes: Passes,
+        *,
+        by_index: bool = True,
     ) -> None:
         self._passes = passes
         self._begin: Callable[[], tuple[Pass, Iterator[Batch]]] | None = begin
         self._loader = loader
         self._watch = watch
         self._sampler = ahead_of if isinstance(ahead_of, BatchSampler) else None
+        self._by_index = by_index
         self._size: int | None = None
         self._pass: Pass | None = None
+        self._failed = 0
         super().__init__(iter(()))
 
     def __next__(self) -> Batch:
@@ -311,7 +316,11 @@ class CountedBatches(Around):
         except StopIteration:
             begun.exhausted = True
             raise
-        begun.handed += 1
+        except Exception:
+            self._failed += self._by_index
+            raise
+        begun.handed += 1 + self._failed
+        self._failed = 0
         self._passes.handed_out(begun)
         if watch is not None:
             watch.handed_out()
@@ -850,16 +859,23 @@ class ReadBatches(Around):
         self._begun = begun
         self._source = source
         self._count = first
+        self._failed = 0
         self.digest: int | None = None if first or source is not None else 0
         """CRC-32 of the stream's batches until now; None: not known, or no stream."""
 
     def __next__(self) -> Batch:
-        batch, source = next(self._batches), self._source
+        source = self._source
+        try:
+            batch = next(self._batches)
+        except Exception:
+            self._failed += source is not None
+            raise
         if self.digest is not None and (self._count < _LOOKED_AT or not self._count % _LOOKED_AT):
             parts = batch.batch if isinstance(batch, StagedBatch) else batch
             text = "".join(map(_some_of, leaves(parts)))
             self.digest = zlib.crc32(text.encode(errors="replace"), self.digest)
-        self._count += 1
+        self._count += 1 + self._failed
+        self._failed = 0
         ask = getattr(source, "under_way", None)
         now = under_way(source) if ask is None else ask()
         self._begun.note(self._count, Noted(now, self.digest))

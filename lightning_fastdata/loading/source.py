@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import warnings
 import weakref
@@ -173,8 +174,10 @@ class KeptExecutor:
         """Executor of the epoch that began last, also when it is over; None: none has begun."""
         # Lightning stops the workers that it finds under this name when it is done.
         self._iterator: Executor | None = None
+        self._process = os.getpid()
 
     def __iter__(self) -> EpochIterator:
+        self._leave_to_parent()
         if not self.persistent or self.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self.base_seed = int(drawn)
@@ -218,6 +221,16 @@ class KeptExecutor:
         running = EpochIterator(executor, self.finish, reported, over=over)
         self._iterators.add(running)
         return running
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process, let go of the workers and threads, which are those of its parent."""
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        if self.aside or kind_of(self.name).gathers:
+            for each in self._unfinished():
+                each.end("it was begun in another process, of which this one is a fork")
+            self._iterator = self._state = None
 
     def _unfinished(self) -> list[EpochIterator]:
         """Return the iterators whose epochs are not over: loops may be nested."""
@@ -398,6 +411,7 @@ class KeptExecutor:
         self._respawned = respawned
 
     def _at_work(self) -> list[Executor]:
+        self._leave_to_parent()
         executors = (self._iterator, *(each.executor for each in self._unfinished()))
         return list({id(each): each for each in executors if each is not None}.values())
 
@@ -419,6 +433,7 @@ class KeptExecutor:
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""
+        self._leave_to_parent()
         for each in self._unfinished():
             if each.executor is not None:
                 each.executor.close()

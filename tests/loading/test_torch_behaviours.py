@@ -9,6 +9,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
@@ -483,6 +484,31 @@ def test_a_forked_process_keeps_the_batch_that_it_was_given(executor: str) -> No
                     os._exit(not torch.equal(batch, theirs[number]))
     os.close(writing)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+
+
+class Parents(Dataset):
+    """Each sample is the process id of the parent of the process that reads it."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return os.getppid()
+
+
+@pytest.mark.parametrize("kept", ["unchanged", True])
+def test_a_forked_process_reads_with_workers_of_its_own(kept) -> None:
+    how = {"num_workers": 2, "persistent_workers": kept, "multiprocessing_context": "fork"}
+    with contextlib.closing(FastDataLoader(Parents(), 3, executor="workers", **how)) as loader:
+        assert [batch.tolist() for batch in loader] == 2 * [3 * [os.getpid()]]
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # it would wait for an answer that its parent may have taken
+            own = [batch.tolist() for _ in range(2) for batch in loader]
+            loader.close()
+            os._exit(own != 4 * [3 * [os.getpid()]])
+        assert os.waitpid(child, 0)[1] == 0
+        assert [batch.tolist() for batch in loader] == 2 * [3 * [os.getpid()]]
 
 
 def test_a_loader_may_be_annotated_with_what_it_gives() -> None:

@@ -5,6 +5,7 @@ The behaviours are the public ones of torchdata's StatefulDataLoader, and those 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import re
@@ -272,13 +273,22 @@ class Counting(Images):
         self.stage = state["stage"]
 
 
-def test_a_dataset_with_a_state_gets_it_back():
-    stopped = make(data=Counting)
+KEPT = [("workers-2", "unchanged"), ("workers-2", True), ("torch-2", True)]
+
+
+@pytest.mark.parametrize(("loader", "kept"), [("inline", False), *KEPT])
+def test_a_dataset_with_a_state_gets_it_back(loader, kept):
+    how = {"data": Counting, "persistent_workers": kept}
+    stopped = make(**{**how, "persistent_workers": False})
     stopped.dataset.stage = 7
     next(iter(stopped))
-    again = resumed(through_a_file(stopped.state_dict()), data=Counting)
-    assert {int(i) for batch in again for i in batch["stage"]} == {7}
-    assert again.dataset.stage == 7
+    state = through_a_file(stopped.state_dict())
+    with contextlib.closing(make(loader, **how)) as again:
+        if kept:  # by workers that have read before
+            assert len(seen(again)) == STEPS
+        again.load_state_dict(state)
+        assert {int(i) for batch in again for i in batch["stage"]} == {7}
+        assert again.dataset.stage == 7
 
 
 # -- batches that do not come --------------------------------------------------------------------
@@ -299,6 +309,43 @@ def test_a_batch_of_which_nothing_is_left_is_passed(loader):
     assert len(whole) == STEPS - 2
     for at in (1, 2, 3):
         assert seen(resumed(left_after(at, loader, **how), loader, **how)) == whole[at:]
+
+
+def passing_over_errors(given, most=LENGTH):
+    """The batches, at most so many, that a loop sees which goes on where one has raised."""
+    found = []
+    while len(found) < most:
+        try:
+            found.append(digest(next(given)))
+        except StopIteration:
+            break
+        except Exception:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("loader", ["inline", "workers-1", "torch-0"])
+def test_a_loop_that_passes_over_errors_goes_on_behind_what_it_has_seen(loader, in_order):
+    how = {"data": Bad, "sampler": range(LENGTH), "in_order": in_order}
+    whole = passing_over_errors(iter(make(loader, **how)))
+    assert len(whole) == STEPS - 2
+    stopped = make(loader, **how)
+    given = iter(stopped)
+    for at in range(1, len(whole)):
+        assert passing_over_errors(given, 1) == whole[at - 1 : at]
+        again = resumed(through_a_file(stopped.state_dict()), loader, **how)
+        assert passing_over_errors(iter(again)) == whole[at:]
+
+
+def test_a_batch_that_raised_is_read_again_if_the_loop_ends_there():
+    given = iter(stopped := make(data=Bad, sampler=range(LENGTH)))
+    assert len(passing_over_errors(given, 1)) == 1
+    with pytest.raises(ValueError, match="bad"):
+        next(given)
+    again = resumed(stopped.state_dict(), data=Bad, sampler=range(LENGTH))
+    with pytest.raises(ValueError, match="bad"):
+        next(iter(again))
 
 
 # -- other loops -----------------------------------------------------------------------------------
