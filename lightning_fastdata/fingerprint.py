@@ -30,7 +30,17 @@ import re
 import stat
 import sys
 import threading
-from collections import OrderedDict, defaultdict, deque
+from array import array
+from collections import (
+    ChainMap,
+    Counter,
+    OrderedDict,
+    UserDict,
+    UserList,
+    UserString,
+    defaultdict,
+    deque,
+)
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from operator import attrgetter, eq, is_, itemgetter, methodcaller
@@ -78,8 +88,11 @@ _FIRST: Final = 256
 _DEPTH: Final = 8
 _ATOMS: Final = (int, float, complex, bool, str, bytes, bytearray, NoneType, range, slice)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
-_MAPPINGS: Final = (dict, OrderedDict, defaultdict)
-_NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
+_MAPPINGS: Final = (dict, OrderedDict, defaultdict, Counter)
+_NAMESPACES: Final = (
+    SimpleNamespace, argparse.Namespace, ChainMap, UserDict, UserList, UserString,
+)  # fmt: skip
+"""Classes whose objects hold all that they hold in attributes."""
 _SHARED: Final = (
     ("multiprocessing.managers", "BaseProxy"),
     ("multiprocessing.queues", "Queue", "SimpleQueue"),
@@ -93,8 +106,8 @@ _REMEMBERS: Final = type(functools.lru_cache(len))
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 _TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _ARRAYS: Final = (np.ndarray, np.memmap)
-_OF_C: Final = (SimpleNamespace, functools.partial, deque, OrderedDict, defaultdict)
-"""Classes of C whose objects, if of exactly that type, hold only attributes and items."""
+_OF_C: Final = (SimpleNamespace, functools.partial, deque, OrderedDict, defaultdict, Counter)
+"""Classes of Python whose objects, if of exactly that type, hold only attributes and items."""
 _METHODS: Final = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _CONSTANT: Final = (frozenset, str, bytes, int, float)
 _FIXED: Final = (
@@ -104,7 +117,7 @@ _FIXED: Final = (
 )  # fmt: skip
 _NEVER_CHANGE: Final = (complex, range, slice, BuiltinFunctionType, *_FIXED)
 """Classes whose objects do not change; objects that these hold are looked at on their own."""
-_PLAIN: Final = (torch.Tensor, _REMEMBERS, PurePath, *_FIXED)
+_PLAIN: Final = (torch.Tensor, array, _REMEMBERS, PurePath, *_FIXED)
 """Classes whose objects are compared if they are globals."""
 _NUMBERS_AND_TEXTS: Final = (int, float, complex, bool, str, bytes, NoneType)
 _ROOTS: Final = (object, abc.ABC, Generic)
@@ -662,18 +675,24 @@ def _is_plain(value: object, depth: int = _DEPTH) -> bool:
     kind = type(value)
     if kind in _ATOMS or isinstance(value, _PLAIN):
         return True
-    if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return True
     with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
     if isinstance(value, (_C_DATA, *with_locks)):
         return True
     if not depth:
         return False
+    if isinstance(value, np.ndarray):  # of objects, or of texts of any length
+        return value.dtype.kind in "OT" and _is_plain_throughout(value.flat, depth)
     if kind in _SEQUENCES or is_named_tuple(value):
-        return all(_is_plain(each, depth - 1) for each in islice(value, _LOOKED_AT))  # type: ignore[call-overload]
+        return _is_plain_throughout(value, depth)  # type: ignore[arg-type]
     if kind in _MAPPINGS:
         return _are_plain(value, depth)  # type: ignore[arg-type]
     return _holds_others(kind) and _are_plain(held_by(value), depth)
+
+
+def _is_plain_throughout(items: Iterable[object], depth: int) -> bool:
+    return all(_is_plain(each, depth - 1) for each in islice(items, _LOOKED_AT))
 
 
 def _plain_part(value: object) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -391,10 +391,10 @@ class Fetcher:
             failed = error
         return self.rescued(failed, read, index, epoch)
 
-    def collate(self, samples: Sequence[Batch], indices: Sequence[object], epoch: int) -> Batch:
+    def collate(self, samples: Sequence[Batch], indices: Collection[object], epoch: int) -> Batch:
         """Return the batch of samples."""
         if not self.plan.default_collation and len(indices):
-            self._key(epoch, (_COLLATION, indices[0]))
+            self._key(epoch, (_COLLATION, next(iter(indices))))
         began_ns = clock.monotonic_ns()
         batch = self.plan.collate_fn(samples)
         if self.stamps is not None:
@@ -413,7 +413,7 @@ class Fetcher:
         """Return what was being done, for the text of an error."""
         if self.position < 0:
             return f"in collate_fn of samples {indices!r:.400}"
-        index = indices[self.position] if self.plan.batched else indices
+        index = [*indices][self.position] if self.plan.batched else indices
         raised = (fault for fault in reversed(self.faults) if fault.outcome == "raised")
         known = described(next(raised, None))
         return f"while reading sample {index!r} of the dataset{known}"

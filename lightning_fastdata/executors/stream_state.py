@@ -8,14 +8,13 @@ again and dropped where a training goes on.
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,7 +22,7 @@ from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.batches.libraries import why_state_is_lost
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.order.indices import Stateful
+from lightning_fastdata.order.indices import Stateful, tells_state
 
 _KEPT: Final = 32
 """Number of last batches whose positions are kept, as the training may not have taken them yet."""
@@ -74,18 +73,6 @@ class StreamNote(NamedTuple):
     """Why the state cannot be taken, as a text after ``state_dict()``; empty: it can be."""
     drew: bool = False
     """Whether the stream, or its ``collate_fn``, draws from global generators."""
-
-
-def tells_state(stream: object) -> TypeGuard[Stateful]:
-    """Return whether a stream has ``state_dict()`` and ``load_state_dict(state)``, called so."""
-    if not isinstance(stream, Stateful):
-        return False
-    try:
-        inspect.signature(stream.state_dict).bind()
-        inspect.signature(stream.load_state_dict).bind({})
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 class StreamState:

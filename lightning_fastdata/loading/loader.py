@@ -17,7 +17,6 @@ from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
-from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading import position
 from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
 from lightning_fastdata.loading.source import (
@@ -35,7 +34,7 @@ from lightning_fastdata.loading.source import (
     tuner_for,
 )
 from lightning_fastdata.order import samplers
-from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.indices import EpochIndices, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
     is_drawn_at_start,

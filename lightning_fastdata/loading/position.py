@@ -22,12 +22,11 @@ from torch.utils.data import BatchSampler, IterableDataset
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, Stateful
+from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, tells_state
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.order.samplers import (
     deciding,
@@ -819,7 +818,7 @@ def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str
 
 def dataset_state(dataset: object) -> dict[str, Any] | None:
     """Return the state that a map-style dataset saves of itself; None: it has none."""
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Stateful):
+    if isinstance(dataset, IterableDataset) or not tells_state(dataset):
         return None
     return dataset.state_dict()
 
@@ -827,7 +826,7 @@ def dataset_state(dataset: object) -> dict[str, Any] | None:
 def restore_dataset(dataset: object, state: Position) -> None:
     """Give a map-style dataset the state that it saved of itself."""
     saved = state.dataset_state
-    if saved is not None and isinstance(dataset, Stateful):
+    if saved is not None and tells_state(dataset):
         dataset.load_state_dict(saved)
     if isinstance(dataset, Mixture):
         dataset.go_on_at(state.epoch, state.samples)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import inspect
 import re
 import sys
 import warnings
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -62,6 +63,18 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go on from a state."""
+
+
+def tells_state(obj: object) -> TypeGuard[Stateful]:
+    """Return whether an object has ``state_dict()`` and ``load_state_dict(state)``, called so."""
+    if not isinstance(obj, Stateful):
+        return False
+    try:
+        inspect.signature(obj.state_dict).bind()
+        inspect.signature(obj.load_state_dict).bind({})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +292,7 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
 
 def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
     """Return the state from which a sampler is about to draw an epoch."""
-    state = copy.deepcopy(sampler.state_dict()) if isinstance(sampler, Stateful) else None
+    state = copy.deepcopy(sampler.state_dict()) if tells_state(sampler) else None
     # torchdata's samplers save how many samples they gave, and would go on behind those.
     if state is not None and [*state] != ["yielded"]:
         return {"sampler": state}
@@ -301,7 +314,7 @@ def _restore(sampler: object, drawn: Drawn) -> None:
     Raises:
         OptionsError: The state of a generator was expected, and something else was saved.
     """
-    if "sampler" in drawn and isinstance(sampler, Stateful):
+    if "sampler" in drawn and tells_state(sampler):
         epoch = getattr(sampler, "epoch", None)
         # lhotse's samplers pop what they load from the state, and keep its epoch until it is set.
         sampler.load_state_dict(copy.deepcopy(drawn["sampler"]))

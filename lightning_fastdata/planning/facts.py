@@ -243,8 +243,16 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if once:
         here = f"it holds {once[0]}, which a side process would share; it is read as by torch"
         return replace(facts, here=here if is_open else None)
-    deadline_s = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
-    findings = try_apart(_answer, spec, questions, start_method=method, deadline_s=deadline_s)
+    how: dict[str, Any] = {"start_method": method}
+    how["deadline_s"] = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
+    in_workers = not spec.reads_here and spec.options.num_workers != "auto"
+    answer = partial(_answer, as_worker=in_workers)
+    findings = try_apart(answer, spec, questions, **how)
+    if not in_workers and _may_need_workers(spec, findings.failure):
+        # Without a cost the training process is not chosen to read.
+        answer, questions = partial(_answer, as_worker=True), replace(questions, cost=False)
+        again = try_apart(answer, spec, questions, **how)
+        findings = findings if again.failure else again
     values, failure = findings.values, findings.failure
     key = values.pop("key", 0)
     facts = replace(facts, sampled="sample" in values, **values)
@@ -295,15 +303,19 @@ def refuse_empty(spec: LoaderSpec) -> None:
         )
 
 
-def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
+def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bool = False) -> None:
     """Read what the questions need, and tell it by the names of :class:`DatasetFacts`.
 
-    Runs where nothing else uses the dataset or its sampler. ``"key"`` is the key of the first
+    Runs where nothing else uses the dataset or its sampler. ``as_worker``: ``get_worker_info()``
+    tells of the first worker, as it does in one. ``"key"`` is the key of the first
     sample, where a sampler gives it.
     """
     dataset = spec.dataset
+    if as_worker or spec.worker_init_fn is not None:
+        asked = spec.options.num_workers
+        workers = 1 if asked == "auto" else max(1, asked)
+        set_worker_info(number=0, workers=workers, seed=0, dataset=dataset)
     if spec.worker_init_fn is not None:
-        set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
         spec.worker_init_fn(0)
     if spec.has_order:
         keys = probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
@@ -358,6 +370,12 @@ def _suspects_fork(failure: Failure) -> bool:
         return error.errno in _HANDLE_ERRORS
     # A mistake of the dataset raises an ordinary error; a library reports a fork by one of its own.
     return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
+
+
+def _may_need_workers(spec: LoaderSpec, failure: Failure | None) -> bool:
+    """Return whether a dataset may have failed only because it asked for its worker's number."""
+    told = spec.reads_here or spec.worker_init_fn is not None
+    return not (told or failure is None or _of_place(failure) or _suspects_fork(failure))
 
 
 def _of_place(failure: Failure) -> bool:

@@ -25,10 +25,10 @@ from lightning_fastdata.executors.kinds import (
     room_elsewhere,
     unsuited,
 )
-from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.indices import tells_state
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.facts import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.options import LoaderOptions

@@ -8,7 +8,10 @@ import importlib
 import itertools
 import json
 import multiprocessing
+import operator
 import sys
+from array import array
+from collections import ChainMap, Counter, UserDict, UserList
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
@@ -30,6 +33,8 @@ from lightning_fastdata.host import clock
 
 OF_NOBODY = object()
 """A global that is no plain data."""
+TEXTS = "'T'" if hasattr(np.dtypes, "StringDType") else "object"
+"""Type of an array of texts of any length; NumPy 1 has none."""
 
 
 HELPERS = """
@@ -254,6 +259,15 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         ("at = timedelta(1)", changed("at", timedelta(2))),
         ("at = Decimal(1)", changed("at", Decimal(2))),
         ("at = torch.float32", changed("at", torch.float64)),
+        ("at = Counter(a=1)", lambda module: module.at.update(a=1)),
+        ("at = Counter(a=1, b=len)", lambda module: module.at.update(a=1)),
+        ("at = ChainMap({'a': 1})", lambda module: module.at.update(a=2)),
+        ("at = UserDict(a=1)", lambda module: module.at.update(a=2)),
+        ("at = UserList([1])", lambda module: module.at.append(2)),
+        ("at = UserList([1, Linear(1, 1)])", lambda module: module.at.append(2)),
+        ("at = array('d', [1])", lambda module: module.at.append(2)),
+        ("at = np.array(['a', 1], dtype=object)", lambda module: module.at.put(0, "b")),
+        (f"at = np.array(['a', 'b'], {TEXTS})", lambda module: operator.setitem(module.at, 0, "c")),
     ],
 )
 def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
@@ -262,6 +276,8 @@ def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
     module = ModuleType("users_settings")
     here = {"Namespace": argparse.Namespace, "Path": Path, "torch": torch, "Decimal": Decimal}
     here |= {"Linear": torch.nn.Linear, "Point": Point, "Base": Base, "timedelta": timedelta}
+    here |= {"Counter": Counter, "ChainMap": ChainMap, "UserDict": UserDict, "UserList": UserList}
+    here |= {"array": array, "np": np}
     monkeypatch.setitem(sys.modules, module.__name__, module)
     vars(module).update(here)
     exec(f"{text}\ndef read(own, index):\n    return at\n", vars(module))

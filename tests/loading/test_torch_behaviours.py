@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,12 @@ ORDERS: dict[str, Any] = {
     "by the package": lambda: {"sampler": ShuffleSampler(ROWS, seed=1), "batch_size": 7},
     "a batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ROWS), 4, True)},
     "a list of batches": lambda: {"batch_sampler": [[1, 2], [5], [2, 2, 2]]},
+    "batches that are queues": lambda: {"batch_sampler": [deque([1, 2]), deque([5])]},
+    "batches that are sets": lambda: {"batch_sampler": [{1, 2}, frozenset([5])]},
+    "batches that are keys": lambda: {
+        "batch_sampler": [{1: 0, 2: 0}, {5: 0}.keys()],
+        "collate_fn": list,
+    },
     "batches as samples": lambda: {
         "sampler": BatchSampler(RandomSampler(ROWS), 4, False),
         "batch_size": None,

@@ -345,6 +345,23 @@ def test_the_first_look_is_after_worker_init_fn():
     assert get_worker_info() is None
 
 
+class OfWorker(Planted):
+    def __getitem__(self, i):
+        info = get_worker_info()
+        return i, info.id, info.num_workers
+
+
+@each(("workers", "told"), [(3, 3), ("auto", 1)])
+def test_a_dataset_that_asks_for_the_number_of_its_worker_is_read_as_by_one(workers, told):
+    facts = inspect(OfWorker(), num_workers=workers)
+    assert facts.sample == (0, 0, told)
+    assert (facts.cost is None) is (workers == "auto")  # else the training process may read it
+    assert (facts.warnings, facts.here, get_worker_info()) == ((), None, None)
+    loader = FastDataModule.from_datasets(OfWorker(), num_workers=workers).train_dataloader()
+    assert loader.num_workers > 0
+    assert not loader.standby
+
+
 # What is measured
 
 

@@ -291,6 +291,29 @@ def test_a_dataset_with_a_state_gets_it_back(loader, kept):
         assert again.dataset.stage == 7
 
 
+class ForUser(Reversing):
+    """Has methods of these names that its user alone can call."""
+
+    def state_dict(self, steps):
+        return {"steps": steps}
+
+    def load_state_dict(self, state, steps):
+        raise AssertionError
+
+
+class ImagesForUser(Images):
+    state_dict, load_state_dict = ForUser.state_dict, ForUser.load_state_dict
+
+
+@each("loader", ["inline", "workers-2"])
+def test_methods_that_need_other_arguments_are_not_called(loader):
+    def how():
+        return {"data": ImagesForUser, "sampler": ForUser(LENGTH)}
+
+    (whole,) = epochs(1, **how())
+    assert seen(resumed(left_after(2, loader, **how()), loader, **how())) == whole[2:]
+
+
 # -- batches that do not come --------------------------------------------------------------------
 
 

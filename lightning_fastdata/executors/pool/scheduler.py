@@ -12,7 +12,7 @@ import math
 import signal
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Self
@@ -520,6 +520,8 @@ def _own_memory(indices: Any, *, batched: bool) -> Any:
     """Return indices that nobody else changes, and whose tensors do not lie in larger ones."""
     if not batched:
         return indices.clone() if isinstance(indices, torch.Tensor) else indices
+    if isinstance(indices, Mapping | deque) or not hasattr(indices, "__getitem__"):
+        return list(indices)  # a set, for example: it has no parts
     if not any(isinstance(each, torch.Tensor) for each in indices[:1]):
         return list(indices) if type(indices) is list else indices
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in indices]
