@@ -6,6 +6,7 @@ neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -219,6 +220,8 @@ class DataModule:
                 f"it, too. Call super().__init__({early[0]}={early[0]})."
             )
         self._trainer: Trainer | None = None
+        self._fit_trainer: Trainer | None = None
+        """The trainer whose fit runs or ran last: others may evaluate the same data."""
         super().__init__()
         check_among("guard", guard, get_args(GuardPolicy))
         check_among("augment_on", augment_on, get_args(AugmentOn))
@@ -303,7 +306,7 @@ class DataModule:
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        self._attach(trainer)
         if trainer is None:
             return
         seams.refuse_other_tree(self, trainer)
@@ -318,6 +321,17 @@ class DataModule:
             # If this is not its own method, Lightning says that validation data were passed in.
             lightnings = super().val_dataloader  # type: ignore[misc]
             seams.replace_for_one_run(trainer, self, "val_dataloader", lightnings)
+
+    def _attach(self, trainer: Trainer | None) -> None:
+        """Belong to a trainer; after a run within that of another trainer, to the other again."""
+        outer, now = self._trainer, {"_trainer": trainer}
+        if seams.running_stage(trainer) == "train":
+            now["_fit_trainer"] = trainer
+        if trainer is None or outer in (None, trainer) or not seams.is_running(outer):
+            vars(self).update(now)
+            return
+        for name, value in {**now, "placing": copy.copy(self.placing)}.items():
+            seams.replace_for_one_run(trainer, self, name, value)
 
     def _validates(self, trainer: Trainer) -> bool:
         """Return whether the LightningModule, or this data module, has anything for validation."""
@@ -767,8 +781,8 @@ class DataModule:
         Lightning's tuners save and restore a run around their trials: until a batch follows a state
         that was loaded, that state is returned.
         """
-        loaders = dict(_training_loaders(self._trainer))
-        place = seams.training_place(self._trainer)
+        loaders = dict(_training_loaders(self._fit_trainer))
+        place = seams.training_place(self._fit_trainer)
         if place.last:
             place = Place(place.epoch + 1, 0, last=False)
         if self._saved and not any(loader.begun for loader in loaders.values()):
@@ -798,9 +812,9 @@ class DataModule:
         self._saved_place = None
         if "epoch" in state:
             self._saved_place = Place(int(state["epoch"]), int(state["batches"]), last=False)
-            if self._trainer is not None:
-                seams.mend_counts(self._trainer, self._saved_place.epoch)
-        for path, loader in _training_loaders(self._trainer):
+            if self._fit_trainer is not None:
+                seams.mend_counts(self._fit_trainer, self._saved_place.epoch)
+        for path, loader in _training_loaders(self._fit_trainer):
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
 
@@ -880,13 +894,13 @@ class TrainingRun:
 
     @property
     def began(self) -> bool:
-        """Whether the data module has a trainer."""
-        return self._module.trainer is not None
+        """Whether a trainer has begun to fit with the data module."""
+        return self._module._fit_trainer is not None
 
     @property
     def over(self) -> bool:
         """Whether the trainer has come to its end, or was interrupted."""
-        trainer = self._module.trainer
+        trainer = self._module._fit_trainer
         return trainer is not None and (trainer.state.finished or trainer.interrupted)
 
     def place(self) -> Place:
@@ -896,7 +910,7 @@ class TrainingRun:
         Lightning has restored its own counts: if the LightningModule asks for
         ``estimated_stepping_batches``, the first batch of a stream is taken that early.
         """
-        trainer, saved = self._module.trainer, self._module._saved_place
+        trainer, saved = self._module._fit_trainer, self._module._saved_place
         if saved is not None and trainer is not None and seams.is_to_be_restored(trainer):
             return saved
         return seams.training_place(trainer)
@@ -907,7 +921,7 @@ class TrainingRun:
 
     def resumed(self, loader: object) -> Position | None:
         """Return where a loader was when the run that now goes on was saved; None: not known."""
-        trainer, saved = self._module.trainer, self._module._saved
+        trainer, saved = self._module._fit_trainer, self._module._saved
         loaders = dict(_training_loaders(trainer))
         path = next((path for path, one in loaders.items() if one is loader), None)
         if trainer is None or path is None or path not in saved:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from samples import Samples
 from torch.utils.data import DistributedSampler
@@ -34,9 +35,9 @@ class Share(FastDataModule):
         return self.make_loader(DRAWN, stage="train", sampler=sampler, batch_size=2)
 
 
-def data_of(kind=FastDataModule):
+def data_of(kind=FastDataModule, **arguments):
     options = LoaderOptions(num_workers=0, executor="inline", probe=False)
-    return kind.from_datasets(DRAWN, DRAWN, batch_size=4, options=options, seed=5)
+    return kind.from_datasets(DRAWN, DRAWN, batch_size=4, options=options, seed=5, **arguments)
 
 
 class Model(Learner):
@@ -47,10 +48,11 @@ class Model(Learner):
         self.log("score", float(self.global_step))
 
 
-def fit(folder, model, data, *, save=None, resume=None, **arguments):
+def fit(folder, model, data, *, save=None, resume=None, beside=(), **arguments):
     save = ModelCheckpoint(folder, "{step:02d}", save_top_k=-1, **(save or {}))
     how = {"max_epochs": EPOCHS, "limit_val_batches": 1, "enable_checkpointing": True, **arguments}
-    quiet_trainer(folder, callbacks=[save], **how).fit(model, datamodule=data, ckpt_path=resume)
+    trainer = quiet_trainer(folder, callbacks=[save, *beside], **how)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
     return model.seen
 
 
@@ -88,3 +90,31 @@ def test_a_trainer_that_fits_again_goes_on(tmp_path):
     assert model.seen == straight
     trainer.fit(model, datamodule=data, ckpt_path=tmp_path / f"step={STEPS:02d}.ckpt")
     assert model.seen[len(straight) :] == straight[STEPS:]
+
+
+class Evaluates(Callback):
+    """Has another trainer validate another model on the data of a fit."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.of_fit = trainer
+        other = quiet_trainer(trainer.default_root_dir)
+        other.validate(Model(), datamodule=trainer.datamodule, verbose=False)
+        assert trainer.datamodule.trainer is trainer
+
+
+def test_another_trainer_that_evaluates_the_same_data_changes_nothing(tmp_path):
+    def data():
+        return data_of(augment=lambda batch: batch + torch.randint(256, batch.shape))
+
+    straight = fit(tmp_path, Model(), data())
+    evaluates, of_fit, each_step = Evaluates(), data(), {"every_n_train_steps": 1}
+    got = fit(tmp_path / "a", Model(), of_fit, save=each_step, beside=[evaluates])
+    assert got == straight
+    for done in (STEPS + 1, 2 * STEPS):
+        file = tmp_path / "a" / f"step={done:02d}.ckpt"
+        assert fit(tmp_path / "b", Model(), data(), resume=file) == straight[done:]
+    quiet_trainer(tmp_path).validate(Model(), datamodule=of_fit, verbose=False)
+    evaluates.of_fit.save_checkpoint(tmp_path / "end.ckpt")
+    longer = {"resume": tmp_path / "end.ckpt", "max_epochs": EPOCHS + 1}
+    rest = fit(tmp_path / "c", Model(), data(), **longer)
+    assert rest == fit(tmp_path / "d", Model(), data(), max_epochs=EPOCHS + 1)[len(straight) :]
