@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -222,6 +222,8 @@ class DataModule:
         self._trainer: Trainer | None = None
         self._fit_trainer: Trainer | None = None
         """The trainer whose fit runs or ran last: others may evaluate the same data."""
+        self._fit_loaders: dict[str, FastDataLoader] = {}
+        """Path of a training loader of that fit -> the loader."""
         super().__init__()
         check_among("guard", guard, get_args(GuardPolicy))
         check_among("augment_on", augment_on, get_args(AugmentOn))
@@ -262,8 +264,8 @@ class DataModule:
         self._saved_place: Place | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # Tuners and caches belong to loaders and to a trainer of this process.
-        return {**vars(self), "_tuners": {}, "_caches": {}}
+        # Tuners, caches and loaders belong to a trainer of this process.
+        return {**vars(self), "_tuners": {}, "_caches": {}, "_fit_loaders": {}}
 
     _guard_callback: type | None = None
     _no_loaders: type = list
@@ -324,9 +326,10 @@ class DataModule:
 
     def _attach(self, trainer: Trainer | None) -> None:
         """Belong to a trainer; after a run within that of another trainer, to the other again."""
-        outer, now = self._trainer, {"_trainer": trainer}
+        outer, now = self._trainer, dict[str, object](_trainer=trainer)
         if seams.running_stage(trainer) == "train":
-            now["_fit_trainer"] = trainer
+            # A fit goes on from a checkpoint of its own, which is read after this, or from none.
+            now |= {"_fit_trainer": trainer, "_fit_loaders": {}, "_saved": {}, "_saved_place": None}
         if trainer is None or outer in (None, trainer) or not seams.is_running(outer):
             vars(self).update(now)
             return
@@ -781,7 +784,7 @@ class DataModule:
         Lightning's tuners save and restore a run around their trials: until a batch follows a state
         that was loaded, that state is returned.
         """
-        loaders = dict(_training_loaders(self._fit_trainer))
+        loaders = self._training_loaders()
         place = seams.training_place(self._fit_trainer)
         if place.last:
             place = Place(place.epoch + 1, 0, last=False)
@@ -796,10 +799,13 @@ class DataModule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which a checkpoint was written; Lightning calls it.
 
+        It calls it, too, where a checkpoint is evaluated, and then the training stays where it is.
+
         Raises:
             OptionsError: The state is none of this class, or of a later version.
         """
-        if KEY not in state_dict:
+        fits = seams.running_stage(self._trainer) == "train"
+        if KEY not in state_dict or (seams.is_running(self._trainer) and not fits):
             return
         state = state_dict[KEY]
         saved = state.get("loaders") if isinstance(state, Mapping) else None
@@ -814,9 +820,21 @@ class DataModule:
             self._saved_place = Place(int(state["epoch"]), int(state["batches"]), last=False)
             if self._fit_trainer is not None:
                 seams.mend_counts(self._fit_trainer, self._saved_place.epoch)
-        for path, loader in _training_loaders(self._fit_trainer):
+        for path, loader in self._training_loaders().items():
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
+
+    def _training_loaders(self) -> dict[str, FastDataLoader]:
+        """Return the training loaders of this package that the fit has, or had, by path."""
+        # A trainer that evaluates after its fit lets go of them.
+        loaders = None if self._fit_trainer is None else self._fit_trainer.train_dataloader
+        found = {
+            "/".join(map(str, path)): loader
+            for path, loader in seams.with_paths(loaders)
+            if isinstance(loader, FastDataLoader)
+        }
+        self._fit_loaders = found or self._fit_loaders
+        return self._fit_loaders
 
     # -- what others of this package ask -----------------------------------------------------------
 
@@ -922,7 +940,7 @@ class TrainingRun:
     def resumed(self, loader: object) -> Position | None:
         """Return where a loader was when the run that now goes on was saved; None: not known."""
         trainer, saved = self._module._fit_trainer, self._module._saved
-        loaders = dict(_training_loaders(trainer))
+        loaders = self._module._training_loaders()
         path = next((path for path, one in loaders.items() if one is loader), None)
         if trainer is None or path is None or path not in saved:
             return None
@@ -934,14 +952,6 @@ class TrainingRun:
             seams.move_place(trainer, state.epoch, state.batches, anew.batches)
         saved[path] = anew if anew.batches != state.batches else state
         return saved[path]
-
-
-def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLoader]]:
-    """Yield the training loaders of this package that a trainer has, each with its path."""
-    loaders = None if trainer is None else trainer.train_dataloader
-    for path, loader in seams.with_paths(loaders):
-        if isinstance(loader, FastDataLoader):
-            yield "/".join(map(str, path)), loader
 
 
 def checked_batch_size(batch_size: object) -> int:

@@ -118,3 +118,28 @@ def test_another_trainer_that_evaluates_the_same_data_changes_nothing(tmp_path):
     longer = {"resume": tmp_path / "end.ckpt", "max_epochs": EPOCHS + 1}
     rest = fit(tmp_path / "c", Model(), data(), **longer)
     assert rest == fit(tmp_path / "d", Model(), data(), max_epochs=EPOCHS + 1)[len(straight) :]
+
+
+@pytest.mark.filterwarnings("error::lightning_fastdata.errors.FastDataWarning")
+def test_a_checkpoint_that_is_evaluated_leaves_the_training_where_it_is(tmp_path):
+    straight = fit(tmp_path, Model(), data_of())
+    model, data = Model(), data_of()
+    fit(tmp_path / "a", model, data, save={"every_n_train_steps": 1}, max_steps=STEPS + 1)
+    early = tmp_path / "a" / "step=01.ckpt"
+    model.trainer.validate(model, datamodule=data, ckpt_path=early, verbose=False)
+    model.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    rest = fit(tmp_path / "b", Model(), data_of(), resume=tmp_path / "end.ckpt")
+    assert rest == straight[STEPS + 1 :]
+
+
+def test_a_fit_from_no_checkpoint_has_a_seed_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "6")
+    fit(tmp_path, Model(), data_of(), max_epochs=1)
+    saved, data, seeded = tmp_path / f"step={STEPS:02d}.ckpt", data_of(), data_of()
+    data.seed, seeded.seed = None, 6
+    quiet_trainer(tmp_path).validate(Model(), datamodule=data, ckpt_path=saved, verbose=False)
+    assert data.run_seed() == 6
+    fit(tmp_path / "a", Model(), data, resume=saved, max_epochs=2)
+    assert data.run_seed() == 5
+    got, expected = (fit(tmp_path / "b", Model(), each, max_epochs=1) for each in (data, seeded))
+    assert got == expected
