@@ -921,6 +921,18 @@ class TrainingRun:
         trainer = self._module._fit_trainer
         return trainer is not None and (trainer.state.finished or trainer.interrupted)
 
+    def takes(self, loader: object) -> bool:
+        """Return whether a loader is one of the trainer's own.
+
+        Others of the data module are looked into beside the run. Where the trainer has something
+        else than our loaders, that may hold any of them.
+        """
+        trainer, ours = self._module._fit_trainer, self._module._training_loaders()
+        own = list(seams.flattened(trainer.train_dataloader)) if trainer is not None else []
+        if not self.over and not (own and all(isinstance(one, FastDataLoader) for one in own)):
+            return True
+        return any(one is loader for one in ours.values())
+
     def place(self) -> Place:
         """Return where the run is.
 

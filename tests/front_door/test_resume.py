@@ -143,3 +143,32 @@ def test_a_fit_from_no_checkpoint_has_a_seed_of_its_own(tmp_path, monkeypatch):
     assert data.run_seed() == 5
     got, expected = (fit(tmp_path / "b", Model(), each, max_epochs=1) for each in (data, seeded))
     assert got == expected
+
+
+def first_two(data):
+    """The first batches of a training loader, the second from one that goes on after the first."""
+    loader, other = data.train_dataloader(), data.train_dataloader()
+    first = next(iter(loader)).tolist()
+    other.load_state_dict(loader.state_dict())
+    return [first, next(iter(other)).tolist()]
+
+
+class Looks(Callback):
+    """Looks into loaders beside that of the training."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.found.append(first_two(trainer.datamodule))
+
+
+@pytest.mark.filterwarnings("error::lightning_fastdata.errors.FastDataWarning")
+def test_a_loader_beside_that_of_the_training_tells_of_its_own_batches(tmp_path):
+    straight = fit(tmp_path / "a", Model(), data_of(), save={"every_n_train_steps": 1})
+    begins = [[batch for of, batch in straight if of == epoch][:2] for epoch in range(EPOCHS)]
+    data, looks, saved = data_of(), Looks(), tmp_path / "a" / f"step={STEPS + 1:02d}.ckpt"
+    rest = fit(tmp_path / "b", Model(), data, resume=saved, beside=[looks])
+    assert rest == straight[STEPS + 1 :]
+    assert looks.found == [begins[epoch] for epoch, _ in rest]
+    assert first_two(data) == begins[0]
