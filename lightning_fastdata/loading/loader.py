@@ -637,15 +637,18 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return indices_of(self.as_set_up()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
+        goes_on = self.run is None or (self.run.began and not self.run.over)
         run = self._run_now()
-        if run is not None and not run.over:
+        if run is not None and goes_on:
             return self._passes.next_pass_of(run, self, self.epoch)
         # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
-        epoch = self.epoch if self.run is None else None
+        epoch = self.epoch if goes_on else None
         return self._passes.next_pass(epoch, position.sampler_epoch(self))
 
     def _run_now(self) -> Run | None:
-        return self.run if self.run is not None and self.run.began else None
+        """Return the run that takes the batches of this loader; None: a plain loop takes them."""
+        run = self.run
+        return run if run is not None and run.began and run.takes(self) else None
 
     def _go_on(self, begun: Pass) -> int:
         """Have the pass begin at its position; return how many batches of a stream to reread."""

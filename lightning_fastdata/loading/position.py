@@ -192,6 +192,9 @@ class Run(Protocol):
     def over(self) -> bool:
         """Whether the training has ended: a plain loop takes the batches that come next."""
 
+    def takes(self, loader: object) -> bool:
+        """Return whether the run takes the batches of a loader, as far as that is known."""
+
     def place(self) -> Place:
         """Return how far the run has come."""
 

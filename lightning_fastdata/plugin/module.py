@@ -6,9 +6,10 @@ neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -220,6 +221,10 @@ class DataModule:
                 f"it, too. Call super().__init__({early[0]}={early[0]})."
             )
         self._trainer: Trainer | None = None
+        self._fit_trainer: Trainer | None = None
+        """The trainer whose fit runs or ran last: others may evaluate the same data."""
+        self._fit_loaders: dict[str, FastDataLoader] = {}
+        """Path of a training loader of that fit -> the loader."""
         super().__init__()
         check_among("guard", guard, get_args(GuardPolicy))
         check_among("augment_on", augment_on, get_args(AugmentOn))
@@ -260,8 +265,8 @@ class DataModule:
         self._saved_place: Place | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # Tuners and caches belong to loaders and to a trainer of this process.
-        return {**vars(self), "_tuners": {}, "_caches": {}}
+        # Tuners, caches and loaders belong to a trainer of this process.
+        return {**vars(self), "_tuners": {}, "_caches": {}, "_fit_loaders": {}}
 
     _guard_callback: type | None = None
     _no_loaders: type = list
@@ -304,7 +309,7 @@ class DataModule:
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        self._attach(trainer)
         if trainer is None:
             return
         seams.refuse_other_tree(self, trainer)
@@ -319,6 +324,18 @@ class DataModule:
             # If this is not its own method, Lightning says that validation data were passed in.
             lightnings = super().val_dataloader  # type: ignore[misc]
             seams.replace_for_one_run(trainer, self, "val_dataloader", lightnings)
+
+    def _attach(self, trainer: Trainer | None) -> None:
+        """Belong to a trainer; after a run within that of another trainer, to the other again."""
+        outer, now = self._trainer, dict[str, object](_trainer=trainer)
+        if seams.running_stage(trainer) == "train":
+            # A fit goes on from a checkpoint of its own, which is read after this, or from none.
+            now |= {"_fit_trainer": trainer, "_fit_loaders": {}, "_saved": {}, "_saved_place": None}
+        if trainer is None or outer in (None, trainer) or not seams.is_running(outer):
+            vars(self).update(now)
+            return
+        for name, value in {**now, "placing": copy.copy(self.placing)}.items():
+            seams.replace_for_one_run(trainer, self, name, value)
 
     def _validates(self, trainer: Trainer) -> bool:
         """Return whether the LightningModule, or this data module, has anything for validation."""
@@ -770,8 +787,8 @@ class DataModule:
         Lightning's tuners save and restore a run around their trials: until a batch follows a state
         that was loaded, that state is returned.
         """
-        loaders = dict(_training_loaders(self._trainer))
-        place = seams.training_place(self._trainer)
+        loaders = self._training_loaders()
+        place = seams.training_place(self._fit_trainer)
         if place.last:
             place = Place(place.epoch + 1, 0, last=False)
         if self._saved and not any(loader.begun for loader in loaders.values()):
@@ -785,10 +802,13 @@ class DataModule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which a checkpoint was written; Lightning calls it.
 
+        It calls it, too, where a checkpoint is evaluated, and then the training stays where it is.
+
         Raises:
             OptionsError: The state is none of this class, or of a later version.
         """
-        if KEY not in state_dict:
+        fits = seams.running_stage(self._trainer) == "train"
+        if KEY not in state_dict or (seams.is_running(self._trainer) and not fits):
             return
         state = state_dict[KEY]
         saved = state.get("loaders") if isinstance(state, Mapping) else None
@@ -801,11 +821,23 @@ class DataModule:
         self._saved_place = None
         if "epoch" in state:
             self._saved_place = Place(int(state["epoch"]), int(state["batches"]), last=False)
-            if self._trainer is not None:
-                seams.mend_counts(self._trainer, self._saved_place.epoch)
-        for path, loader in _training_loaders(self._trainer):
+            if self._fit_trainer is not None:
+                seams.mend_counts(self._fit_trainer, self._saved_place.epoch)
+        for path, loader in self._training_loaders().items():
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
+
+    def _training_loaders(self) -> dict[str, FastDataLoader]:
+        """Return the training loaders of this package that the fit has, or had, by path."""
+        # A trainer that evaluates after its fit lets go of them.
+        loaders = None if self._fit_trainer is None else self._fit_trainer.train_dataloader
+        found = {
+            "/".join(map(str, path)): loader
+            for path, loader in seams.with_paths(loaders)
+            if isinstance(loader, FastDataLoader)
+        }
+        self._fit_loaders = found or self._fit_loaders
+        return self._fit_loaders
 
     # -- what others of this package ask -----------------------------------------------------------
 
@@ -893,14 +925,26 @@ class TrainingRun:
 
     @property
     def began(self) -> bool:
-        """Whether the data module has a trainer."""
-        return self._module.trainer is not None
+        """Whether a trainer has begun to fit with the data module."""
+        return self._module._fit_trainer is not None
 
     @property
     def over(self) -> bool:
         """Whether the trainer has come to its end, or was interrupted."""
-        trainer = self._module.trainer
+        trainer = self._module._fit_trainer
         return trainer is not None and (trainer.state.finished or trainer.interrupted)
+
+    def takes(self, loader: object) -> bool:
+        """Return whether a loader is one of the trainer's own.
+
+        Others of the data module are looked into beside the run. Where the trainer has something
+        else than our loaders, that may hold any of them.
+        """
+        trainer, ours = self._module._fit_trainer, self._module._training_loaders()
+        own = list(seams.flattened(trainer.train_dataloader)) if trainer is not None else []
+        if not self.over and not (own and all(isinstance(one, FastDataLoader) for one in own)):
+            return True
+        return any(one is loader for one in ours.values())
 
     def place(self) -> Place:
         """Return where the run is.
@@ -909,7 +953,7 @@ class TrainingRun:
         Lightning has restored its own counts: if the LightningModule asks for
         ``estimated_stepping_batches``, the first batch of a stream is taken that early.
         """
-        trainer, saved = self._module.trainer, self._module._saved_place
+        trainer, saved = self._module._fit_trainer, self._module._saved_place
         if saved is not None and trainer is not None and seams.is_to_be_restored(trainer):
             return saved
         return seams.training_place(trainer)
@@ -920,8 +964,8 @@ class TrainingRun:
 
     def resumed(self, loader: object) -> Position | None:
         """Return where a loader was when the run that now goes on was saved; None: not known."""
-        trainer, saved = self._module.trainer, self._module._saved
-        loaders = dict(_training_loaders(trainer))
+        trainer, saved = self._module._fit_trainer, self._module._saved
+        loaders = self._module._training_loaders()
         path = next((path for path, one in loaders.items() if one is loader), None)
         if trainer is None or path is None or path not in saved:
             return None
@@ -933,14 +977,6 @@ class TrainingRun:
             seams.move_place(trainer, state.epoch, state.batches, anew.batches)
         saved[path] = anew if anew.batches != state.batches else state
         return saved[path]
-
-
-def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLoader]]:
-    """Yield the training loaders of this package that a trainer has, each with its path."""
-    loaders = None if trainer is None else trainer.train_dataloader
-    for path, loader in seams.with_paths(loaders):
-        if isinstance(loader, FastDataLoader):
-            yield "/".join(map(str, path)), loader
 
 
 def checked_batch_size(batch_size: object) -> int:

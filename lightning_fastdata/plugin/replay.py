@@ -129,7 +129,7 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
     twin.seed = module.run_seed() if seed is None else seed
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
-    twin._plans, twin.notes = {}, []
+    twin._plans, twin.notes, twin._fit_trainer = {}, [], None
     # A dataset may open files lazily, and processes that are forked later must not share them.
     if "fork" in multiprocessing.get_all_start_methods():
         how = {"executor": "workers", "num_workers": 1, "multiprocessing_context": "fork"}

@@ -14,7 +14,8 @@ Replaced on one object, never on a class, until the run of its trainer ends:
   replaced; during the steps that the batch-size guard tries, ``callbacks``, ``loggers`` and
   ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
 - in :mod:`.transforms`: ``on_after_batch_transfer`` of a module
-- in :mod:`.module`: its own ``val_dataloader``, where nothing is to be validated
+- in :mod:`.module`: its own ``val_dataloader``, where nothing is to be validated; whose trainer it
+  has, and where pixels are computed, in a run within that of another trainer
 - in :mod:`.recording`: ``trainer.profiler``, ``batch_to_device`` of the strategy
 - in :mod:`.guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
   strategy; in :mod:`.guard.parts`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
@@ -448,6 +449,11 @@ def running_stage(trainer: Trainer | None) -> Stage | None:
     """Return the stage of the trainer method that runs now; ``"train"`` during all of a fit."""
     method = None if trainer is None else trainer.state.fn
     return None if method is None else STAGES_OF[method.value][0]
+
+
+def is_running(trainer: Trainer | None) -> bool:
+    """Return whether a method of a trainer runs now."""
+    return trainer is not None and trainer.state.fn is not None and not trainer.state.stopped
 
 
 def training_place(trainer: Trainer | None) -> Place:

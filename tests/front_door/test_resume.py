@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from samples import Samples
 from torch.utils.data import DistributedSampler
@@ -34,9 +35,9 @@ class Share(FastDataModule):
         return self.make_loader(DRAWN, stage="train", sampler=sampler, batch_size=2)
 
 
-def data_of(kind=FastDataModule):
+def data_of(kind=FastDataModule, **arguments):
     options = LoaderOptions(num_workers=0, executor="inline", probe=False)
-    return kind.from_datasets(DRAWN, DRAWN, batch_size=4, options=options, seed=5)
+    return kind.from_datasets(DRAWN, DRAWN, batch_size=4, options=options, seed=5, **arguments)
 
 
 class Model(Learner):
@@ -47,10 +48,11 @@ class Model(Learner):
         self.log("score", float(self.global_step))
 
 
-def fit(folder, model, data, *, save=None, resume=None, **arguments):
+def fit(folder, model, data, *, save=None, resume=None, beside=(), **arguments):
     save = ModelCheckpoint(folder, "{step:02d}", save_top_k=-1, **(save or {}))
     how = {"max_epochs": EPOCHS, "limit_val_batches": 1, "enable_checkpointing": True, **arguments}
-    quiet_trainer(folder, callbacks=[save], **how).fit(model, datamodule=data, ckpt_path=resume)
+    trainer = quiet_trainer(folder, callbacks=[save, *beside], **how)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
     return model.seen
 
 
@@ -88,3 +90,85 @@ def test_a_trainer_that_fits_again_goes_on(tmp_path):
     assert model.seen == straight
     trainer.fit(model, datamodule=data, ckpt_path=tmp_path / f"step={STEPS:02d}.ckpt")
     assert model.seen[len(straight) :] == straight[STEPS:]
+
+
+class Evaluates(Callback):
+    """Has another trainer validate another model on the data of a fit."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.of_fit = trainer
+        other = quiet_trainer(trainer.default_root_dir)
+        other.validate(Model(), datamodule=trainer.datamodule, verbose=False)
+        assert trainer.datamodule.trainer is trainer
+
+
+def test_another_trainer_that_evaluates_the_same_data_changes_nothing(tmp_path):
+    def data():
+        return data_of(augment=lambda batch: batch + torch.randint(256, batch.shape))
+
+    straight = fit(tmp_path, Model(), data())
+    evaluates, of_fit, each_step = Evaluates(), data(), {"every_n_train_steps": 1}
+    got = fit(tmp_path / "a", Model(), of_fit, save=each_step, beside=[evaluates])
+    assert got == straight
+    for done in (STEPS + 1, 2 * STEPS):
+        file = tmp_path / "a" / f"step={done:02d}.ckpt"
+        assert fit(tmp_path / "b", Model(), data(), resume=file) == straight[done:]
+    quiet_trainer(tmp_path).validate(Model(), datamodule=of_fit, verbose=False)
+    evaluates.of_fit.save_checkpoint(tmp_path / "end.ckpt")
+    longer = {"resume": tmp_path / "end.ckpt", "max_epochs": EPOCHS + 1}
+    rest = fit(tmp_path / "c", Model(), data(), **longer)
+    assert rest == fit(tmp_path / "d", Model(), data(), max_epochs=EPOCHS + 1)[len(straight) :]
+
+
+@pytest.mark.filterwarnings("error::lightning_fastdata.errors.FastDataWarning")
+def test_a_checkpoint_that_is_evaluated_leaves_the_training_where_it_is(tmp_path):
+    straight = fit(tmp_path, Model(), data_of())
+    model, data = Model(), data_of()
+    fit(tmp_path / "a", model, data, save={"every_n_train_steps": 1}, max_steps=STEPS + 1)
+    early = tmp_path / "a" / "step=01.ckpt"
+    model.trainer.validate(model, datamodule=data, ckpt_path=early, verbose=False)
+    model.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    rest = fit(tmp_path / "b", Model(), data_of(), resume=tmp_path / "end.ckpt")
+    assert rest == straight[STEPS + 1 :]
+
+
+def test_a_fit_from_no_checkpoint_has_a_seed_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "6")
+    fit(tmp_path, Model(), data_of(), max_epochs=1)
+    saved, data, seeded = tmp_path / f"step={STEPS:02d}.ckpt", data_of(), data_of()
+    data.seed, seeded.seed = None, 6
+    quiet_trainer(tmp_path).validate(Model(), datamodule=data, ckpt_path=saved, verbose=False)
+    assert data.run_seed() == 6
+    fit(tmp_path / "a", Model(), data, resume=saved, max_epochs=2)
+    assert data.run_seed() == 5
+    got, expected = (fit(tmp_path / "b", Model(), each, max_epochs=1) for each in (data, seeded))
+    assert got == expected
+
+
+def first_two(data):
+    """The first batches of a training loader, the second from one that goes on after the first."""
+    loader, other = data.train_dataloader(), data.train_dataloader()
+    first = next(iter(loader)).tolist()
+    other.load_state_dict(loader.state_dict())
+    return [first, next(iter(other)).tolist()]
+
+
+class Looks(Callback):
+    """Looks into loaders beside that of the training."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.found.append(first_two(trainer.datamodule))
+
+
+@pytest.mark.filterwarnings("error::lightning_fastdata.errors.FastDataWarning")
+def test_a_loader_beside_that_of_the_training_tells_of_its_own_batches(tmp_path):
+    straight = fit(tmp_path / "a", Model(), data_of(), save={"every_n_train_steps": 1})
+    begins = [[batch for of, batch in straight if of == epoch][:2] for epoch in range(EPOCHS)]
+    data, looks, saved = data_of(), Looks(), tmp_path / "a" / f"step={STEPS + 1:02d}.ckpt"
+    rest = fit(tmp_path / "b", Model(), data, resume=saved, beside=[looks])
+    assert rest == straight[STEPS + 1 :]
+    assert looks.found == [begins[epoch] for epoch, _ in rest]
+    assert first_two(data) == begins[0]

@@ -696,7 +696,7 @@ def on_rank(rank, loader, saved):
     """Return what a rank goes on from."""
     data = FastDataModule.from_datasets(loader.dataset)
     data.load_state_dict({KEY: {"loaders": {"": saved}}})
-    data._trainer = SimpleNamespace(global_rank=rank, train_dataloader=loader)
+    data._fit_trainer = SimpleNamespace(global_rank=rank, train_dataloader=loader)
     return TrainingRun(data).resumed(loader)
 
 
