@@ -324,11 +324,11 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
         tell("key", keys[0])
         dataset = Subset(dataset, keys)
     if questions.sample:
-        sample = dataset[0]
+        sample = reads_one(spec, dataset)(0)
         tell("sample", sample)
         tell("uncollatable", uncollatable(sample) if questions.collated else None)
     if questions.further:
-        tell("further", _further_samples(dataset, questions.further))
+        tell("further", _further_samples(spec, dataset, questions.further))
     if questions.cost:
         watch = DrawWatch()
         state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
@@ -400,7 +400,7 @@ def _works_here(spec: LoaderSpec, key: Any, failure: Failure) -> bool:
         return False
     try:
         with kept_random_state():
-            spec.dataset[key]
+            reads_one(spec, spec.dataset)(key)
     except Exception:
         return False
     return True
@@ -500,19 +500,27 @@ def probe_indices(
     return [keys[position] for position in spread_indices(len(keys), count)]
 
 
-def _further_samples(dataset: Dataset[Any], count: int) -> tuple[Any, ...]:
+def reads_one(spec: LoaderSpec, dataset: Dataset[Any]) -> Callable[[Any], Any]:
+    """Return a function that reads a sample as the loader does: alone, or as a batch of one."""
+    batched = spec.batch_size is not None or spec.batch_sampler is not None
+    if batched and fetches_in_batches(dataset):
+        return lambda key: dataset.__getitems__([key])[0]
+    return lambda key: dataset[key]
+
+
+def _further_samples(spec: LoaderSpec, dataset: Dataset[Any], count: int) -> tuple[Any, ...]:
     """Read up to ``count`` samples from all over a map-style dataset.
 
     The random state stays as it was. It ends early when the budget is spent, and at a sample that
     cannot be read, which raises when training reads it.
     """
-    began_s, samples = clock.monotonic(), []
+    began_s, samples, read = clock.monotonic(), [], reads_one(spec, dataset)
     for index in spread_indices(dataset_length(dataset) or 0, count):
         if clock.monotonic() - began_s >= _BUDGET_S:
             break
         with kept_random_state():
             try:
-                samples.append(dataset[index])
+                samples.append(read(index))
             except Exception:
                 break
     return tuple(samples)

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
-from operator import getitem
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -37,7 +36,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.facts import Tell, spread_indices, try_apart
+from lightning_fastdata.planning.facts import Tell, reads_one, spread_indices, try_apart
 from lightning_fastdata.types import PixelPlace, SampleKey, Stage
 
 if TYPE_CHECKING:
@@ -217,8 +216,9 @@ def _measure(
     made: dict[str, list[object]] = {name: [] for name in ways}
     took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways}}
     began_s = clocks.clock_s()
+    read = reads_one(spec, spec.dataset)
     for index in indices:
-        sample, ms, cpu_ms = clocks.of(partial(getitem, spec.dataset, index))
+        sample, ms, cpu_ms = clocks.of(partial(read, index))
         took_ms["read"].append(ms)
         took_ms["waits"].append(max(0.0, ms - cpu_ms))
         for name, make in ways.items():

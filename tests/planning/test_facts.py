@@ -331,6 +331,24 @@ def test_a_dataset_that_starts_processes_trains_as_with_torch(make):
         assert [part.tolist() for part in ours] == [part.tolist() for part in own]
 
 
+class Together(Dataset):
+    """Gives the samples of a batch in one call, and no single ones."""
+
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, indices):
+        return [torch.tensor(index) for index in indices]
+
+
+@each("make", [FastDataModule.from_datasets, from_loaders])
+def test_a_dataset_that_gives_whole_batches_alone_trains_as_with_torch(make):
+    loader = make(Together(), batch_size=4, shuffle=False).train_dataloader()
+    theirs = DataLoader(Together(), batch_size=4)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in theirs]
+    assert len(inspect(Together()).further) == 3
+
+
 def test_the_first_look_is_after_worker_init_fn():
     class Opened(Planted):
         def __getitem__(self, i):

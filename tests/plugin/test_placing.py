@@ -339,6 +339,17 @@ def test_measuring_leaves_the_random_state_and_the_dataset_alone():
     assert after == (torch.rand(()), np.random.rand())
 
 
+def test_a_dataset_that_gives_whole_batches_alone_is_measured():
+    class Together(Images):
+        def __getitem__(self, i):
+            raise NotImplementedError("as of a Dataset without the method")
+
+        def __getitems__(self, indices):
+            return [Images.__getitem__(self, i) for i in indices]
+
+    assert measured(Together(), as_batch_transform(pipeline()), budget_s=0.01).sample.read_ms > 0
+
+
 def test_what_cannot_be_measured_is_not_guessed():
     class Broken(Images):
         def __getitem__(self, i):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import posixpath
 import signal
 import tarfile
 import warnings
@@ -69,10 +70,11 @@ class TarSource(OpenedInEachProcess[list[int]]):
         paths: Paths of the archives.
         parts: Extensions of the files that make one record (``("jpg", "cls")``), by WebDataset's
             convention that they share their name up to its first dot: a record is a dict of bytes
-            by extension. None: each file is a record of bytes.
+            by extension, and files without one are left out. None: each file is a record of bytes.
 
     Raises:
-        DatasetError: An archive cannot be read, is compressed, or has a record without a part.
+        DatasetError: An archive cannot be read, is compressed, has a link that leads out of it, or
+            has a record without a part.
     """
 
     parallel_reads = 1
@@ -137,18 +139,57 @@ class TarSource(OpenedInEachProcess[list[int]]):
 
 
 def _members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the name of each file of an archive, and its archive's number, offset and size."""
+    """Yield the name of each file of an archive, and its archive's number, offset and size.
+
+    A link has the offset and size of the file that it leads to.
+    """
+    found: list[tuple[str, Any]] = []
+    places: dict[str, Any] = {}
+    """Number, offset and size of each file; the target of each link; None for a folder."""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if member.isreg() and not member.sparse:
-                    yield member.name, (number, member.offset_data, member.size)
+                name = posixpath.normpath(member.name)
+                at: Any = None
+                if member.sparse:
+                    raise DatasetError(
+                        f"{path}:{member.name} is stored without its empty parts, not in one piece."
+                        " Make the archive without --sparse."
+                    )
+                if member.isreg():
+                    at = number, member.offset_data, member.size
+                elif member.islnk():  # to what the archive had by then
+                    target = posixpath.normpath(member.linkname)
+                    at = places.get(target, target)
+                elif member.issym():
+                    folder = posixpath.dirname(member.name)
+                    at = posixpath.normpath(posixpath.join(folder, member.linkname))
+                places[name] = at
+                found.append((member.name, at))
                 archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
     except (OSError, tarfile.TarError) as error:
         raise DatasetError(
             f"{path} cannot be read as an uncompressed tar archive: {error}. Unpack a compressed "
             "one: its files cannot be reached in any order."
         ) from error
+    for name, own in found:
+        place = _led_to(own, places)
+        if isinstance(place, tuple):
+            yield name, place
+        elif place is not None and not any(other.startswith(f"{place}/") for other in places):
+            raise DatasetError(
+                f"{path}:{name} is a link to {place}, which is not in the archive. Make it "
+                "with --dereference, which has files in the place of links, or leave the link out."
+            )
+
+
+def _led_to(at: Any, places: Mapping[str, Any]) -> Any:
+    """Return what symbolic links lead to; a name that is not there, or that leads to itself."""
+    passed = set[str]()
+    while isinstance(at, str) and at not in passed:
+        passed.add(at)
+        at = places.get(at, at)
+    return at
 
 
 def _grouped(found: list[Any], parts: tuple[str, ...], files: list[str]) -> list[Any]:
@@ -157,6 +198,8 @@ def _grouped(found: list[Any], parts: tuple[str, ...], files: list[str]) -> list
     for name, at in found:
         folder, _, base = name.rpartition("/")
         stem, _, extension = base.partition(".")
+        if not stem or stem == base:  # WebDataset leaves out README and .hidden, too
+            continue
         records.setdefault((at[0], f"{folder}/{stem}"), {})[extension] = (name, at)
     grouped = []
     for (number, name), record in records.items():
@@ -167,6 +210,12 @@ def _grouped(found: list[Any], parts: tuple[str, ...], files: list[str]) -> list
                     f"{part!r}. Leave it out of parts, or repair the archive."
                 )
             grouped.append(record[part])
+    if found and not grouped:
+        name, (number, _, _) = found[0]
+        raise DatasetError(
+            f"{files[number]} has no file with an extension: {name!r}, say. Leave parts out, or "
+            "name the files by WebDataset's convention."
+        )
     return grouped
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import tarfile
@@ -29,6 +30,57 @@ def test_shards_of_webdataset_are_grouped_by_name(tmp_path):
     assert source.name_of(4).endswith("s.tar:./004.jpg")
     with pytest.raises(DatasetError, match=r"s\.tar:\./000 has cls, jpg, seg\.png, and no 'txt'"):
         sources.TarSource(tmp_path / "s.tar", parts=("jpg", "txt"))
+    in_archive(tmp_path / "s.tar", [("README", b""), ("x/._1.jpg", b""), ("x/1.jpg", b"one")])
+    source = sources.TarSource(tmp_path / "s.tar", parts=["jpg"])
+    assert source.get_bytes(range(len(source))) == [{"jpg": b"one"}]
+    in_archive(tmp_path / "s.tar", [("README", b"")])
+    with pytest.raises(DatasetError, match=r"no file with an extension: 'README'"):
+        sources.TarSource(tmp_path / "s.tar", parts=["jpg"])
+
+
+def in_archive(path, members):
+    """Write an archive; of a link, its type and target stand in the place of its bytes."""
+    with tarfile.open(path, "w") as archive:
+        for name, data, *link in members:
+            member = tarfile.TarInfo(name)
+            if link:
+                member.type, member.linkname = data, link[0]
+                archive.addfile(member)
+            else:
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_links_in_an_archive_are_the_files_that_they_lead_to(tmp_path):
+    hard, symbolic, folder = tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE
+    members = [
+        ("a", folder, ""),
+        ("./a/1.jpg", b"one"),
+        ("a/hard.jpg", hard, "a/1.jpg"),
+        ("b/to a later one.jpg", symbolic, "../c/2.jpg"),
+        ("b/to a link.jpg", symbolic, "to a later one.jpg"),
+        ("b/to a hard one.jpg", symbolic, "../a/hard.jpg"),
+        ("c/2.jpg", b"two"),
+        ("a/1.jpg", b"new"),
+        ("a/hard again.jpg", hard, "a/1.jpg"),
+        ("empty", folder, ""),
+        ("a folder", symbolic, "a"),
+        ("an empty folder", symbolic, "empty"),
+    ]
+    with tarfile.open(in_archive(tmp_path / "s.tar", members)) as archive:
+        opened = [(each.name, archive.extractfile(each)) for each in archive]
+        wanted = [(name, file.read()) for name, file in opened if file is not None]
+    source = sources.TarSource(tmp_path / "s.tar")
+    found = [source.name_of(index).partition(".tar:")[2] for index in range(len(source))]
+    assert list(zip(found, source.get_bytes(range(len(found))), strict=True)) == wanted
+    # A folder that is only known by what is in it.
+    in_archive(tmp_path / "s.tar", [("a/1.jpg", b"one"), ("a folder", symbolic, "a")])
+    assert len(sources.TarSource(tmp_path / "s.tar")) == 1
+    for target in ("nothing.jpg", "itself.jpg"):
+        in_archive(tmp_path / "s.tar", [("itself.jpg", symbolic, target)])
+        with pytest.raises(DatasetError, match=rf"s\.tar:itself\.jpg is a link to {target}.*deref"):
+            sources.TarSource(tmp_path / "s.tar")
 
 
 def test_a_compressed_archive_says_what_to_do(tmp_path):
@@ -37,6 +89,18 @@ def test_a_compressed_archive_says_what_to_do(tmp_path):
         archive.add(tmp_path / "one", "one")
     with pytest.raises(DatasetError, match=r"Unpack a compressed one"):
         sources.TarSource(tmp_path / "s.tar.gz")
+
+
+def test_a_file_that_is_not_stored_in_one_piece_is_refused(tmp_path):
+    data = b"1\n0\n512\n".ljust(512, b"\0") + 512 * b"x"  # one part, and a hole behind it
+    headers = {"major": "1", "minor": "0", "name": "a.bin", "realsize": "4096"}
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("a.bin")
+        member.pax_headers = {f"GNU.sparse.{name}": text for name, text in headers.items()}
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    with pytest.raises(DatasetError, match=r"s\.tar:a\.bin is stored without.*--sparse"):
+        sources.TarSource(tmp_path / "s.tar")
 
 
 def test_an_archive_that_has_become_shorter_is_named(tmp_path):
