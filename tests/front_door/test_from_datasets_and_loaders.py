@@ -254,6 +254,11 @@ def test_a_plain_shuffle_becomes_the_one_by_seed_and_epoch() -> None:
     assert fitted(data, max_epochs=2)["train"] == fitted(same, max_epochs=2)["train"]
 
 
+def test_where_no_batches_are_made_drop_last_leaves_none_out() -> None:
+    data = FastDataModule.from_loaders(DataLoader(Numbers(3), batch_size=None), drop_last=True)
+    assert fitted(data)["train"] == [0, 1, 2]
+
+
 def test_each_stage_and_each_loader_keeps_its_own_batches() -> None:
     data = FastDataModule.from_loaders(
         {"few": DataLoader(Numbers(), 2), "many": DataLoader(Numbers(), 4)},
