@@ -145,6 +145,20 @@ def test_a_contradiction_or_an_impossible_value_is_named(arguments, text) -> Non
 
 # -- a dataset in the place of its method ----------------------------------------------------------
 
+
+class Called:
+    """A dataset without torch's base class, and with a ``__call__`` that makes none."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+    def __call__(self) -> None:
+        """Return nothing, as what is called for something else may."""
+
+
 PLACED: dict[str, Any] = {
     "datasets": lambda: (Numbers(9), Numbers(5)),
     "splits": lambda: random_split(Numbers(9), [6, 3], generator()),
@@ -153,6 +167,7 @@ PLACED: dict[str, Any] = {
     "several": lambda: ({"a": Numbers(4), "b": Numbers(6)}, [Numbers(3), Numbers(5)]),
     "none to validate on": lambda: (Numbers(9), None),
     "functions": lambda: (lambda: Numbers(9), lambda: Numbers(5)),
+    "called": lambda: (Called(), Called()),
 }
 
 
