@@ -81,7 +81,9 @@ def datasets_of(module: DataModule, stage: Stage) -> Any:
     ``self.train_dataset = ...`` in ``setup()``, as many data modules have it, hides the method.
     """
     found = getattr(module, DATASET_METHOD[stage])
-    return found() if callable(found) and not isinstance(found, Dataset) else found
+    # A dataset of any class may have a __call__ of its own.
+    is_dataset = isinstance(found, Dataset) or hasattr(type(found), "__getitem__")
+    return found() if callable(found) and not is_dataset else found
 
 
 def named(datasets: object, name: str) -> list[tuple[str, Any]]:

@@ -534,7 +534,7 @@ class DataModule:
         settings: dict[str, Any] = {
             "batch_size": spec.batch_size or 1,
             "collate_fn": spec.collate_fn,
-            "drop_last": self.drop_last and stage == "train",
+            "drop_last": self.drop_last and stage == "train" and spec.batch_size is not None,
             "seed": seed,
             "epoch": seams.first_epoch if run is None else run.epoch,
             "run": run,

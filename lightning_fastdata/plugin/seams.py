@@ -5,7 +5,8 @@ Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dic
 too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
 loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
 ``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
-set, too; ``_results`` of a trainer, whose ``batch_size`` is set; ``_mode`` of a CombinedLoader.
+set, too; ``_results`` of a trainer, whose ``batch_size`` is set, and whose entries are put back;
+``_mode`` of a CombinedLoader.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -159,6 +160,12 @@ def count_documents(trainer: Trainer, batch: object) -> None:
     results = None if documents is None else _private(trainer, "_results")
     if results is not None and hasattr(results, "batch_size"):
         results.batch_size = documents
+
+
+def results_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what a trainer has logged in this epoch, by name; empty where it is not known."""
+    results = _private(trainer, "_results")
+    return results if isinstance(results, dict) else {}
 
 
 def itself(value: _Value) -> _Value:

@@ -145,6 +145,20 @@ def test_a_contradiction_or_an_impossible_value_is_named(arguments, text) -> Non
 
 # -- a dataset in the place of its method ----------------------------------------------------------
 
+
+class Called:
+    """A dataset without torch's base class, and with a ``__call__`` that makes none."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+    def __call__(self) -> None:
+        """Return nothing, as what is called for something else may."""
+
+
 PLACED: dict[str, Any] = {
     "datasets": lambda: (Numbers(9), Numbers(5)),
     "splits": lambda: random_split(Numbers(9), [6, 3], generator()),
@@ -153,6 +167,7 @@ PLACED: dict[str, Any] = {
     "several": lambda: ({"a": Numbers(4), "b": Numbers(6)}, [Numbers(3), Numbers(5)]),
     "none to validate on": lambda: (Numbers(9), None),
     "functions": lambda: (lambda: Numbers(9), lambda: Numbers(5)),
+    "called": lambda: (Called(), Called()),
 }
 
 
@@ -252,6 +267,11 @@ def test_a_plain_shuffle_becomes_the_one_by_seed_and_epoch() -> None:
     data = FastDataModule.from_loaders(DataLoader(Numbers(), 4, shuffle=True), seed=5)
     same = FastDataModule.from_datasets(Numbers(), batch_size=4, seed=5, num_workers=0)
     assert fitted(data, max_epochs=2)["train"] == fitted(same, max_epochs=2)["train"]
+
+
+def test_where_no_batches_are_made_drop_last_leaves_none_out() -> None:
+    data = FastDataModule.from_loaders(DataLoader(Numbers(3), batch_size=None), drop_last=True)
+    assert fitted(data)["train"] == [0, 1, 2]
 
 
 def test_each_stage_and_each_loader_keeps_its_own_batches() -> None:

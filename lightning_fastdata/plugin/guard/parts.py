@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from torch import nn
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
+from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
 from lightning_fastdata.plugin.transforms import carry_out_draws
 from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
+_Logged: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""Value of a call of ``log``, and what stood behind it: arguments by position and by name."""
 
 _NORMALISED: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TOLD: Final = (
@@ -179,7 +183,7 @@ class RunsInParts:
                 else:
                     break
             # Not within the except clause, which keeps the frames of what has failed.
-            logged = logged or (self.has_logged and size == rows)
+            logged = logged or (self.has_logged and size == rows and undo is None)
             if undo is not None:
                 undo()
             free_memory()
@@ -200,14 +204,17 @@ class RunsInParts:
         """
         trainer, module, attributes = self.trainer, self.pl_module, vars(self.pl_module)
         step, zero, log = module.training_step, module.optimizer_zero_grad, module.log
-        logged: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        logged: dict[tuple[str, int], list[_Logged]] = {}
 
-        def keep(part_rows: int, name: str, value: object, *args: object, **how: object) -> None:
+        def keep(
+            part_rows: int, calls: Counter[str], name: str, value: object, *args: Any, **how: Any
+        ) -> None:
             # Kept until all parts have logged, as the step may be tried again.
             if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
                 how = {**how, "batch_size": part_rows}
             value = value.detach() if isinstance(value, torch.Tensor) else value
-            logged.append(((name, value, *args), how))
+            calls[name] += 1
+            logged.setdefault((name, calls[name]), []).append((value, args, how))
 
         def step_in_parts(batch: Batch, *rest: object) -> object:
             optimizer = trainer.strategy.optimizers[0]
@@ -216,7 +223,7 @@ class RunsInParts:
             outputs = []
             for begin in range(0, rows, size):
                 end = min(begin + size, rows)
-                attributes["log"] = partial(keep, end - begin)
+                attributes["log"] = partial(keep, end - begin, Counter())
                 output = step(part_of(batch, begin, end, rows), *rest)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
@@ -226,8 +233,9 @@ class RunsInParts:
                 outputs.append((end - begin, output, weighted.detach()))
                 del output, loss, weighted
             attributes.pop("log", None)
-            for arguments, how in [] if silent else logged:
-                log(*arguments, **how)
+            for (name, _), of_parts in ({} if silent else logged).items():
+                value, args, how = _of_whole(of_parts)
+                log(name, value, *args, **how)
             return _joined(outputs)
 
         # Lightning looks there for the arguments that the step takes.
@@ -250,10 +258,15 @@ class RunsInParts:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         kept = () if first else [(p, p.grad) for p in module.parameters()]
         grads = [(p, None if g is None else g.detach().to("cpu", copy=True)) for p, g in kept]
-        metrics = Snapshot(*(m for m in module.modules() if hasattr(type(m), "metric_state")))
+        results = seams.results_of(self.trainer)
+        names = set(results)
+        metrics = (m for m in module.modules() if hasattr(type(m), "metric_state"))
+        counted = Snapshot(*metrics, *results.values())
 
         def undo() -> None:
-            metrics()
+            for name in results.keys() - names:
+                del results[name]
+            counted()
             random()
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -295,6 +308,10 @@ _REFUSED: Final = (
 )
 _BATCH_SIZE_AT: Final = 9
 """Position of ``batch_size`` in ``LightningModule.log`` behind name and value, from 0."""
+_REDUCE_FX_AT: Final = 4
+"""Position of ``reduce_fx`` there."""
+_REDUCED: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"sum": sum, "max": max, "min": min}
+"""Name of a ``reduce_fx`` that is no mean -> what does the same to the values of parts."""
 
 
 def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
@@ -331,6 +348,30 @@ def strategies_of(trainer: Trainer) -> list[str]:
 def first_that_holds(reasons: Mapping[str, bool]) -> str | None:
     """Return the first of some reasons that holds; None: none does."""
     return next((why for why, holds in reasons.items() if holds), None)
+
+
+def _of_whole(of_parts: Sequence[_Logged]) -> _Logged:
+    """Return what is logged of a whole batch for what its parts have logged.
+
+    It is their mean by samples, or the sum or extreme where that is how steps are reduced. A metric
+    object has seen all parts.
+    """
+    value, args, how = of_parts[-1]
+    values = [one for one, _, _ in of_parts]
+    if not all(isinstance(one, int | float | torch.Tensor) for one in values):
+        return value, args, how
+    reduce_fx = how.get("reduce_fx", "mean") if len(args) <= _REDUCE_FX_AT else args[_REDUCE_FX_AT]
+    reduced = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    at, named = _BATCH_SIZE_AT, len(args) <= _BATCH_SIZE_AT
+    sizes = [one["batch_size"] if named else by_position[at] for _, by_position, one in of_parts]
+    if reduced in _REDUCED:
+        value = _REDUCED[reduced](values)
+    else:
+        weighted = [one * size for one, size in zip(values, sizes, strict=True)]
+        value = sum(weighted) / (sum(sizes) or 1)
+    if named:
+        return value, args, {**how, "batch_size": sum(sizes)}
+    return value, (*args[:at], sum(sizes), *args[at + 1 :]), how
 
 
 def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
