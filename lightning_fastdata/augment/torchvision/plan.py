@@ -15,7 +15,9 @@ device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -164,6 +166,25 @@ def with_children(transform: Any, children: Sequence[Any]) -> Any:
     twin = kind(children)
     if hasattr(transform, "p"):
         twin.p = transform.p
+    return twin
+
+
+def as_it_is(transform: Any, made: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a pipeline which later changes of its transforms do not reach.
+
+    Functions, and what a transform of the user's holds in an attribute, are shared. ``made``: the
+    copies so far, as a transform may stand in several places.
+    """
+    made, inside = {} if made is None else made, children_of(transform)
+    if inside is not None:
+        return with_children(transform, [as_it_is(child, made) for child in inside])
+    twin = made.get(id(transform), transform)
+    if twin is transform and isinstance(transform, v2.Transform):
+        with suppress(Exception):  # what cannot be copied is shared
+            twin = made[id(transform)] = copy.copy(transform)
+            own = vars(transform).items() if is_own(transform) else ()
+            held = {name: copy.copy(one) for name, one in own if isinstance(one, list | dict)}
+            vars(twin).update(held)
     return twin
 
 
