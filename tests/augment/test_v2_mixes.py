@@ -39,6 +39,7 @@ MIXES = {
         [v2.CutMix(num_classes=CLASSES), v2.MixUp(num_classes=CLASSES)], p=[0.3, 0.7]
     ),
     "sometimes": v2.RandomApply([v2.MixUp(num_classes=CLASSES)], p=0.5),
+    "or nothing": v2.RandomChoice([v2.MixUp(num_classes=CLASSES), v2.Identity()]),
 }
 
 

@@ -259,6 +259,8 @@ def changes_form(transform: Any) -> bool:
 def may_draw(leaf: Leaf) -> bool:
     """Return whether a transform may treat two samples in different ways."""
     transform = leaf.transform
+    if type(transform) in {v2.Identity, nn.Identity}:
+        return False
     if leaf.conditional or kind_of(transform) not in {"noted", "types", "targets"}:
         return True
     base = v2.Transform.make_params
