@@ -156,6 +156,19 @@ def test_behind_another_library_it_draws_by_the_number_of_the_batch(tmp_path):
         assert torch.allclose(own, from_own.float().mean((1, 2)), atol=0.02)
 
 
+@each("mix", MIXES)
+def test_behind_another_pipeline_whose_image_is_named_labels_are_mixed_too(mix):
+    batch = {"number": torch.ones(4), "scan": IMAGES[:4], "label": torch.arange(4)}
+    behind = as_batch_transform(MIXES[mix], image="scan").behind()
+    torch.manual_seed(3)
+    image, label = MIXES[mix](IMAGES[:4], torch.arange(4))
+    torch.manual_seed(3)
+    made = behind.apply(batch, None)
+    assert same([list(made.values())], [[torch.ones(4), image, label]])
+    with pytest.raises(BatchError, match="no field 'scan'"):
+        behind.apply({"label": torch.arange(4)}, None)
+
+
 def test_the_packages_own_mixing_runs_behind_a_v2_pipeline():
     own = mixed(v2.Compose(FIRST), CutMix(), num_classes=CLASSES)
     made = batches(own)

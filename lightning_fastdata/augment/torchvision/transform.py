@@ -302,7 +302,30 @@ class _OwnMixes(MixedTransform):
         """Return a callable that mixes behind another transform, by the number of the batch."""
         if self.pipeline is not None:
             return self
-        return CallableTransform(v2.Compose(self._mixer.steps), self._mixer.fields)
+        return _MixesBehind(v2.Compose(self._mixer.steps), self._mixer.fields.image)
+
+
+class _MixesBehind(CallableTransform):
+    """A callable on the whole batch, whose labels are mixed, too.
+
+    ``image``: key or index of the image; None: it is found as v2 finds it.
+    """
+
+    def __init__(self, mixes: Any, image: Location) -> None:
+        super().__init__(mixes, Fields())
+        self._image = Fields(image=image)
+
+    def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:
+        """Call it on the batch, in which the image is told by its type."""
+        place = self._image.image
+        if place is None:
+            return super().apply(batch, draws)
+        check_named(batch, self._image)
+        images = get_field(batch, place)
+        with plain_tensors():
+            given = put_fields(batch, {place: tv_tensors.Image(images)})
+            made = super().apply(given, draws)
+            return put_fields(made, {place: plain(get_field(made, place))})
 
 
 class _OwnMixer(Mixer):
