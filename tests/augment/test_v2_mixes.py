@@ -39,6 +39,7 @@ MIXES = {
         [v2.CutMix(num_classes=CLASSES), v2.MixUp(num_classes=CLASSES)], p=[0.3, 0.7]
     ),
     "sometimes": v2.RandomApply([v2.MixUp(num_classes=CLASSES)], p=0.5),
+    "or nothing": v2.RandomChoice([v2.MixUp(num_classes=CLASSES), v2.Identity()]),
 }
 
 
@@ -153,6 +154,19 @@ def test_behind_another_library_it_draws_by_the_number_of_the_batch(tmp_path):
         assert (from_own | from_other).all()
         own = shares.gather(1, labels[:, None])[:, 0]
         assert torch.allclose(own, from_own.float().mean((1, 2)), atol=0.02)
+
+
+@each("mix", MIXES)
+def test_behind_another_pipeline_whose_image_is_named_labels_are_mixed_too(mix):
+    batch = {"number": torch.ones(4), "scan": IMAGES[:4], "label": torch.arange(4)}
+    behind = as_batch_transform(MIXES[mix], image="scan").behind()
+    torch.manual_seed(3)
+    image, label = MIXES[mix](IMAGES[:4], torch.arange(4))
+    torch.manual_seed(3)
+    made = behind.apply(batch, None)
+    assert same([list(made.values())], [[torch.ones(4), image, label]])
+    with pytest.raises(BatchError, match="no field 'scan'"):
+        behind.apply({"label": torch.arange(4)}, None)
 
 
 def test_the_packages_own_mixing_runs_behind_a_v2_pipeline():

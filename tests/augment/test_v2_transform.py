@@ -230,6 +230,38 @@ def test_a_changed_pipeline_is_planned_anew(monkeypatch, recorded):
         pipeline.transforms.append(v2.RandomVerticalFlip(1))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipeline: pipeline.transforms.pop(0),
+        lambda pipeline: pipeline.transforms.insert(0, v2.RandomInvert(1.0)),
+        lambda pipeline: pipeline.transforms.__setitem__(0, Halved()),
+        lambda pipeline: setattr(pipeline.transforms[0], "p", 0.0),
+        lambda pipeline: setattr(pipeline.transforms[1], "mean", [0.5]),
+        lambda pipeline: pipeline.transforms[1].mean.__setitem__(0, 0.5),
+    ],
+)
+def test_a_pipeline_that_is_changed_is_what_it_was_until_it_is_renewed(change, on_device):
+    """In the worker, and for what waits for the device, which the given transform carries out."""
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.Normalize([0.0], [2.0])])
+    samples = samples_of(3, 20, 24, dtype=torch.float32)
+    transform = as_batch_transform(pipeline)
+    fitted = transform.for_samples(samples)
+    before = collate_samples(eager(pipeline, samples))
+    worker = fitted.in_worker(on_device=on_device)
+    change(pipeline)
+
+    def done(worker):
+        made, tapes = worked(worker, samples)
+        return transform.apply(collate_samples(made), worker.collate(tapes))
+
+    assert_same(done(worker), before, types=False, floats=1e-6)
+    after = collate_samples(eager(pipeline, samples))
+    renewed = fitted.renewed().in_worker(on_device=on_device)
+    assert_same(done(renewed), after, types=False, floats=1e-6)
+
+
 def test_workers_travel_to_other_processes():
     transform = as_batch_transform(v2.Compose([v2.CenterCrop(9), Halved(), v2.RandomInvert()]))
     for on_device in (False, True):

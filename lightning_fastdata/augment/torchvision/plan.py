@@ -15,7 +15,9 @@ device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -167,6 +169,25 @@ def with_children(transform: Any, children: Sequence[Any]) -> Any:
     return twin
 
 
+def as_it_is(transform: Any, made: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a pipeline which later changes of its transforms do not reach.
+
+    Functions, and what a transform of the user's holds in an attribute, are shared. ``made``: the
+    copies so far, as a transform may stand in several places.
+    """
+    made, inside = {} if made is None else made, children_of(transform)
+    if inside is not None:
+        return with_children(transform, [as_it_is(child, made) for child in inside])
+    twin = made.get(id(transform), transform)
+    if twin is transform and isinstance(transform, v2.Transform):
+        with suppress(Exception):  # what cannot be copied is shared
+            twin = made[id(transform)] = copy.copy(transform)
+            own = vars(transform).items() if is_own(transform) else ()
+            held = {name: copy.copy(one) for name, one in own if isinstance(one, list | dict)}
+            vars(twin).update(held)
+    return twin
+
+
 def leaves_of(transform: Any, number: int = 0, *, conditional: bool = False) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written, numbered.
 
@@ -238,6 +259,8 @@ def changes_form(transform: Any) -> bool:
 def may_draw(leaf: Leaf) -> bool:
     """Return whether a transform may treat two samples in different ways."""
     transform = leaf.transform
+    if type(transform) in {v2.Identity, nn.Identity}:
+        return False
     if leaf.conditional or kind_of(transform) not in {"noted", "types", "targets"}:
         return True
     base = v2.Transform.make_params

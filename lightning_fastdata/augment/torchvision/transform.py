@@ -58,6 +58,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     NEED_BOXES,
     Leaf,
     Plan,
+    as_it_is,
     children_of,
     is_own,
     is_v1,
@@ -131,13 +132,23 @@ class TorchvisionTransform(PipelineTransform):
     """Whether all images that were seen have one size, and whether they are PIL images."""
     _forms = USUAL
     """Forms of the images and masks of a sample."""
+    _unfitted: TorchvisionTransform | None = None
+    """Transform that :meth:`for_samples` made this of, and that runs on the device; or None."""
 
     def take_in(self) -> None:
-        """Plan for the pipeline as it is now."""
+        """Plan for the pipeline as it is now, which is what runs until the next time."""
         super().take_in()
-        self.plan = make_plan(self.pipeline, one_size=self._one_size, pil=self._pil)
+        self._taken = as_it_is(self.pipeline)
+        self.plan = make_plan(self._taken, one_size=self._one_size, pil=self._pil)
         self._collated: dict[bool, PipelineWorker] = {}
         """Workers for batches of other loaders, by whether a device takes what it can."""
+
+    def renewed(self) -> Self:
+        """Return the transform for the pipeline as it is now; itself if that has not changed."""
+        twin = super().renewed()
+        if twin is not self and self._unfitted is not None:
+            self._unfitted.take_in()
+        return twin
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return the name, the place, and the reason or cost of each transform."""
@@ -153,6 +164,7 @@ class TorchvisionTransform(PipelineTransform):
         seen = list(map(image_of, given))
         sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
+        fitted._unfitted = self
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
         fitted._forms = (forms_of(given[0]) if given else ()) or self._forms
@@ -174,7 +186,7 @@ class TorchvisionTransform(PipelineTransform):
     def in_worker(self, *, on_device: bool) -> PipelineWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.defers else None
-        return PipelineWorker(self.pipeline, self._fields, plan)
+        return PipelineWorker(self._taken, self._fields, plan)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Compute what was drawn, on images ``[n, C, H, W]`` and masks from the workers.
@@ -184,7 +196,7 @@ class TorchvisionTransform(PipelineTransform):
         """
         if draws is None or not draws.programs:
             return batch
-        ops, done = device_ops(self.pipeline), {}
+        ops, done = device_ops(self._taken), {}
         with plain_tensors():
             for path, program in draws.programs.items():
                 value = plain(checked_rows(at_path(batch, path), draws, path))
@@ -240,8 +252,8 @@ class TorchvisionTransform(PipelineTransform):
     ) -> Mapping[str, Batch]:
         """Return images and masks of a batch, transformed, where they lie."""
         if on_device not in self._collated:
-            plan = make_plan(self.pipeline, one_size=True) if on_device else None
-            self._collated[on_device] = PipelineWorker(self.pipeline, Fields(), plan)
+            plan = make_plan(self._taken, one_size=True) if on_device else None
+            self._collated[on_device] = PipelineWorker(self._taken, Fields(), plan)
         worker = self._collated[on_device]
         # A worker that only draws needs no pixels, and the host need not wait for them.
         known = all(form_of(typed_row) for typed_row in _sample(given, 0).values())
@@ -290,7 +302,30 @@ class _OwnMixes(MixedTransform):
         """Return a callable that mixes behind another transform, by the number of the batch."""
         if self.pipeline is not None:
             return self
-        return CallableTransform(v2.Compose(self._mixer.steps), self._mixer.fields)
+        return _MixesBehind(v2.Compose(self._mixer.steps), self._mixer.fields.image)
+
+
+class _MixesBehind(CallableTransform):
+    """A callable on the whole batch, whose labels are mixed, too.
+
+    ``image``: key or index of the image; None: it is found as v2 finds it.
+    """
+
+    def __init__(self, mixes: Any, image: Location) -> None:
+        super().__init__(mixes, Fields())
+        self._image = Fields(image=image)
+
+    def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:
+        """Call it on the batch, in which the image is told by its type."""
+        place = self._image.image
+        if place is None:
+            return super().apply(batch, draws)
+        check_named(batch, self._image)
+        images = get_field(batch, place)
+        with plain_tensors():
+            given = put_fields(batch, {place: tv_tensors.Image(images)})
+            made = super().apply(given, draws)
+            return put_fields(made, {place: plain(get_field(made, place))})
 
 
 class _OwnMixer(Mixer):
