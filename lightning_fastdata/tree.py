@@ -250,6 +250,46 @@ def find_composes(obj: object) -> tuple[Any, ...]:
     return find_instances(obj, loaded_classes("albumentations", "BaseCompose", "BasicTransform"))
 
 
+def copy_of_compose(compose: Any) -> Any:
+    """Return a deep copy of an Albumentations pipeline, which shares what cannot be copied.
+
+    A transform may hold a lock, an open file, a module, or a number that processes share.
+    """
+    try:
+        return copy.deepcopy(compose)
+    except Exception:
+        return copy.deepcopy(compose, _uncopied(compose, {}))
+
+
+def _uncopied(value: Any, around: dict[int, Any]) -> dict[int, Any]:
+    """Return the innermost objects within a value that cannot be copied, by their ``id``.
+
+    ``around``: objects that hold the value, and those that were found, which are not looked into.
+    """
+    if _can_be_copied(value, around):
+        return {}
+    found: dict[int, Any] = {}
+    if len(around) < _MAX_ITEMS and not isinstance(value, ModuleType):
+        # No other containers: one that represents a file would read it.
+        items = list(value.values()) if isinstance(value, dict) else []
+        items += value if isinstance(value, list | tuple) else ()
+        for part in (*items, *held_by(value).values()):
+            found |= _uncopied(part, {**around, id(value): value, **found})
+    # What is reseeded and prepared for recording is never shared.
+    own = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
+    if isinstance(value, own) or _can_be_copied(value, {**around, **found}):
+        return found
+    return {id(value): value}
+
+
+def _can_be_copied(value: Any, shared: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(shared))
+    except Exception:
+        return False
+    return True
+
+
 def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
     """Return the classes of these names that a module has, if it was imported."""
     owner = sys.modules.get(module)

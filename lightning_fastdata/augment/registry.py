@@ -5,7 +5,6 @@ A form belongs to one class: not to its name, which others may use too, and not 
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from lightning_fastdata.augment.albumentations.plan import Node, drawn_parameter
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encode, Run
 from lightning_fastdata.augment.ops.values import encode_table, ramp_table, run_table
 from lightning_fastdata.errors import TransformError, require
+from lightning_fastdata.tree import copy_of_compose
 
 _REGISTERED: Final[dict[type, DeviceOp]] = {}
 _SHAPE: Final = (24, 40, 3)
@@ -122,7 +122,7 @@ def check_pointwise(transform: Node) -> None:
         TransformError: it does not, or its result is not uint8 of the same shape.
     """
     name = type(transform).__name__
-    transform = copy.deepcopy(transform)
+    transform = copy_of_compose(transform)
     transform.set_random_state(np.random.default_rng(0), random.Random(0))
     pixels = np.random.default_rng(1).integers(0, 256, _SHAPE, np.uint8)
     for _ in range(_TRIES):

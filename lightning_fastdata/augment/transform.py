@@ -60,7 +60,7 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.randomness.seeds import lasting
-from lightning_fastdata.tree import is_a
+from lightning_fastdata.tree import copy_of_compose, is_a
 from lightning_fastdata.types import Batch, SampleKey
 
 OnCpu: TypeAlias = Literal["albumentations", "torch"]
@@ -372,7 +372,7 @@ class BatchTransform(PipelineTransform):
     def _run_collated(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         """Return a batch of another loader, on any device, images and masks transformed."""
         if self._copy is None:
-            self._copy = copy.deepcopy(self.compose)
+            self._copy = copy_of_compose(self.compose)
         compose = self._copy
         if compose.processors:
             names = " and ".join(sorted(compose.processors))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +146,45 @@ class _List(list):
 class _Tuple(tuple):
     def __new__(cls, image, label):
         return super().__new__(cls, (image, label))
+
+
+class _Holding(A.ImageOnlyTransform):
+    """Holds what cannot be copied, also within what can be."""
+
+    def __init__(self, held):
+        super().__init__(p=1)
+        self.held = held
+        self.calls = []
+
+    def apply(self, img, **_):
+        self.calls.append(self.held)
+        return img[:, ::-1].copy()
+
+
+UNCOPIED = {
+    "lock": threading.Lock,
+    "number that processes share": lambda: multiprocessing.get_context("fork").Value("i", 0),
+    "module": lambda: np,
+    "generator": lambda: iter([] for _ in range(2)),
+    "in a list in a dict": lambda: {"locks": [threading.Lock()], "numbers": [1]},
+}
+
+
+@each("form", UNCOPIED)
+def test_a_pipeline_shares_with_its_copies_what_cannot_be_copied(form) -> None:
+    held = UNCOPIED[form]()
+    transform = _Holding(held)
+    given = as_batch_transform(A.Compose([A.OneOf([transform]), A.Normalize()]))
+    left, draws = left_to_device(given, [{"image": ARRAY}], [KEY])
+    batch = {"image": torch.from_numpy(ARRAY)[None]}
+    made = [
+        given.in_worker(on_device=False)({"image": ARRAY}, KEY)[0]["image"],
+        given.apply(default_collate(left), draws)["image"][0],
+        given.apply_unprepared(batch, KEY)["image"][0],
+    ]
+    for image in made:
+        assert np.allclose(image, A.Normalize()(image=ARRAY[:, ::-1])["image"], atol=1e-6)
+    assert (transform.held, transform.calls) == (held, [])
 
 
 CONTAINERS = [

@@ -26,7 +26,6 @@ Where operations run is decided before any sample. The rules, in order:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -37,7 +36,7 @@ from lightning_fastdata.augment.fields import Mover
 from lightning_fastdata.augment.ops.geometry import blends_alike
 from lightning_fastdata.augment.ops.operation import DeviceOp, DType, Role
 from lightning_fastdata.augment.stage_transform import OpPlacement, Placements, Where
-from lightning_fastdata.tree import held
+from lightning_fastdata.tree import copy_of_compose, held
 
 if TYPE_CHECKING:
     from albumentations import BaseCompose, BasicTransform
@@ -611,7 +610,7 @@ def _has_form(
     for other in changes:
         channels = held(other, "num_output_channels") or channels
     shape = size if channels is None else (*size, channels)
-    transform = copy.deepcopy(leaf.transform)
+    transform = copy_of_compose(leaf.transform)
     try:
         found = (_encodes(transform, op, np.zeros(shape, given)) for _ in range(4))
         return all(found) if changes else any(found)

@@ -20,7 +20,6 @@ and a warning says so.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.metadata
 import os
@@ -53,6 +52,7 @@ from lightning_fastdata.augment.ops.operation import (
     Transform,
 )
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.tree import copy_of_compose
 
 _Values: TypeAlias = "dict[str, Any]"
 """Parameters or data of a transform, by name."""
@@ -139,7 +139,7 @@ class Recorder:
     """A copy of one pipeline, prepared for recording. Only one thread at a time may use it."""
 
     def __init__(self, compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
-        self.compose = copy.deepcopy(compose)
+        self.compose = copy_of_compose(compose)
         self._plan = plan
         self._roles = target_roles(compose)
         # A mask takes the parameters of the image beside it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -40,7 +39,7 @@ from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
-from lightning_fastdata.tree import PilImage, is_users
+from lightning_fastdata.tree import PilImage, copy_of_compose, is_users
 from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
@@ -187,7 +186,7 @@ class ComposeWorker(TapedWorker):
         own = self._copies()
         if id(plan) not in own:
             if plan is None:
-                compose = run = copy.deepcopy(self._compose)
+                compose = run = copy_of_compose(self._compose)
             else:
                 run = Recorder(self._compose, plan, DEVICE_OPS | self._registered)
                 compose = run.compose
