@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -191,6 +192,8 @@ def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetch
 _MOST_BYTES: Final = 8 * AT_START_BYTES
 _AT_ONCE: Final = 32
 _COMPARED_S: Final = 0.01
+_SHARE: Final = 0.01
+"""Share of the time since the first pass that is spent on comparisons beyond those that are due."""
 _GROWN: Final = (
     "The epoch that begins is larger than was seen when the loader was made: {size} MiB of it were "
     "read as things are now, and the rest is read as things are by then, which a step may change. "
@@ -247,6 +250,7 @@ class InlineExecutor:
         """Positions of a stream after each of its last batches; None: the dataset is no stream."""
         self._has_ended = True
         self._passes = 0
+        self._began_s = self._spent_s = 0.0
         self.reads_later = True
         """Whether batches still to come are read later, from the dataset as it is by then."""
 
@@ -327,9 +331,16 @@ class InlineExecutor:
         return made.batch
 
     def _read_at_start(self) -> tuple[TaskStamps, ...]:
-        """Make the batches of the epoch, as long as they take little memory."""
+        """Make the batches of the epoch, as long as they take little memory.
+
+        What is read is compared before and behind passes 1, 2, 4, 8 and so on, and others while
+        that is cheap.
+        """
         self._passes += 1
-        looks = not self._passes & (self._passes - 1)
+        now_s = clock.monotonic()
+        self._began_s = self._began_s or now_s
+        cheap = self._spent_s <= _SHARE * (now_s - self._began_s)
+        looks = cheap or not self._passes & (self._passes - 1)
         before = self._state() if looks else None
         size_bytes, seen = 0, 0
         while size_bytes < _MOST_BYTES:
@@ -345,10 +356,14 @@ class InlineExecutor:
             warnings.warn(_GROWN.format(size=size_bytes >> 20), FastDataWarning, stacklevel=2)
         if before is not None and self._state() not in (None, before):
             warnings.warn(_CHANGED_BY_READING, FastDataWarning, stacklevel=2)
+            self._spent_s = math.inf  # that was said
         return tuple(made.task for made in self._ready if made.task is not None)
 
     def _state(self) -> Fingerprint | None:
-        return fingerprint(*self._plan.compared, within_s=_COMPARED_S)
+        began_s = clock.monotonic()
+        state = fingerprint(*self._plan.compared, within_s=_COMPARED_S)
+        self._spent_s += clock.monotonic() - began_s
+        return state
 
     def _ask(self, batches: int) -> list[Any]:
         """Return the indices of the next batches, as the sampler gives them.

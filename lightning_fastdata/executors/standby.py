@@ -274,10 +274,11 @@ class StandbyExecutor:
 
     def _holds(self) -> bool:
         """Return whether neither reading nor another thread has changed what is read."""
-        if self._size_bytes is not None and threading.active_count() < 2:
+        begins, alone = self._size_bytes is None, threading.active_count() < 2
+        if alone and not begins and _TIMES * min(self._compared_s) > _MOST_S:
             return True
         holds = self._state() == self._before
-        if not holds and self._size_bytes is None:
+        if not holds and (begins or alone):
             self._ways.aside = True
             warnings.warn(_CHANGED_MEANWHILE, FastDataWarning, stacklevel=5)
         return holds

@@ -9,7 +9,14 @@ from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
@@ -356,7 +363,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if self.run is not None:
             # Lightning counts batches from here on; its count of taken ones may need correction.
             self.run.resumed(self)
-        ahead_of = order_of(self) if self.num_workers or self.chosen else None
+        order = order_of(self)
+        ahead = self.num_workers or self.chosen or type(order) is BatchSampler
+        ahead_of = order if ahead else None
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         return position.CountedBatches(

@@ -278,7 +278,7 @@ class CountedBatches(Around):
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
     read the next epoch from a checkpoint, and before its hooks have changed the data.
 
-    ``ahead_of``: the sampler whose indices are drawn ahead of the steps. If it is a batch sampler,
+    ``ahead_of``: the sampler whose batches steps do not change. If it is a batch sampler,
     a step that changes its ``batch_size`` is warned of. ``by_index``: a batch that raised an error
     counts, too, once a loop that goes on has got a later one; an error may end a stream.
     """
@@ -334,8 +334,8 @@ class CountedBatches(Around):
         if None not in (size, self._size) and size != self._size:
             _warn(
                 f"The batch sampler's batch_size was {size} and is {self._size} since the last "
-                "step. Batches that were drawn ahead keep the size that they had: change it "
-                "between epochs."
+                "step. Batches that were drawn ahead, and those of torch's BatchSampler, keep the "
+                "size that they had: change it between epochs."
             )
 
     def __len__(self) -> int:

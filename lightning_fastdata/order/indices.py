@@ -100,7 +100,7 @@ class EpochIndices:
 
     Args:
         source: A batch sampler, or a sampler whose items are taken one by one.
-        arrays: Yield int64 arrays where that gives the same indices.
+        arrays: Yield int64 arrays where that gives the same indices, and no others.
         seed: Keys draws from global generators, together with the epoch; None: they are not keyed.
     """
 
@@ -260,6 +260,8 @@ class EpochIndices:
                 sampler, samples = _without_first(sampler, samples), 0
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
+        elif self.arrays:
+            items = map(_own, items)
         share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
@@ -366,6 +368,16 @@ def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) 
         if before < rows:
             yield item[before:] if before else item
         before = max(0, before - rows)
+
+
+def _own(batch: Any) -> Any:
+    """Return a batch of a user's sampler, which may use its memory again, in memory of its own.
+
+    An array becomes a list, so that arrays are those that are computed here.
+    """
+    if isinstance(batch, np.ndarray | torch.Tensor):
+        return batch.tolist()
+    return list(batch) if type(batch) is list else batch
 
 
 def _rows(batch: object) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from processes import until
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.inline import InlineExecutor
 from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import ShuffleSampler
@@ -90,6 +93,31 @@ def test_an_epoch_that_is_left_early_is_followed_by_a_whole_one() -> None:
                 break
         assert len(set(seen)) == len(seen) == (12 if number[0] % 2 == 0 else 40)
     loader.close()
+
+
+class Mixes(Dataset):
+    """Goes on with what it has read, as soon as it is told to mix."""
+
+    def __init__(self) -> None:
+        self.mixes, self.reads = False, 0
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += self.mixes
+        return index + self.reads
+
+
+def test_an_epoch_whose_reading_changes_the_dataset_is_told_of_at_once(virtual) -> None:
+    data, told = Mixes(), []
+    plan = FetchPlan(dataset=data, collate_fn=default_collate, default_collation=True)
+    executor = InlineExecutor(replace(plan, at_start=True, compared=(data,)))
+    for epoch in range(7):
+        data.mixes = epoch >= 4
+        executor.start_epoch([[0, 1], [2, 3]], epoch)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            assert len(list(executor)) == 2
+        told += [epoch] * len(given)
+    assert told == [4]
 
 
 def test_an_error_in_set_epoch_is_told() -> None:

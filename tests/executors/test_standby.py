@@ -228,8 +228,14 @@ def count_reads(data, index):
     return index
 
 
-def test_what_reading_changes_is_read_aside_after_a_warning():
-    loader = standing_by(Cheap(count_reads))
+def count_one_read(self, index):
+    return count_reads(self, index) if index == LENGTH // 2 else index
+
+
+@pytest.mark.parametrize("reads", [count_reads, count_one_read])
+def test_what_reading_changes_is_read_aside_after_a_warning(reads, untried, alone, monkeypatch):
+    monkeypatch.setattr(standby, "_MOST_S", math.inf)
+    loader = standing_by(Cheap(reads))
     with pytest.warns(FastDataWarning, match="has changed while a batch was read"):
         assert readers_of(loader)[0] == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
     assert readers_of(loader)[1] == {0: LENGTH // 2}

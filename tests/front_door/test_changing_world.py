@@ -701,8 +701,8 @@ def test_the_small_last_batch_of_an_epoch_does_not_stand_for_larger_ones(monkeyp
         next(iter(loader))
 
 
-@pytest.mark.parametrize("workers", [1, "auto"])
-def test_another_size_of_batches_that_are_drawn_ahead_is_warned_of(workers) -> None:
+@pytest.mark.parametrize("workers", [0, 1, "auto"])
+def test_another_size_of_batches_that_keep_theirs_is_warned_of(workers) -> None:
     batches = BatchSampler(range(LENGTH), 2, drop_last=False)
     loader = FastDataLoader(Rows(lambda *_: 0), batch_sampler=batches, num_workers=workers)
     for size in (1, 2):  # between epochs it may be another one

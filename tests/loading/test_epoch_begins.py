@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 from misses import each
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
@@ -115,6 +122,35 @@ def test_indices_reach_the_dataset_as_the_sampler_gave_them(order) -> None:
     for executor, workers in (*READERS, ("workers", 2)):
         loader = FastDataLoader(Kinds(), num_workers=workers, executor=executor, **order)
         assert [list(map(str, batch)) for batch in loader] == wanted, (executor, workers)
+
+
+class UsesItAgain(Sampler):
+    """Gives the same list, array or tensor each time, with other numbers in it."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.asked = batch, 0
+
+    def __len__(self) -> int:
+        return 60
+
+    def __iter__(self) -> Iterator[Any]:
+        for first in range(0, 240, 4):
+            self.asked += 1
+            for place in range(4):
+                self.batch[place] = first + place
+            yield self.batch
+
+
+@each("ahead", [1, 16])
+@each("make", [list, np.array, torch.tensor])
+def test_a_batch_sampler_may_use_its_memory_again_and_is_not_asked_long_before(make, ahead) -> None:
+    sampler, seen = UsesItAgain(make([0] * 4)), []
+    how = {"num_workers": 1, "prefetch_factor": ahead, "executor": "gather"}
+    rows = TensorDataset(torch.arange(240))
+    for given, (batch,) in enumerate(FastDataLoader(rows, batch_sampler=sampler, **how)):
+        assert sampler.asked <= given + 1 + max(ahead, 2)
+        seen += batch.tolist()
+    assert seen == list(range(240))
 
 
 class Lowest(Sampler):
