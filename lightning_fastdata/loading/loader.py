@@ -669,7 +669,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             return None  # a stream may give more or fewer batches than it says
         try:
             return len(self)
-        except TypeError:
+        except Exception:  # whatever a sampler's own method raises
             return None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -400,6 +400,36 @@ def test_the_length_is_that_of_torch(executor: str) -> None:
         len(FastDataLoader(Counting(3), executor=executor))
 
 
+class Unmeasured(Made):
+    """Asks a server for its length, say, and may be given as a dataset or as a sampler."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(torch.tensor)
+        self.error = error
+
+    def __len__(self) -> int:
+        raise self.error("not known")
+
+    def __iter__(self) -> Any:
+        return iter([5, 9, 2])
+
+
+class UnmeasuredStream(Unmeasured, IterableDataset):
+    pass
+
+
+@each("executor", ENGINE)
+@each("error", [RuntimeError, NotImplementedError])
+def test_a_length_that_raises_is_not_known(executor: str, error: type[Exception]) -> None:
+    sampler = Unmeasured(error)
+    assert alike(*both(executor, lambda: {"sampler": sampler, "batch_size": 2}, sampler))
+    assert alike(*both(executor, lambda: {"batch_size": 2}, UnmeasuredStream(error)))
+    loader = FastDataLoader(ROWS, 2, sampler=sampler, executor=executor)
+    next(iter(loader))
+    assert loader.state_dict()["batches"] == 1
+    loader.close()
+
+
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("executor", ENGINE)
 @pytest.mark.parametrize("form", ["name", "context", "torch", None])
