@@ -399,12 +399,17 @@ class OwnSplit(DistributedSampler[Any]):
     """Wraps a sampler or batch sampler that splits itself among ranks, and passes on its items.
 
     Lightning and Fabric do not replace a ``DistributedSampler`` by one of theirs, and set its
-    epoch, which is passed on.
+    epoch, which is passed on. Further methods and attributes are those of what is wrapped.
     """
 
     def __init__(self, source: Any, num_replicas: int) -> None:
         super().__init__(cast("Any", range(0)), num_replicas, source.rank, shuffle=False)
         self.source = source
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source" or name.startswith("__"):  # a copy has no source yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.source, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the source, if it has one."""
