@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain, cycle, islice
+from numbers import Integral
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -453,9 +454,11 @@ def sampler_in(batch_sampler: object) -> Any:
 
 
 def rows_in(batch_sampler: object) -> int | None:
-    """Return the ``batch_size`` that a batch sampler states; None: it states none."""
-    rows: int | None = getattr(batch_sampler, "batch_size", None)
-    return rows
+    """Return the ``batch_size`` that a batch sampler states; None: it states none, or no number."""
+    rows: Any = getattr(batch_sampler, "batch_size", None)
+    if isinstance(rows, bool) or not isinstance(rows, Integral):
+        return None
+    return int(rows) if int(rows) > 0 else None
 
 
 def tell_samplers(epoch: int, *sources: object) -> None:

@@ -183,17 +183,36 @@ ORDERS: dict[str, Any] = {
 }
 
 
-UNBATCHED = ("not batched", "not batched, shuffled", "batches as samples")
+NOT_GATHERED = (
+    *("not batched", "not batched, shuffled", "batches as samples"),
+    "batches that are keys",  # which are collated otherwise
+)
 
 
 @pytest.mark.cases(21)
 @pytest.mark.parametrize("executor", [*ENGINE, "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_samples_is_that_of_torch(executor: str, order: str) -> None:
-    if executor == "gather" and order in UNBATCHED:
-        pytest.skip("gather makes batches")
+    if executor == "gather" and order in NOT_GATHERED:
+        pytest.skip("gather makes torch's batches")
     ours, theirs = both(executor, ORDERS[order], epochs=2 if order == "kept workers" else 1)
     assert alike(ours, theirs)
+
+
+class Sized(list[Any]):
+    """Batches whose ``batch_size`` means something of the user's own."""
+
+    batch_size: object = None
+
+
+@each("size", [(2, 1), "dynamic", 2.5, {"images": 2}])
+@each("workers", [0, "auto"])
+def test_batches_may_say_of_their_size_what_they_like(size: object, workers: Any) -> None:
+    batches = Sized([[1, 2], [5]])
+    batches.batch_size = size
+    loader = FastDataLoader(ROWS, batch_sampler=batches, num_workers=workers)
+    assert alike(list(loader), list(DataLoader(ROWS, batch_sampler=batches)))
+    loader.close()
 
 
 DATASETS: dict[str, Any] = {
