@@ -279,7 +279,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             cast("bool | None", shuffle),  # with a sampler, torch raises an error
             sampler,
             batch_sampler,
-            num_workers or 0,
+            int(num_workers or 0),
             collate_fn,
             pin_memory,
             drop_last,

@@ -166,6 +166,7 @@ ORDERS: dict[str, Any] = {
     "of one rank, cut": lambda: {"sampler": DistributedSampler(ROWS, 4, 2, drop_last=True)},
     "by the package": lambda: {"sampler": ShuffleSampler(ROWS, seed=1), "batch_size": 7},
     "a batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ROWS), 4, True)},
+    "a number of NumPy's": lambda: {"num_workers": np.int64(1), "prefetch_factor": np.int64(2)},
     "a list of batches": lambda: {"batch_sampler": [[1, 2], [5], [2, 2, 2]]},
     "batches that are queues": lambda: {"batch_sampler": [deque([1, 2]), deque([5])]},
     "batches that are sets": lambda: {"batch_sampler": [{1, 2}, frozenset([5])]},
