@@ -24,6 +24,7 @@ from torch.utils.data import (
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import (
     BlockOrder,
+    Blocks,
     EpochOrder,
     Ints,
     Order,
@@ -122,9 +123,17 @@ class BlockShuffleSampler(Sampler[int]):
         seed: int = 0,
     ) -> None:
         self.data_source = data_source
-        self.blocks = blocks_of(data_source, block, blocks_at_once)
+        self._cut = block, blocks_at_once
+        self._blocks = blocks_of(data_source, *self._cut)
         self.seed = seed
         self.epoch = 0
+
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks of the dataset as long as it is now."""
+        if self._blocks.length != len(self.data_source):
+            self._blocks = blocks_of(self.data_source, *self._cut)
+        return self._blocks
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
