@@ -335,6 +335,8 @@ class _Digesting(pickle.Pickler):
         if isinstance(obj, (_C_DATA, *self._with_locks)):
             return _stand_in, self._of_c_data(obj)
         if isinstance(obj, self._lasting_kinds):
+            if isinstance(obj, loaded_classes("mmap", "mmap")) and _is_private(obj):
+                return _stand_in, self._of_private_map(obj)
             return _stand_in, ("lasts", id(obj))
         return self._of_others(obj)
 
@@ -344,6 +346,12 @@ class _Digesting(pickle.Pickler):
             self._live.update(bytes(cast("Any", obj).get_obj()))
             return "shared", id(obj)
         return (bytes(obj),)  # the memory may be shared, or this process's own
+
+    def _of_private_map(self, obj: Any) -> tuple[object, ...]:
+        self.looks.unseen()
+        if self._roughly and len(obj) > _LARGE_BYTES:
+            return id(obj), bytes(memoryview(obj)[:: -(-len(obj) // _LARGE_BYTES)])
+        return id(obj), pickle.PickleBuffer(obj)
 
     def _of_others(self, obj: Any) -> Any:
         kind = type(obj)
@@ -567,6 +575,22 @@ def file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
         owner = owner.base
     mapped = isinstance(owner, np.memmap) and held(owner, "_mmap") is not None
     return owner if mapped and owner.mode != "c" else None
+
+
+def _is_private(mapped: Any) -> bool:
+    """Return whether changes that are written to a ``mmap`` are this process's own."""
+    told = repr(mapped)
+    if mapped.closed or "ACCESS_DEFAULT" not in told:
+        return not mapped.closed and "ACCESS_COPY" in told
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    try:
+        with open("/proc/self/maps", "rb") as maps:  # noqa: PTH123
+            areas = (line.split(maxsplit=2) for line in maps)
+            bounds = ((area.split(b"-"), rights) for area, rights, _ in areas)
+            own = (b"p" in r for (a, b), r in bounds if int(a, 16) <= address < int(b, 16))
+            return next(own, False)
+    except OSError:  # on other systems it cannot be told
+        return False
 
 
 def _functions_of(method: Any) -> tuple[object, ...]:

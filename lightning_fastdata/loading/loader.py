@@ -291,7 +291,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             cast("bool | None", shuffle),  # with a sampler, torch raises an error
             sampler,
             batch_sampler,
-            num_workers or 0,
+            int(num_workers or 0),
             collate_fn,
             pin_memory,
             drop_last,
@@ -700,7 +700,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             return None  # a stream may give more or fewer batches than it says
         try:
             return len(self)
-        except TypeError:
+        except Exception:  # whatever a sampler's own method raises
             return None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain, cycle, islice
+from numbers import Integral
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import (
     BlockOrder,
+    Blocks,
     EpochOrder,
     Ints,
     Order,
@@ -121,9 +123,17 @@ class BlockShuffleSampler(Sampler[int]):
         seed: int = 0,
     ) -> None:
         self.data_source = data_source
-        self.blocks = blocks_of(data_source, block, blocks_at_once)
+        self._cut = block, blocks_at_once
+        self._blocks = blocks_of(data_source, *self._cut)
         self.seed = seed
         self.epoch = 0
+
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks of the dataset as long as it is now."""
+        if self._blocks.length != len(self.data_source):
+            self._blocks = blocks_of(self.data_source, *self._cut)
+        return self._blocks
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
@@ -399,12 +409,17 @@ class OwnSplit(DistributedSampler[Any]):
     """Wraps a sampler or batch sampler that splits itself among ranks, and passes on its items.
 
     Lightning and Fabric do not replace a ``DistributedSampler`` by one of theirs, and set its
-    epoch, which is passed on.
+    epoch, which is passed on. Further methods and attributes are those of what is wrapped.
     """
 
     def __init__(self, source: Any, num_replicas: int) -> None:
         super().__init__(cast("Any", range(0)), num_replicas, source.rank, shuffle=False)
         self.source = source
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source" or name.startswith("__"):  # a copy has no source yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.source, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the source, if it has one."""
@@ -448,9 +463,11 @@ def sampler_in(batch_sampler: object) -> Any:
 
 
 def rows_in(batch_sampler: object) -> int | None:
-    """Return the ``batch_size`` that a batch sampler states; None: it states none."""
-    rows: int | None = getattr(batch_sampler, "batch_size", None)
-    return rows
+    """Return the ``batch_size`` that a batch sampler states; None: it states none, or no number."""
+    rows: Any = getattr(batch_sampler, "batch_size", None)
+    if isinstance(rows, bool) or not isinstance(rows, Integral):
+        return None
+    return int(rows) if int(rows) > 0 else None
 
 
 def tell_samplers(epoch: int, *sources: object) -> None:

@@ -252,6 +252,8 @@ class LoaderOptions:
             value = getattr(self, name)
             fine = value == "auto" or (_is_whole(value) and int(value) >= lowest)
             check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
+            if value != "auto":  # torch and Python take no number of NumPy
+                object.__setattr__(self, name, int(value))
         for name in ("pin_memory", "split"):
             value = getattr(self, name)
             check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')

@@ -125,6 +125,15 @@ class LoaderSpec:
         return None if self.length is None else math.ceil(self.length / (self.batch_size or 1))
 
     @property
+    def samples(self) -> float:
+        """Number of samples that an epoch reads; infinite: not known."""
+        if not self.has_order:
+            return math.inf if self.length is None else self.length
+        items = dataset_length(self.sampler if self.batch_sampler is None else self.batch_sampler)
+        rows = 1 if self.batch_sampler is None else self.batch_size or 1
+        return math.inf if items is None else items * rows
+
+    @property
     def default_collation(self) -> bool:
         """Whether samples are put together as torch does by default."""
         return self.collate_fn is None and self.batch_size is not None
@@ -449,8 +458,8 @@ class Planner:
             if unsure and self._may_stand_by:
                 return ExecutorChoice("workers", said + _BOTH, standby=True)
             return self._aside(said)
-        samples = math.inf if spec.length is None else spec.length
-        read_bytes, read_s = samples * (cost.size_bytes or 0), samples / batch_size * alone / 1000
+        read_bytes = spec.samples * (cost.size_bytes or 0)
+        read_s = spec.samples / batch_size * alone / 1000
         much = None
         if read_bytes > AT_START_BYTES:
             much = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"

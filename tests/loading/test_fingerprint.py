@@ -7,9 +7,11 @@ import argparse
 import importlib
 import itertools
 import json
+import mmap
 import multiprocessing
 import operator
 import sys
+import tempfile
 from array import array
 from collections import ChainMap, Counter, UserDict, UserList
 from collections.abc import Callable
@@ -116,12 +118,37 @@ def test_what_other_processes_see_change_is_told_from_what_they_were_started_wit
     assert after.live != before.live
 
 
-@each("held", [torch.zeros(4).share_memory_().numpy()[1:], multiprocessing.RawArray("i", 3)])
+def private_map(kind: str) -> mmap.mmap:
+    if kind == "of a file":
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(16))
+            file.flush()
+            return mmap.mmap(file.fileno(), 16, access=mmap.ACCESS_COPY)
+    return mmap.mmap(-1, 16, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+@each(
+    "held",
+    [
+        torch.zeros(4).share_memory_().numpy()[1:],
+        multiprocessing.RawArray("i", 3),
+        private_map("of a file"),
+        *map(private_map, ["of no file"] * Path("/proc/self/maps").exists()),
+    ],
+)
 def test_memory_of_which_that_is_not_known_is_compared(held: Any) -> None:
     before = fingerprint([held])
     assert before is not None
+    assert fingerprint([held]) == before
     held[0] = 5
     assert fingerprint([held]) != before
+
+
+def test_a_map_that_processes_share_is_the_same_whatever_it_holds() -> None:
+    held = mmap.mmap(-1, 16)
+    before = fingerprint(held)
+    held[0] = 5
+    assert fingerprint(held) == before
 
 
 def test_what_cannot_be_compared_has_none(tmp_path) -> None:

@@ -167,6 +167,7 @@ ORDERS: dict[str, Any] = {
     "of one rank, cut": lambda: {"sampler": DistributedSampler(ROWS, 4, 2, drop_last=True)},
     "by the package": lambda: {"sampler": ShuffleSampler(ROWS, seed=1), "batch_size": 7},
     "a batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ROWS), 4, True)},
+    "a number of NumPy's": lambda: {"num_workers": np.int64(1), "prefetch_factor": np.int64(2)},
     "a list of batches": lambda: {"batch_sampler": [[1, 2], [5], [2, 2, 2]]},
     "batches that are queues": lambda: {"batch_sampler": [deque([1, 2]), deque([5])]},
     "batches that are sets": lambda: {"batch_sampler": [{1, 2}, frozenset([5])]},
@@ -184,17 +185,36 @@ ORDERS: dict[str, Any] = {
 }
 
 
-UNBATCHED = ("not batched", "not batched, shuffled", "batches as samples")
+NOT_GATHERED = (
+    *("not batched", "not batched, shuffled", "batches as samples"),
+    "batches that are keys",  # which are collated otherwise
+)
 
 
 @pytest.mark.cases(21)
 @pytest.mark.parametrize("executor", [*ENGINE, "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_samples_is_that_of_torch(executor: str, order: str) -> None:
-    if executor == "gather" and order in UNBATCHED:
-        pytest.skip("gather makes batches")
+    if executor == "gather" and order in NOT_GATHERED:
+        pytest.skip("gather makes torch's batches")
     ours, theirs = both(executor, ORDERS[order], epochs=2 if order == "kept workers" else 1)
     assert alike(ours, theirs)
+
+
+class Sized(list[Any]):
+    """Batches whose ``batch_size`` means something of the user's own."""
+
+    batch_size: object = None
+
+
+@each("size", [(2, 1), "dynamic", 2.5, {"images": 2}])
+@each("workers", [0, "auto"])
+def test_batches_may_say_of_their_size_what_they_like(size: object, workers: Any) -> None:
+    batches = Sized([[1, 2], [5]])
+    batches.batch_size = size
+    loader = FastDataLoader(ROWS, batch_sampler=batches, num_workers=workers)
+    assert alike(list(loader), list(DataLoader(ROWS, batch_sampler=batches)))
+    loader.close()
 
 
 DATASETS: dict[str, Any] = {
@@ -399,6 +419,36 @@ def test_the_length_is_that_of_torch(executor: str) -> None:
         len(FastDataLoader(ROWS, sampler=EveryThird(), executor=executor))
     with pytest.raises(TypeError):
         len(FastDataLoader(Counting(3), executor=executor))
+
+
+class Unmeasured(Made):
+    """Asks a server for its length, say, and may be given as a dataset or as a sampler."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(torch.tensor)
+        self.error = error
+
+    def __len__(self) -> int:
+        raise self.error("not known")
+
+    def __iter__(self) -> Any:
+        return iter([5, 9, 2])
+
+
+class UnmeasuredStream(Unmeasured, IterableDataset):
+    pass
+
+
+@each("executor", ENGINE)
+@each("error", [RuntimeError, NotImplementedError])
+def test_a_length_that_raises_is_not_known(executor: str, error: type[Exception]) -> None:
+    sampler = Unmeasured(error)
+    assert alike(*both(executor, lambda: {"sampler": sampler, "batch_size": 2}, sampler))
+    assert alike(*both(executor, lambda: {"batch_size": 2}, UnmeasuredStream(error)))
+    loader = FastDataLoader(ROWS, 2, sampler=sampler, executor=executor)
+    next(iter(loader))
+    assert loader.state_dict()["batches"] == 1
+    loader.close()
 
 
 @pytest.mark.cases(6)

@@ -5,6 +5,7 @@ What torch's samplers give by themselves says what the samples have to be.
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 
@@ -348,6 +349,28 @@ def test_what_splits_itself_is_known_and_not_split_again(sampler):
     assert split_of(sampler) is not None
     with pytest.raises(OptionsError, match="shared out again"):
         SharedSampler(sampler, batch_size=2, num_replicas=2, rank=0)
+
+
+class InTurn:
+    rank, world_size = 1, 2
+
+    def __init__(self):
+        self.weights = [1]
+
+    def __iter__(self):
+        return iter([1, 3])
+
+    def update(self, weights):
+        self.weights[:] = weights
+
+
+def test_what_splits_itself_has_its_own_methods_in_a_loader():
+    sampler = InTurn()
+    shown = FastDataLoader(range(4), sampler=sampler).sampler
+    shown.update([5])
+    assert sampler.weights == copy.deepcopy(shown).weights == [5]
+    with pytest.raises(AttributeError, match="other"):
+        shown.other()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

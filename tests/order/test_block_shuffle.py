@@ -11,7 +11,7 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_fastdata import sources
+from lightning_fastdata import FastDataLoader, sources
 from lightning_fastdata.data import BlockShuffleSampler
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.epoch_order import BlockOrder
@@ -37,6 +37,15 @@ def test_every_sample_comes_once_and_blocks_stay_together(length, block, at_once
     for start in range(0, length, block):
         own = places[start : start + block]
         assert own.max() - own.min() < block * at_once
+
+
+def test_a_dataset_that_grows_or_shrinks_is_cut_anew():
+    data = list(range(10))
+    loader = FastDataLoader(data, 4, shuffle="blocks")
+    for length in (10, 35, 3):
+        data[:] = range(length)
+        assert sorted(torch.cat(list(loader)).tolist()) == data
+        assert sorted(loader.sampler) == data
 
 
 def test_epochs_and_seeds_have_other_orders():

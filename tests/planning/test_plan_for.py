@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from misses import each
 from planning.planned import GIB, Planted, Stream, WithoutLength, cost, cpus, machine, memory, plan
 from thoroughness import max_examples
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import BatchSampler, RandomSampler, Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.executors.columns import ColumnDataset, TokenWindows
@@ -133,9 +133,14 @@ def test_only_waiting_samples_of_the_engine_get_more_workers_than_cpus(changes, 
     assert planned(**changes).num_workers == workers
 
 
+AGAIN = RandomSampler(range(4000), replacement=True, num_samples=10**7)
+PAIRS = BatchSampler(AGAIN, 16, drop_last=False)
+"""Orders of more samples than the dataset has."""
+
+
 def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
     """The executor for a dataset of which this was found out, on so many CPUs."""
-    of_spec = ("pipelines", "transformed", "collate_fn", "sampler")
+    of_spec = ("pipelines", "transformed", "collate_fn", "sampler", "batch_sampler")
     about = {name: found.pop(name) for name in of_spec if name in found}
     spec = LoaderSpec(
         dataset=Stream() if found.pop("stream", False) else range(4000),
@@ -161,6 +166,8 @@ def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "draws": True}, "auto", "inline"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "pipelines": ("one",)}, "auto", "inline"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "transformed": True}, "auto", "workers"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "sampler": AGAIN}, "auto", "workers"),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001), "batch_sampler": PAIRS}, "auto", "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, 3, "workers"),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001, collate_ms=1)}, "auto", "workers"),
         ({"draws": True}, "auto", "workers"),
