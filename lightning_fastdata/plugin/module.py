@@ -757,7 +757,9 @@ class DataModule:
         parts += moved if self.placing.asked != "cpu" else []
         return "\n\n".join([*parts, self._prefetching.explain()])
 
-    def batch_at(self, step: int, *, rank: int = 0, ranks: int = 1) -> ReplayedBatch:
+    def batch_at(
+        self, step: int, *, rank: int = 0, ranks: int = 1, batches_per_epoch: int | None = None
+    ) -> ReplayedBatch:
         """Return the training batch that a step got, made again without training.
 
         The datasets have to be there, as after ``setup("fit")``. It is computed on the CPU, and
@@ -767,6 +769,9 @@ class DataModule:
             step: Number of the batch over all epochs, from 0, as ``fit_loop.total_batch_idx``.
             rank: Rank that got the batch.
             ranks: Number of ranks that trained together.
+            batches_per_epoch: Batches of a rank in each epoch, where ``limit_train_batches`` or its
+                like left out the rest. Default: those of the last fit with this data module, if it
+                had as many ranks, else all.
 
         Raises:
             OptionsError: There is no such batch, or the order of the training does not follow from
@@ -774,7 +779,10 @@ class DataModule:
         """
         from lightning_fastdata.plugin.replay import replayed  # which needs this class
 
-        return replayed(self, None, step, rank=rank, ranks=ranks)
+        fit = self._fit_trainer
+        if batches_per_epoch is None and fit is not None and fit.world_size == ranks:
+            batches_per_epoch = seams.batches_per_epoch(fit)
+        return replayed(self, None, step, rank=rank, ranks=ranks, per_epoch=batches_per_epoch)
 
     # -- how far the training has come -------------------------------------------------------------
 
@@ -794,7 +802,8 @@ class DataModule:
         else:
             states = {path: loader.state_dict() for path, loader in loaders.items()}
         state = {"version": VERSION, "epoch": place.epoch, "batches": place.taken}
-        return {KEY: {**state, "loaders": states}}
+        per_epoch = seams.batches_per_epoch(self._fit_trainer)
+        return {KEY: {**state, "batches_per_epoch": per_epoch, "loaders": states}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which a checkpoint was written; Lightning calls it.
