@@ -149,8 +149,9 @@ class DataModule:
         pin_memory: Copy batches to page-locked memory; short for the option of this name.
         persistent_workers: Keep the workers between epochs; short for the option of this name.
         prefetch_factor: Batches each worker is ahead; short for the option of this name.
-        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
-            ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
+        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys,
+            of which the others have one order, by ``seed``, in all epochs. ``"blocks"``: as
+            :class:`BlockShuffleSampler` does. Default: training is, nothing else.
         augment: What runs on the batches: an ``albumentations.Compose`` or a torchvision
             ``v2.Compose``, which draw for each sample, or any callable or ``nn.Module`` that takes
             a batch and returns it. For training only, or a dict with stages (``train``, ``val``,
@@ -410,7 +411,8 @@ class DataModule:
         Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or none. Kept of a loader
         are: dataset, sampler or batch sampler, batch size, ``drop_last``, ``collate_fn``,
         ``worker_init_fn``, ``generator``, ``timeout``, ``multiprocessing_context`` and
-        ``in_order``. A plain ``shuffle=True`` becomes this package's shuffle by seed and epoch.
+        ``in_order``. A plain ``shuffle=True`` becomes this package's shuffle by seed and epoch; in
+        evaluation by seed alone, so that each epoch has one order, and a limit the same samples.
         ``batch_size`` of the data module is that of the first training loader; setting it, as
         ``Tuner.scale_batch_size`` and the guard do, scales those of all loaders in proportion.
 
