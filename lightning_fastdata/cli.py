@@ -123,6 +123,12 @@ def _parser() -> ArgumentParser:
     add("--epoch", type=int, help="Counted from 0, as trainer.current_epoch.")
     add("--batch", type=int, help="Of the epoch, from 0, as batch_idx.")
     add("--step", type=int, help="Instead of both: of all training batches of a rank, from 0.")
+    add(
+        "--batches-per-epoch",
+        type=int,
+        help="For --step: that a rank took in each epoch, as with limit_train_batches. Default: "
+        "as the checkpoint says, or all.",
+    )
     add("--rank", type=int, default=0, help="Whose batch.")
     add("--ranks", type=int, help="That trained together. Default: the checkpoint's, or 1.")
     add("--seed", type=int, help="Default: that of the checkpoint, or of the data module.")
@@ -424,6 +430,7 @@ def replay(
     epoch: int | None = None,
     batch: int | None = None,
     step: int | None = None,
+    batches_per_epoch: int | None = None,
     rank: int = 0,
     ranks: int | None = None,
     seed: int | None = None,
@@ -438,7 +445,7 @@ def replay(
     given = [each is not None for each in (epoch, batch, step)]
     if number is None or given not in ([True, True, False], [False, False, True]):
         raise OptionsError("Say which batch: --epoch and --batch, or --step alone.")
-    saved = {} if datamodule is None else _saved_loader(named)
+    saved, per_epoch = ({}, None) if datamodule is None else _saved_loader(named)
     found = replayed(
         _open_datamodule(named if datamodule is None else datamodule),
         epoch,
@@ -447,6 +454,7 @@ def replay(
         ranks=saved.get("world_size", 1) if ranks is None else ranks,
         seed=saved.get("seed") if seed is None else seed,
         saved=saved,
+        per_epoch=per_epoch if batches_per_epoch is None else batches_per_epoch,
     )
     sys.stdout.writelines(f"{line}\n" for line in _batch_lines(found))
     if save is not None:
@@ -458,8 +466,10 @@ def replay(
         sys.stdout.write(f"{save} written.\n")
 
 
-def _saved_loader(checkpoint: str) -> Mapping[str, Any]:
+def _saved_loader(checkpoint: str) -> tuple[Mapping[str, Any], int | None]:
     """Return the state in a checkpoint of the training loader whose batches are made again.
+
+    The second value is how many batches a rank takes in each epoch; None: all, or not known.
 
     Raises:
         OptionsError: It cannot be read, or is of a training without FastDataModule.
@@ -475,11 +485,14 @@ def _saved_loader(checkpoint: str) -> Mapping[str, Any]:
         raise OptionsError(f"{checkpoint} cannot be read: {error}. {alone}") from error
     parts = saved.values() if isinstance(saved, dict) else ()
     states = [part[KEY] for part in parts if isinstance(part, dict) and KEY in part]
-    loaders = [loader for state in states for loader in state["loaders"].values()]
-    if not loaders:
+    found: list[tuple[Mapping[str, Any], int | None]] = [
+        (loader, state.get("batches_per_epoch"))
+        for state in states
+        for loader in state["loaders"].values()
+    ]
+    if not found:
         raise OptionsError(f"{checkpoint} is of no training with a FastDataModule. {alone}")
-    found: Mapping[str, Any] = loaders[0]
-    return found
+    return found[0]
 
 
 def _open_datamodule(spec: str) -> Any:

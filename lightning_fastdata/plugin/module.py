@@ -150,8 +150,9 @@ class DataModule:
         pin_memory: Copy batches to page-locked memory; short for the option of this name.
         persistent_workers: Keep the workers between epochs; short for the option of this name.
         prefetch_factor: Batches each worker is ahead; short for the option of this name.
-        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
-            ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
+        shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys,
+            of which the others have one order, by ``seed``, in all epochs. ``"blocks"``: as
+            :class:`BlockShuffleSampler` does. Default: training is, nothing else.
         augment: What runs on the batches: an ``albumentations.Compose`` or a torchvision
             ``v2.Compose``, which draw for each sample, or any callable or ``nn.Module`` that takes
             a batch and returns it. For training only, or a dict with stages (``train``, ``val``,
@@ -411,7 +412,8 @@ class DataModule:
         Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or none. Kept of a loader
         are: dataset, sampler or batch sampler, batch size, ``drop_last``, ``collate_fn``,
         ``worker_init_fn``, ``generator``, ``timeout``, ``multiprocessing_context`` and
-        ``in_order``. A plain ``shuffle=True`` becomes this package's shuffle by seed and epoch.
+        ``in_order``. A plain ``shuffle=True`` becomes this package's shuffle by seed and epoch; in
+        evaluation by seed alone, so that each epoch has one order, and a limit the same samples.
         ``batch_size`` of the data module is that of the first training loader; setting it, as
         ``Tuner.scale_batch_size`` and the guard do, scales those of all loaders in proportion.
 
@@ -760,7 +762,9 @@ class DataModule:
         parts += moved if self.placing.asked != "cpu" else []
         return "\n\n".join([*parts, self._prefetching.explain()])
 
-    def batch_at(self, step: int, *, rank: int = 0, ranks: int = 1) -> ReplayedBatch:
+    def batch_at(
+        self, step: int, *, rank: int = 0, ranks: int = 1, batches_per_epoch: int | None = None
+    ) -> ReplayedBatch:
         """Return the training batch that a step got, made again without training.
 
         The datasets have to be there, as after ``setup("fit")``. It is computed on the CPU, and
@@ -770,6 +774,9 @@ class DataModule:
             step: Number of the batch over all epochs, from 0, as ``fit_loop.total_batch_idx``.
             rank: Rank that got the batch.
             ranks: Number of ranks that trained together.
+            batches_per_epoch: Batches of a rank in each epoch, where ``limit_train_batches`` or its
+                like left out the rest. Default: those of the last fit with this data module, if it
+                had as many ranks, else all.
 
         Raises:
             OptionsError: There is no such batch, or the order of the training does not follow from
@@ -777,7 +784,10 @@ class DataModule:
         """
         from lightning_fastdata.plugin.replay import replayed  # which needs this class
 
-        return replayed(self, None, step, rank=rank, ranks=ranks)
+        fit = self._fit_trainer
+        if batches_per_epoch is None and fit is not None and fit.world_size == ranks:
+            batches_per_epoch = seams.batches_per_epoch(fit)
+        return replayed(self, None, step, rank=rank, ranks=ranks, per_epoch=batches_per_epoch)
 
     # -- how far the training has come -------------------------------------------------------------
 
@@ -797,7 +807,8 @@ class DataModule:
         else:
             states = {path: loader.state_dict() for path, loader in loaders.items()}
         state = {"version": VERSION, "epoch": place.epoch, "batches": place.taken}
-        return {KEY: {**state, "loaders": states}}
+        per_epoch = seams.batches_per_epoch(self._fit_trainer)
+        return {KEY: {**state, "batches_per_epoch": per_epoch, "loaders": states}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which a checkpoint was written; Lightning calls it.

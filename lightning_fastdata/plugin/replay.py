@@ -21,7 +21,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.samplers import deciding, epoch_order, tell_samplers
-from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.options import LoaderOptions, check
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.placing import Placing
@@ -58,6 +58,7 @@ def replayed(
     ranks: int = 1,
     seed: int | None = None,
     saved: Mapping[str, Any] | None = None,
+    per_epoch: int | None = None,
 ) -> ReplayedBatch:
     """Return a training batch of a data module, made again as for a training on the CPU.
 
@@ -70,11 +71,14 @@ def replayed(
         ranks: Number of ranks that trained together.
         seed: Seed of the training. Default: that of the data module.
         saved: State of the loader in a checkpoint of the training, with its batch size and length.
+        per_epoch: Batches that a rank took in each epoch, where ``epoch`` is None. Default: all.
 
     Raises:
         OptionsError: There is no such batch, the order of the training is none that follows from
             seed and epoch, or the training had batches or a dataset of another size.
     """
+    fine = per_epoch is None or (type(per_epoch) is int and per_epoch > 0)
+    check("batches_per_epoch", per_epoch, fine, "None and whole numbers of at least 1")
     with kept_random_state(), torch.no_grad():
         saved = saved or {}
         size, length = saved.get("batch_size"), saved.get("length")
@@ -99,7 +103,7 @@ def replayed(
                 f"{order.length}: its batches would be others. Name one that is as it was."
             )
         if epoch is None and number >= 0:
-            epoch, number = divmod(number, max(1, len(order)))
+            epoch, number = divmod(number, per_epoch or max(1, len(order)))
             order = _order_of(loader, epoch, rank, ranks)
         if epoch is None or epoch < 0 or number not in range(len(order)):
             raise OptionsError(

@@ -482,6 +482,12 @@ def training_place(trainer: Trainer | None) -> Place:
     return Place(int(epochs.processed), taken, last=last, within=began_from_file(trainer))
 
 
+def batches_per_epoch(trainer: Trainer | None) -> int | None:
+    """Return how many batches a fit takes in each epoch; None: not known, or as a stream has."""
+    count = None if trainer is None else trainer.num_training_batches
+    return int(count) if count and count != float("inf") else None
+
+
 def _was_cut(trainer: Trainer) -> bool:
     """Return whether a training was ended within its last epoch, which Lightning counts as over.
 

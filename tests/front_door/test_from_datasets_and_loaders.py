@@ -264,9 +264,12 @@ def test_training_gets_the_batches_that_the_loader_gives(kind) -> None:
 
 
 def test_a_plain_shuffle_becomes_the_one_by_seed_and_epoch() -> None:
-    data = FastDataModule.from_loaders(DataLoader(Numbers(), 4, shuffle=True), seed=5)
+    loaders = [DataLoader(Numbers(), 4, shuffle=True) for _ in range(2)]
+    seen = fitted(FastDataModule.from_loaders(*loaders, seed=5), max_epochs=2)
     same = FastDataModule.from_datasets(Numbers(), batch_size=4, seed=5, num_workers=0)
-    assert fitted(data, max_epochs=2)["train"] == fitted(same, max_epochs=2)["train"]
+    assert seen["train"] == fitted(same, max_epochs=2)["train"]
+    assert seen["val"][-5:] == seen["val"][-10:-5]
+    assert [*chain(*seen["val"][-5:])] != list(range(20))
 
 
 def test_where_no_batches_are_made_drop_last_leaves_none_out() -> None:

@@ -281,18 +281,26 @@ def test_a_checkpoint_tells_seed_and_batch_size_and_a_step_counts_batches_of_all
 ) -> None:
     space: dict = {}
     exec(SCRIPT, space)
-    model, module, trainer = FolderModel(), space["Folder"](5), quiet_trainer(max_epochs=2)
+    model, module, other = FolderModel(), space["Folder"](5), space["Folder"](5)
     module.seed = 12  # others than the script's
+    trainer = quiet_trainer(max_epochs=2, limit_train_batches=3)
     trainer.fit(model, datamodule=module)
     trainer.save_checkpoint("trained.ckpt")
-    for epoch, batch in model.seen:
-        step = epoch * (len(model.seen) // 2) + batch
+    for step, (epoch, batch) in enumerate(sorted(model.seen)):
         named = ["trained.ckpt", "--datamodule", "train.py:Folder", "--step", str(step)]
         main(["replay", *named, "--save", "batch.pt"])
         saved = torch.load("batch.pt", weights_only=True)
         assert torch.equal(saved["batch"][0], model.seen[epoch, batch]["image"])
         assert f"epoch {epoch}, batch {batch}, " in capsys.readouterr().out
         assert torch.equal(module.batch_at(step).batch[0], saved["batch"][0])
+    told = other.batch_at(step, batches_per_epoch=3)
+    assert (told.epoch, told.number) == (epoch, batch)
+    whole = other.batch_at(step)
+    assert (whole.epoch, whole.number) == divmod(step, LENGTH // 5 + 1)
+    main(["replay", "train.py:Folder", "--step", str(step), "--batches-per-epoch", "3"])
+    assert f"epoch {epoch}, batch {batch}, " in capsys.readouterr().out
+    with pytest.raises(OptionsError, match="batches_per_epoch is 0"):
+        other.batch_at(step, batches_per_epoch=0)
     next((folder / "images" / "a").iterdir()).unlink()
     with refused("length [0-9]+.* has [0-9]+"):
         main(["replay", "trained.ckpt", "--datamodule", "train.py:Folder", "--step", "1"])
