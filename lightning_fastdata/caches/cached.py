@@ -86,8 +86,9 @@ class CachedDataset(Dataset[Any]):
             in which each dataset gets one of its own.
         transform: Called with each sample that is returned; not cached. It may draw at random.
         max_bytes: Most bytes that the samples may take; samples that find no room are made each
-            time. Default: half of the free disk; with ``"ram"`` no more than a quarter of the free
-            memory, shared out among the ranks of a host.
+            time. It holds for a cache that is there already, of which nothing is removed. Default:
+            what that was made with, or half of the free disk; with ``"ram"`` no more than a quarter
+            of the free memory, shared out among the ranks of a host.
         key: Name by which the cache is found, in place of the dataset's state: change it when the
             samples change.
         always_same: Whether the dataset always returns the same samples, though it seems to draw.
@@ -304,6 +305,8 @@ class CachedDataset(Dataset[Any]):
     def _existing(self) -> SampleFile | None:
         if self._file is None and is_there(self.folder):
             self._file = SampleFile.open(self.folder, self._length, self._known)
+            if self._file is not None and self._max_bytes is not None:
+                self._file.max_bytes = self._max_bytes  # not what another run gave
         return self._file
 
     def _seen(self) -> SampleFile | None:

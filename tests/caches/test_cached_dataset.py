@@ -216,7 +216,12 @@ def test_samples_that_find_no_room_are_made(tmp_path, folder):
     data = Made(folder)
     cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=300)
     assert all(alike(cached[index], data[index]) for index in range(40))
-    assert 0 < cached.stored < 40
+    few = cached.stored
+    assert 0 < few < 40
+    for more, stored in [({}, few), ({"max_bytes": 10**6}, 40), ({"max_bytes": 1}, 40)]:
+        later = ld.CachedDataset(data, tmp_path / "cache", **more)
+        assert all(alike(later[index], data[index]) for index in range(40))
+        assert later.stored == stored
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
