@@ -64,6 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     """
     given: dict[str, Any] = vars(_parser().parse_args(arguments))
     del given["subcommand"]
+    if given.get("command", [])[:1] == ["--"]:  # the end of our own options, as elsewhere
+        del given["command"][0]
     try:
         given.pop("call")(**given)
     except FastDataError as error:

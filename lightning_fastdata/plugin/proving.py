@@ -49,7 +49,9 @@ class ProvingHooks:
             OptionsError: Several processes train together.
         """
         self._unsave_config(trainer)
-        made = seams.hide_loggers(trainer)
+        logs = Path(self.settings.file).with_name("logs")
+        logs.mkdir(parents=True, exist_ok=True)
+        made = seams.hide_loggers(trainer, str(logs))
         if stage != "fit":
             return
         if self.session is not None:
@@ -79,6 +81,10 @@ class ProvingHooks:
         self._every = trainer.check_val_every_n_epoch, trainer.val_check_interval
         self._limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
         trainer.limit_train_batches = 1.0
+        if seams.attributes_of(trainer).overfit_batches:
+            # Its limits are those above; Lightning would make loaders of its own of the trial's.
+            seams.attributes_of(trainer).overfit_batches = 0
+            trial.notes.append("overfit_batches turns shuffling off, and the trial did not.")
         if trainer.limit_val_batches:
             trainer.limit_val_batches = 1.0
         trainer.check_val_every_n_epoch, trainer.val_check_interval = 1, 1.0

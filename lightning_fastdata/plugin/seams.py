@@ -668,21 +668,28 @@ def trainer_like(datamodule: object) -> Trainer:
     return trainer
 
 
-def hide_loggers(trainer: Trainer) -> list[Path]:
+def hide_loggers(trainer: Trainer, folder: str) -> list[Path]:
     """Have a trainer log nowhere, and return the folders in which its loggers would have written.
 
-    Loggers wrote nothing so far, as Lightning took this process for another than the first.
+    Who asks for these is told ``folder``. Loggers wrote nothing so far, as Lightning took this
+    process for another than the first.
     """
     rank_zero_only.rank = trainer.global_rank
     named = [getattr(one, "log_dir", None) for one in trainer.loggers]
-    folders = [Path(folder) for folder in named if folder is not None]
-    _silence(trainer)
-    return folders
+    _silence(trainer, folder)
+    return [Path(each) for each in named if each is not None]
 
 
-def _silence(trainer: Trainer) -> None:
-    loggers = importlib.import_module(f"{package_of(trainer)}.loggers.logger")
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+def _silence(trainer: Trainer, folder: str | None = None) -> None:
+    """Have a trainer log nowhere; it and its loggers name this folder, or the one as before."""
+    dummy = importlib.import_module(f"{package_of(trainer)}.loggers.logger").DummyLogger
+
+    def silent(logger: Any) -> Any:
+        place = folder or getattr(logger, "log_dir", None) or logger.save_dir
+        # The trainer takes the second from loggers that it does not know.
+        return type("SilentLogger", (dummy,), {"log_dir": place, "save_dir": place})()
+
+    trainer.loggers = [silent(logger) for logger in trainer.loggers]
 
 
 @contextmanager

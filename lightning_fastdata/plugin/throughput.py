@@ -123,11 +123,11 @@ class ThroughputHooks:
         summary: Print the summary when a run of the trainer ends.
         report: Where to write the report of a fit, as JSON; beside it, it is written as a page,
             with the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``;
-            ``False`` writes none. ``validate``, ``test`` and ``predict``
-            write ``report-validate.json``, ``report-test.json`` and ``report-predict.json`` (of
-            ``x.json``: ``x-test.json``). It is written after 50 steps, every two minutes, at ends
-            of epochs and of the run, as long as judging takes below 1 % of the time; then loggers
-            that keep files get it (W&B, MLflow, Comet, Lightning's own).
+            ``False`` writes none, and none is written to a URL. ``validate``, ``test`` and
+            ``predict`` write ``report-validate.json``, ``report-test.json`` and
+            ``report-predict.json`` (of ``x.json``: ``x-test.json``). It is written after 50 steps,
+            every two minutes, at ends of epochs and of the run, as long as judging takes below 1 %
+            of the time; then loggers that keep files get it (W&B, MLflow, Comet, Lightning's own).
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
@@ -487,16 +487,23 @@ class MeasuredRun:
 
     @property
     def file(self) -> Path | None:
-        """Path of the JSON report; None: none was asked for.
+        """Path of the JSON report; None: none was asked for, or it would be no file.
 
         Reports of other methods than ``fit`` have files of their own: ``report-test.json``.
         """
-        path, method = self._ours.report_path, self.recording.method
-        if path is False:
+        place, method = self._place, self.recording.method
+        if place is None or "://" in place:
             return None
-        file = Path(self.log_dir) / "report.json" if path is True else Path(path)
+        file = Path(place)
         file = file.with_suffix(".json") if file.suffix == ".html" else file
         return file if method == "fit" else file.with_name(f"{file.stem}-{method}{file.suffix}")
+
+    @property
+    def _place(self) -> str | None:
+        path = self._ours.report_path
+        if isinstance(path, bool):
+            return f"{self.log_dir}/report.json" if path else None
+        return os.fspath(path)
 
     def began(self) -> None:
         """Forget what ran before; to be called on every rank when the loaders are there."""
@@ -505,6 +512,10 @@ class MeasuredRun:
         self.every_n_steps = self._ours.every_n_steps or usual or 0
         self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = clock.monotonic()
+        place = self._place
+        if place is not None and "://" in place and self.trainer.is_global_zero:
+            with self._ours.survived("The report is not written"):
+                raise OptionsError(f"{place} is no file of this machine. Give report= a path")
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, boards.custom_scalar_layout())
 

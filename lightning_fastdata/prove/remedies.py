@@ -123,7 +123,7 @@ PERSIST: Final = Remedy(
 def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
     """Return the remedies that suit the facts, and those that would, but must not be tried."""
     if facts.reader == "other":
-        why = "the batches come from no plain DataLoader, which alone can be made anew"
+        why = "the batches do not come from one plain DataLoader, which alone can be made anew"
         return [], [Refused(name="another loader", why=why)]
     if facts.reader == "ours":
         why = 'num_workers="auto" chooses them for a loader of this package'

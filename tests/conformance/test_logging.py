@@ -254,6 +254,18 @@ def test_report_and_summary_can_be_switched_off(tmp_path, capsys, summary):
     assert callback.report.verdict.sentence
 
 
+@pytest.mark.parametrize("given", [True, "memory://deep/mine.json"])
+def test_a_report_is_written_to_no_url_and_no_folder_of_its_name(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    callback = DataThroughputCallback(summary=False, report=given)
+    trainer = make_trainer("memory://runs", callbacks=[callback], limit_val_batches=0)
+    with pytest.warns(FastDataWarning, match="not written: OptionsError: memory://") as told:
+        trainer.fit(Linear(), datamodule=RowsModule(batch_size=4))
+    assert len([one for one in told if "memory://" in str(one.message)]) == 1
+    assert callback.report.stages[0].steps == 8
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_report_that_cannot_be_written_is_a_warning_and_not_an_error(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")

@@ -119,6 +119,25 @@ def changes(data):
     return lambda: setattr(data, "seen", data.seen + 1.0)
 
 
+@pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=lambda p: p.__name__)
+def test_a_script_finds_a_folder_for_its_own_files_and_may_overfit(tried, tmp_path, package):
+    loggers = import_module(f"{package.__name__}.loggers")
+
+    def script(the_clock):
+        def writes_and_ends():
+            for folder in (trainer.log_dir, trainer.logger.log_dir, trainer.logger.save_dir):
+                Path(folder, "own.txt").write_text("kept out of the way", "utf-8")
+            assert trainer.num_training_batches == 2
+            raise SystemExit("far enough")
+
+        trainer = quiet(package, logger=loggers.CSVLogger("logs"), overfit_batches=2)
+        loader = DataLoader(Slow(), ROWS, shuffle=True)
+        trainer.fit(module_of(package, the_clock, writes_and_ends), loader)
+
+    assert "far enough" in tried(script).trial.stopped
+    assert {path.name for path in tmp_path.iterdir()} == {"trial"}
+
+
 def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, tmp_path):
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "best.ckpt").write_text("mine")

@@ -143,6 +143,7 @@ def test_modules_and_the_other_lightning_package_are_run(script, tmp_path):
     [
         ((), "nothing to run"),
         (("absent.py",), "no Python file"),
+        (("--", "absent.py", "--", "x"), "'absent.py' is no Python file"),
         (("no-such-program", "--x"), "no program that can be found"),
         (("--fast", "train.py"), "unrecognized arguments: --fast"),
     ],

@@ -304,6 +304,7 @@ def test_steps_that_nobody_sees_leave_nothing_behind(tmp_path):
         with unseen_steps(trainer, model):
             assert trainer.callbacks == []
             assert logger not in trainer.loggers
+            assert trainer.logger.log_dir == trainer.log_dir == logger.log_dir
             assert model.log("name", 1) is None
             raise ZeroDivisionError
 
