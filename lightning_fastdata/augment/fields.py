@@ -124,7 +124,9 @@ def check_named(item: Batch, fields: Fields) -> None:
         if location is not None and not has_field(item, location):
             raise BatchError(
                 f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
-                f"Name a key or an index that exists."
+                "Name a key or an index that exists. If samples of another stage have it, give "
+                "this stage a transform of its own: as_batch_transform(pipeline), without "
+                f"{name}={location!r}, in augment={{<stage>: ...}}."
             )
 
 

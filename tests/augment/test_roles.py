@@ -143,6 +143,13 @@ def test_what_is_said_to_stay_stays(way, stays):
         assert made["mask"].shape == (1, 16, 20)
 
 
+@each("way", [in_worker, on_device, of_a_loader])
+def test_a_mask_that_only_another_stage_has_is_told_what_helps(way):
+    with pytest.raises(BatchError, match=r"no field 1 .*this stage .* without mask=1, in augment="):
+        way(as_batch_transform(moves(), mask=1), IMAGE)
+    assert way(as_batch_transform(moves()), IMAGE).shape[0] == 1
+
+
 ELSEWHERE = {
     "mask": ({"mask": 0}, {}, True),
     "mask from the end": ({"mask": -2}, {}, True),

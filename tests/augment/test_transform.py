@@ -246,6 +246,7 @@ def test_a_normalised_foreign_batch_is_refused() -> None:
         ({"image": np.zeros((4, 4, 3), complex)}, r"array\[complex128: 4, 4, 3\].*such as uint8"),
         ({"image": np.zeros((1, 1, 4, 4, 3), np.uint8)}, "2 or 3 dimensions"),
         ({"image": np.zeros(4, np.uint8)}, "2 or 3 dimensions"),
+        ({"image": None, "y": 1}, "The image is NoneType. Expected a PIL image"),
         ({"image": np.zeros((4, 4, 3), np.uint8), "mask": 3}, "The mask is int"),
     ],
 )

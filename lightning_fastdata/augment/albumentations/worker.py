@@ -226,7 +226,7 @@ class ComposeWorker(TapedWorker):
         data = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
-            if role is not None and value is not None:
+            if role is not None and (value is not None or name == "image"):
                 value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         if self._mover is not None and "image" in data:
