@@ -111,7 +111,8 @@ class BucketBatchSampler(BatchSampler):
     longer samples.
 
     The number of batches is the same in each epoch and on each rank. The samples left for the last
-    step are cut into smaller batches, one for each rank. The batches of a step are given to ranks
+    step are cut into smaller batches, one for each rank; where these are of one sample each, and do
+    not divide among the ranks, an OptionsError says so. The batches of a step are given to ranks
     so that the costs of an epoch come out even, unless, with ``batch_size`` alone, one of a few
     steps costs too much. A training may go on within an epoch, with another number of ranks, too,
     and takes every sample once.
@@ -351,8 +352,9 @@ class BucketOrder(SharedOrder):
         spare = np.cumsum((sizes - 1)[::-1])
         if spare[-1] < missing:
             raise OptionsError(
-                f"{sizes.sum()} samples cannot make {self.world_size} batches, one for each rank. "
-                "Use fewer ranks, or drop_last=True."
+                f"Batches left: {len(sizes)}, of {sizes.sum()} samples. They do not divide among "
+                f"{self.world_size} ranks: the last step has {rest} of them, and no {missing} more "
+                "can be cut off. Use larger batches, drop_last=True, or ranks that divide them."
             )
         # As few of the last batches as have enough samples are cut into smaller ones.
         last = max(rest, int(np.searchsorted(spare, missing)) + 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from misses import Misses
+from misses import Misses, each
 from ragged import Sequences, pad, stopped_epoch
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -258,7 +258,15 @@ def test_lengths_of_another_dataset_are_refused(count) -> None:
         FastDataLoader(range(count), batch_sampler=sampler)
 
 
-def test_fewer_samples_than_ranks_are_refused() -> None:
-    sampler = BucketBatchSampler([3, 3], tokens=8, num_replicas=4, rank=0)
-    with pytest.raises(OptionsError, match="2 samples cannot make 4 batches"):
+@each(
+    ("count", "ranks", "said"),
+    [
+        (2, 4, r"left: 1, of 2 samples.* do not divide among 4 ranks: the last step has 1 .* no 3"),
+        (29, 2, r"left: 29, of 29 samples.* among 2 ranks: the last step has 1 .* no 1 more"),
+    ],
+)
+def test_samples_that_cannot_be_shared_evenly_are_refused(count, ranks, said) -> None:
+    how = {"tokens": 8} if count == 2 else {"batch_size": 1}
+    sampler = BucketBatchSampler([3] * count, **how, num_replicas=ranks, rank=0)
+    with pytest.raises(OptionsError, match=said):
         len(sampler)
