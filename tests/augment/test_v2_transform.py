@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from augment.v2_pipelines import assert_same, eager, images, keys, sample, samples_of, worked
@@ -118,6 +119,37 @@ def test_a_pipeline_of_v1_is_told_its_form_in_v2():
         assert (rewritten(image) - wanted).abs().mean() < 0.05
     with pytest.raises(TransformError, match=r"\.\.\.,  # Lambda has no form in v2"):
         as_batch_transform(v1.Compose([v1.Lambda(abs)]))
+    with pytest.raises(TransformError, match=r"v2\.AutoAugment\(\),"):  # without defaults
+        as_batch_transform(v1.AutoAugment())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
+        v1.RandomRotation(9, v1.InterpolationMode.BILINEAR),
+        v1.Normalize(torch.tensor([0.5] * 3), torch.tensor([0.25] * 3)),
+        v1.Normalize(np.array([0.5] * 3), [np.float64(0.25)] * 3),
+        v1.LinearTransformation(torch.eye(3), torch.zeros(3)),
+    ],
+)
+def test_the_form_in_v2_of_any_arguments_can_be_pasted(step):
+    with pytest.raises(TransformError) as error:
+        as_batch_transform(v1.Compose([v1.PILToTensor(), step]))
+    text = str(error.value)
+    code = text[text.index("v2.Compose") : text.index("\n\nIts pixels")]
+    [_, pasted] = eval(code, {"v2": v2, "torch": torch}).transforms  # as a user pastes it
+    assert type(pasted) is getattr(v2, type(step).__name__)
+    for name in ("policy", "interpolation", "mean", "std", "transformation_matrix"):
+        wanted, made = (getattr(one, name, None) for one in (step, pasted))
+        wanted, made = (getattr(one, "value", one) for one in (wanted, made))
+        assert np.array_equal(np.asarray(made), np.asarray(wanted)), name
+
+
+def test_of_a_matrix_of_thousands_of_numbers_the_name_stands_in_the_form_in_v2():
+    step = v1.LinearTransformation(torch.eye(9), torch.zeros(9))
+    with pytest.raises(TransformError, match=r"v2\.LinearTransformation\(transformation_matrix, t"):
+        as_batch_transform(step)
 
 
 def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():

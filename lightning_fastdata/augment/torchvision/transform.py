@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -675,6 +676,8 @@ _V2_CODE: Final = {
 }
 _LEFT_OUT: Final = frozenset({"PILToTensor", "ToPILImage"})
 """Transforms between PIL images and tensors, left out as v2 has tensors from the beginning."""
+_MOST_NUMBERS: Final = 64
+"""Most numbers of a tensor or an array that are written as code."""
 
 
 def rewritten(transform: Any) -> str:
@@ -711,14 +714,27 @@ def _arguments(transform: Any, kind: type) -> Iterator[str]:
     """Yield, as code, the arguments for the v2 form of a v1 transform that are not its defaults."""
     for name, parameter in inspect.signature(kind).parameters.items():
         default, required = parameter.default, parameter.default is inspect.Parameter.empty
-        value = repr(_literal(getattr(transform, name, default)))
+        given = getattr(transform, name, default)
+        value = _spelled(given)
+        bare = given.value if isinstance(given, enum.Enum) else given  # v2 has texts for defaults
+        if isinstance(given, Tensor | np.ndarray) and math.prod(given.shape) > _MOST_NUMBERS:
+            value = name  # for the user's own; as text it would fill pages
+        elif parameter.annotation is Tensor:
+            value = f"torch.tensor({value})"
         if required and hasattr(transform, name):
             yield value
-        elif value != repr(_literal(default)):
+        elif _spelled(default) not in {value, _spelled(bare)}:
             yield f"{name}={value}"
 
 
-def _literal(value: Any) -> Any:
+def _spelled(value: Any) -> str:
+    """Return an argument as code, for where ``torch`` and ``v2`` are imported."""
     if isinstance(value, enum.Enum):
-        return value.value
-    return tuple(map(_literal, value)) if isinstance(value, list | tuple) else value
+        kind = type(value).__name__
+        return f"v2.{kind}.{value.name}" if hasattr(v2, kind) else repr(value.value)
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return repr(value.tolist()) if math.prod(value.shape) <= _MOST_NUMBERS else "..."
+    if isinstance(value, list | tuple):
+        parts = ", ".join(map(_spelled, value))
+        return f"({parts},)" if len(value) == 1 else f"({parts})"
+    return repr(value)
