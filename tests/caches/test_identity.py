@@ -431,14 +431,14 @@ def test_a_script_that_runs_counts_as_when_it_is_imported(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "modules", {**sys.modules})
     (tmp_path / "theirs").mkdir()
-    for name in ("train", "theirs/train"):
+    for name in ("their_script", "theirs/their_script"):
         (tmp_path / f"{name}.py").write_text(SCRIPT.format(root=str(tmp_path)))
-    top, within = map(importlib.import_module, ("train", "theirs.train"))
-    del sys.modules["theirs.train"]  # another program has imported it
+    top, within = map(importlib.import_module, ("their_script", "theirs.their_script"))
+    del sys.modules["theirs.their_script"]  # another program has imported it
     for name in ("__main__", "__mp_main__"):
-        told = runpy.run_path(str(tmp_path / "train.py"), run_name=name)
+        told = runpy.run_path(str(tmp_path / "their_script.py"), run_name=name)
         assert told["folder"] == top.folder, name
-        told = runpy.run_module("theirs.train", run_name=name, alter_sys=True)
+        told = runpy.run_module("theirs.their_script", run_name=name, alter_sys=True)
         assert told["folder"] == within.folder, name
     assert top.folder != within.folder
 

@@ -157,7 +157,7 @@ FEATURES = {
     "own pipeline": {"module": {"dataset": Augmented}},
     "random callable": {"module": {"augment": lambda: brighter}},
     "draws": {"module": {"dataset": Draws}},
-    "mixup": {"module": {"augment": lambda: mixed(pipeline(), MixUp())}},
+    "mixup": {"module": {"augment": lambda: mixed(pipeline(), MixUp(), stays="index")}},
     "drop_last": {"module": {"drop_last": True}},
     "weighted sampler": {"module": {"sampler": weighted}},
     "sampler with state": {"module": {"sampler": Reversing}},
