@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
@@ -23,7 +23,7 @@ from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses, loop_time
 from lightning_fastdata.prove import read_settings
 from lightning_fastdata.tree import held
-from lightning_fastdata.types import STAGES, B, Batch_co, Stage
+from lightning_fastdata.types import STAGES, AroundLoader, B, Batch_co, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ class StepTimer:
         stage.epoch_ended()
 
 
-class TimedBatches(Generic[Batch_co]):
+class TimedBatches(AroundLoader[Batch_co]):
     """Batches of a loader that begin steps, as :meth:`StepTimer.batches` returns them."""
 
     def __init__(self, timer: StepTimer, loader: Iterable[Batch_co], stage: Stage) -> None:
@@ -229,15 +229,6 @@ class TimedBatches(Generic[Batch_co]):
 
             loader = trial_of_loop(settings, loader, self._timer.device)
         return self._timer._iterate(loader, self.stage)
-
-    def __len__(self) -> int:
-        """Return the number of batches of the loader; a TypeError if it has no length."""
-        return len(self.loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 class LoopStage(StageMeter):

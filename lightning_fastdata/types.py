@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -70,6 +79,21 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any, /) -> Batch: ...
+
+
+class AroundLoader(Generic[Batch_co]):
+    """An object in the place of a loader: it has the loader's length and attributes."""
+
+    loader: Iterable[Batch_co]
+
+    def __len__(self) -> int:
+        """Return the number of batches of the loader; a TypeError if it has no length."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 class SampleKey(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -34,9 +33,9 @@ from lightning_fastdata.randomness.global_generators import DrawWatch, kept_rand
 from lightning_fastdata.randomness.seeds import (
     GENERATOR_CLASSES,
     EpochCell,
+    own_states,
     seed_generator,
     seed_global_generators,
-    state_of,
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import find_instances, has_method, held
@@ -508,18 +507,13 @@ def refuse_drawn(dataset: MapDataset) -> None:
 
 def _is_fixed(dataset: MapDataset, index: int) -> bool:
     with kept_random_state():
-        watch, before = DrawWatch(), _own_states(dataset)
+        watch, before = DrawWatch(), own_states(dataset)
         first = taken_apart(dataset[index])
-        if watch.drew() or _own_states(dataset) != before:
+        if watch.drew() or own_states(dataset) != before:
             return False
         _seed_all(dataset, index)
         with _another_epoch(dataset):
             return taken_apart(dataset[index]) == first
-
-
-def _own_states(dataset: object) -> list[bytes]:
-    """Return the states of the generators that a dataset holds, pipelines' among them."""
-    return [pickle.dumps(state_of(one)) for one in find_instances(dataset, GENERATOR_CLASSES)]
 
 
 def _seed_all(dataset: object, number: int) -> None:

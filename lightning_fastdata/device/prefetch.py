@@ -30,7 +30,7 @@ from lightning_fastdata.order.samplers import tell_samplers
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.torch_internals import next_has_arrived
-from lightning_fastdata.types import B, Batch, Batch_co, SampleKey
+from lightning_fastdata.types import AroundLoader, B, Batch, Batch_co, SampleKey
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class _Count(NamedTuple):
     samples: int
 
 
-class Prefetched(Generic[Batch_co]):
+class Prefetched(AroundLoader[Batch_co]):
     """The iterable of batches that :func:`prefetch` returns."""
 
     def __init__(
@@ -132,15 +132,6 @@ class Prefetched(Generic[Batch_co]):
         self._batches: Iterator[Batch_co] | None = None
         self._start = _Count(0, 0)
         """Batches and samples of the next epoch that were used before a resume."""
-
-    def __len__(self) -> int:
-        """Return the number of batches of the loader; a TypeError if it has no length."""
-        return len(self.loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, and of the loader's samplers that have one."""

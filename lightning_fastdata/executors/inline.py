@@ -22,7 +22,7 @@ from lightning_fastdata.executors.stream_state import (
     StreamNote,
     StreamState,
 )
-from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.fingerprint import Fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
@@ -361,7 +361,7 @@ class InlineExecutor:
 
     def _state(self) -> Fingerprint | None:
         began_s = clock.monotonic()
-        state = fingerprint(*self._plan.compared, within_s=_COMPARED_S)
+        state = self._plan.state(_COMPARED_S)
         self._spent_s += clock.monotonic() - began_s
         return state
 

@@ -668,7 +668,7 @@ def _open_executor(
         drop_last=streamed and settings.drop_last,
         # A stream's random numbers go on from sample to sample, as its state does: no keys.
         seed=None if streamed else settings.seed,
-        own=None if streamed else OwnGenerators(settings.dataset, worker_part),
+        own=None if streamed else OwnGenerators(settings.dataset, settings.collate_fn, worker_part),
         worker_init_fn=settings.worker_init_fn,
         timeout_s=None if settings.timeout == "auto" else settings.timeout,
         in_order=settings.in_order,

@@ -57,6 +57,7 @@ from lightning_fastdata.host.memory import read_pages
 from lightning_fastdata.order.epoch_order import dataset_length, rank_now
 from lightning_fastdata.order.samplers import BlockShuffleSampler, ShuffleSampler
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.seeds import own_states
 from lightning_fastdata.sources.shared import held_objects
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.torch_internals import set_worker_info, watch_worker_info
@@ -185,7 +186,8 @@ class DatasetFacts:
     """Bytes of columns of ``rows`` that are memory of this process, which a program may change."""
     split: bool = False  # whether several workers may read the samples of one batch
     cost: SampleCost | None = None  # cost of reading a sample
-    draws: bool = False  # whether reading a sample drew from random, numpy or torch
+    draws: bool = False
+    """Whether reading drew from generators: the global ones, the dataset's or ``collate_fn``'s."""
     changes: bool = False
     """Whether reading samples has changed the dataset or ``collate_fn``, or nobody can say that it
     has not: a counter, samples that are kept, a file that is opened."""
@@ -218,7 +220,7 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
     reads = spec.options.probe and pays and questions != Questions()
     rows = rows_of(spec.dataset) if reads or questions.cost else None
-    splits = questions.cost and spec.default_collation and not spec.transformed
+    splits = spec.needs_cost and spec.default_collation and not spec.transformed
     gathered = rows if splits and not spec.pipelines else None
     facts = DatasetFacts(
         rows=gathered is not None,
@@ -243,15 +245,14 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if once:
         here = f"it holds {once[0]}, which a side process would share; it is read as by torch"
         return replace(facts, here=here if is_open else None)
-    how: dict[str, Any] = {"start_method": method}
-    how["deadline_s"] = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
+    deadline_s = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
+    tried = partial(try_apart, start_method=method, deadline_s=deadline_s)
     in_workers = not spec.reads_here and spec.options.num_workers != "auto"
-    answer = partial(_answer, as_worker=in_workers)
-    findings = try_apart(answer, spec, questions, **how)
+    findings = tried(partial(_answer, as_worker=in_workers), spec, questions)
     if not in_workers and _may_need_workers(spec, findings.failure):
         # Without a cost the training process is not chosen to read.
-        answer, questions = partial(_answer, as_worker=True), replace(questions, cost=False)
-        again = try_apart(answer, spec, questions, **how)
+        questions = replace(questions, cost=False)
+        again = tried(partial(_answer, as_worker=True), spec, questions)
         findings = findings if again.failure else again
     values, failure = findings.values, findings.failure
     key = values.pop("key", 0)
@@ -330,14 +331,14 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
     if questions.further:
         tell("further", _further_samples(spec, dataset, questions.further))
     if questions.cost:
-        watch = DrawWatch()
+        watch, own = DrawWatch(), partial(own_states, (spec.dataset, spec.collate_fn))
         state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         collate = collate_samples if spec.default_collation else spec.collate_fn
         size = spec.batch_size or 1
         measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
-        before, cost, after = state(), measure(), state()
+        drawn, before, cost, after = own(), state(), measure(), state()
         changes = before is None or before != after
-        tell("draws", watch.drew())
+        tell("draws", watch.drew() or own() != drawn)
         tell("changes", changes)
         tell("cost", cost)
         if cost is not None and changes:

@@ -120,18 +120,18 @@ class LoaderSpec:
         return dataset_length(self.dataset)
 
     @property
-    def batches(self) -> int | None:
-        """Number of batches in an epoch; None: not known."""
-        return None if self.length is None else math.ceil(self.length / (self.batch_size or 1))
-
-    @property
-    def samples(self) -> float:
-        """Number of samples that an epoch reads; infinite: not known."""
+    def samples(self) -> int | None:
+        """Number of samples that an epoch reads, as the sampler says; None: not known."""
         if not self.has_order:
-            return math.inf if self.length is None else self.length
+            return self.length
         items = dataset_length(self.sampler if self.batch_sampler is None else self.batch_sampler)
         rows = 1 if self.batch_sampler is None else self.batch_size or 1
-        return math.inf if items is None else items * rows
+        return None if items is None else items * rows
+
+    @property
+    def batches(self) -> int | None:
+        """Number of batches in an epoch; None: not known."""
+        return None if self.samples is None else math.ceil(self.samples / (self.batch_size or 1))
 
     @property
     def default_collation(self) -> bool:
@@ -458,8 +458,9 @@ class Planner:
             if unsure and self._may_stand_by:
                 return ExecutorChoice("workers", said + _BOTH, standby=True)
             return self._aside(said)
-        read_bytes = spec.samples * (cost.size_bytes or 0)
-        read_s = spec.samples / batch_size * alone / 1000
+        samples = math.inf if spec.samples is None else spec.samples
+        read_bytes = samples * (cost.size_bytes or 0)
+        read_s = samples / batch_size * alone / 1000
         much = None
         if read_bytes > AT_START_BYTES:
             much = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
@@ -595,7 +596,7 @@ class Planner:
             self.machine.memory,
             ranks=self.machine.cpu.ranks_on_host,
             forked=self._forked,
-            tasks=self.spec.length if self.facts.split else self.spec.batches,
+            tasks=self.spec.samples if self.facts.split else self.spec.batches,
         )
         if wanted > bound:
             return bound, f"{why}; {bound_why}"

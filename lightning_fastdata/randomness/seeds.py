@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import random
 import struct
 import threading
@@ -206,25 +207,28 @@ def _torch_seed(digest: bytes) -> int:
 
 
 class OwnGenerators:
-    """The generators that a dataset and its transform hold, as far as they can be found.
+    """The generators that make part of a batch's draws, as far as they can be found.
+
+    Those of the dataset, of its ``collate_fn`` and of its transform.
 
     It finds generators in attributes of the dataset and of objects that it holds, but not those
     that Albumentations gives the parts of a pipeline, which :func:`reseed` keys.
 
     Args:
         dataset: The map-style dataset, in the process whose generators count as its initial ones.
+        collate_fn: What puts its samples together.
         transform: What tells by ``pipelines()`` which pipelines run on its samples; None: none do.
     """
 
-    def __init__(self, dataset: object, transform: Any = None) -> None:
-        self.dataset, self._transform = dataset, transform
+    def __init__(self, dataset: object, collate_fn: object = None, transform: Any = None) -> None:
+        self.dataset, self._collate_fn, self._transform = dataset, collate_fn, transform
         # Side processes get these together with the dataset, as the same objects that it holds.
         self._found = list(self._held().items())
         self._refused = False
 
     def _held(self) -> dict[_Generator, bytes]:
         pipelines = () if self._transform is None else self._transform.pipelines()
-        return _generators((self.dataset, *pipelines))
+        return _generators((self.dataset, self._collate_fn, *pipelines))
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -351,6 +355,11 @@ def state_of(generator: _Generator) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return generator.getstate()
+
+
+def own_states(holder: object) -> list[bytes]:
+    """Return the states of the generators that an object holds, pipelines' among them."""
+    return [pickle.dumps(state_of(one)) for one in find_instances(holder, GENERATOR_CLASSES)]
 
 
 def _set_state(generator: _Generator, state: Any) -> None:

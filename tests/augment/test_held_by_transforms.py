@@ -69,6 +69,16 @@ class CountsOfAlbumentations(A.ImageOnlyTransform):
         return np.full_like(img, self.count)
 
 
+class CountingContainer(A.Sequential):
+    def __init__(self):
+        super().__init__([A.InvertImg(p=0)], p=1)
+        self.count = 0
+
+    def __call__(self, *args, **data):
+        self.count += 1
+        return super().__call__(*args, **data) | {"image": np.full_like(data["image"], self.count)}
+
+
 PIPELINES = {
     "a generator": lambda: A.Compose([OwnNumbers()]),
     "a pipeline": lambda: A.Compose([OwnPipeline()]),
@@ -111,6 +121,7 @@ def test_nor_where_the_dataset_calls_the_pipeline(held):
     [
         v2.Compose([v2.ToImage(), Counts()]),
         A.Compose([A.InvertImg(p=0), CountsOfAlbumentations()]),
+        A.Compose([CountingContainer()]),
     ],
 )
 def test_a_pipeline_that_keeps_a_state_is_read_as_by_new_workers(pipeline):

@@ -271,3 +271,41 @@ def states(held):
     yield held["numpy"].bit_generator.state
     yield held["torch"].initial_seed()
     yield held["python"].getstate()
+
+
+class Draws(Dataset):
+    """Draws from a generator of its own, or leaves that to its ``collate_fn``."""
+
+    def __init__(self, *, itself):
+        self.generator = np.random.default_rng(7) if itself else None
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return 0.0 if self.generator is None else self.generator.random()
+
+
+class DrawsForBatches:
+    def __init__(self):
+        self.generator = np.random.default_rng(7)
+
+    def __call__(self, samples):
+        return torch.tensor(samples) + self.generator.random()
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_generators_that_are_held_draw_the_same_with_any_number_of_workers(itself) -> None:
+    def drawn(workers):
+        collate_fn = None if itself else DrawsForBatches()
+        loader = FastDataLoader(
+            Draws(itself=itself), 2, num_workers=workers, collate_fn=collate_fn, seed=5
+        )
+        epochs = [torch.cat(list(loader)).tolist() for _ in range(2)]
+        loader.close()
+        return epochs
+
+    first, second = drawn(0)
+    assert len(set(first)) == (12 if itself else 6)
+    assert first != second
+    assert drawn(1) == drawn(3) == [first, second]

@@ -80,6 +80,12 @@ def list_leaves(node: Node, *, conditional: bool = False) -> list[Leaf]:
     return [leaf for child, skipped in inside for leaf in list_leaves(child, conditional=skipped)]
 
 
+def nodes_of(node: Node) -> list[Node]:
+    """Return a pipeline with all containers and transforms in it."""
+    inside = node.transforms if is_container(node) else ()
+    return [node, *(each for child in inside for each in nodes_of(child))]
+
+
 def followers(compose: Node) -> list[frozenset[int]]:
     """Return, for each transform of a pipeline, the numbers of those that may come after it."""
     after: list[set[int]] = []

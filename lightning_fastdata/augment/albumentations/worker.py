@@ -14,6 +14,7 @@ from lightning_fastdata.augment.albumentations.plan import (
     argument_names,
     list_leaves,
     mover_of,
+    nodes_of,
     target_roles,
 )
 from lightning_fastdata.augment.albumentations.tape import Recorder
@@ -194,14 +195,14 @@ class ComposeWorker(TapedWorker):
         return own[id(plan)][1:]
 
     def pipelines(self) -> tuple[object, ...]:
-        """Return the transforms that hold code of the user's, of this thread's copies.
+        """Return the parts that hold code of the user's, of this thread's copies.
 
         Before its first sample these are the original ones. Transforms of the library keep nothing
         from sample to sample, and in a copy that records some are replaced.
         """
         copies = [each[0] for each in self._copies().values()] or [self._compose]
-        leaves = [leaf.transform for compose in copies for leaf in list_leaves(compose)]
-        return tuple(each for each in leaves if is_users(type(each).__module__) or _calls(each))
+        parts = [part for compose in copies for part in nodes_of(compose)]
+        return tuple(each for each in parts if is_users(type(each).__module__) or _calls(each))
 
     def _copies(self) -> dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]:
         """Return this thread's copies, by the ``id`` of their plans, as they run and are seeded."""
