@@ -180,6 +180,11 @@ class Fetcher:
         self._rows: Rows | None = None
         self._rows_in_epoch: int | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Whether reading was seen to draw from generators, or generators are held to draw from."""
+        return bool(self.drawn) or self._own_draws
+
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` returns, with draws that depend on the keys of its samples alone.
 

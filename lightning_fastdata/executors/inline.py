@@ -73,6 +73,11 @@ class StreamFetcher:
         self._state = StreamState(plan.dataset)
         self._draws, self._watched, self._drew = DrawWatch(), 0, False
 
+    @property
+    def draws(self) -> bool:
+        """Whether the stream was seen to draw from global generators."""
+        return self._drew
+
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` returns; a stream is neither seeded nor read twice."""
         return fetch()

@@ -154,7 +154,7 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     if ours is not None and ours.tuner is not None:
         back = [move for move in ours.tuner.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
-    if ours is None or plan is None or plan.draws is not False:
+    if ours is None or ours.draws is not False:
         found["cache"] = _DRAWN
     elif isinstance(ours.dataset, IterableDataset):
         found["cache"] = "a stream has no index to keep samples by"

@@ -415,6 +415,17 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._passes.settle(begun)
         return begun, batches
 
+    @property
+    def draws(self) -> bool | None:
+        """Whether its samples are drawn at random; None: nobody has seen.
+
+        The plan says so if samples were tried, else the workers that were timed as they read.
+        """
+        if self.plan is None or self.plan.draws is not None or self._read_by is None:
+            return None if self.plan is None else self.plan.draws
+        drew: bool | None = getattr(self._read_by.last, "drew", None)
+        return drew
+
     def as_set_up(self, **changes: Any) -> Self:
         """Return a copy of the loader as it is now, with ``changes``, to make a source from.
 

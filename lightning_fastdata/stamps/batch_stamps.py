@@ -128,6 +128,8 @@ class TaskStamps(NamedTuple):
     in the training process, in actors, and where the task was too short to ask."""
     way: Way | None = None
     """How an actor's batch came here; None: the batch was made in memory that is shared."""
+    drew: bool = False
+    """Whether the process has seen reading draw from generators, in this task or before."""
 
     def held_ns(self, began_ns: float, ended_ns: float) -> float:
         """Return the time of an interval that the task was on a CPU, by its mean; 0: not known."""

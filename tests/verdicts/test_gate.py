@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,6 +154,16 @@ def test_a_cache_is_told_only_where_samples_were_seen_to_be_fixed():
     stream = of_module(Stream(12), options=LoaderOptions(split=False))[0]
     for loader in (of_module(Drawn())[0], DataLoader(Fixed(), 4), stream):
         assert "cache" in closed_options(loader)
+
+
+def test_of_a_given_number_of_workers_it_is_seen_as_they_read():
+    for dataset, closed in ((Fixed(), False), (Drawn(), True)):
+        loader = FastDataLoader(dataset, 4, num_workers=1)
+        assert "cache" in closed_options(loader)
+        loader.record_stamps(deque())
+        list(loader)
+        assert ("cache" in closed_options(loader)) is closed
+        loader.close()
 
 
 def test_what_this_run_has_tried_is_not_told_again():

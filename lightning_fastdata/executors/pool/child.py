@@ -339,7 +339,9 @@ class TaskRunner:
             result = protocol.TaskError(self._position(task), *report)
         self.progress.read(-1, -1)
         spent_ns = clock.monotonic_ns() - began_ns
-        stamps = self._watch.end() if fetcher.stamps is not None else None
+        stamps = None
+        if fetcher.stamps is not None:
+            stamps = self._watch.end()._replace(drew=fetcher.draws)
         faults = tuple(
             fault._replace(position=task.start + fault.position) for fault in fetcher.faults
         )

@@ -79,6 +79,8 @@ class _CrewExecutor(ABC):
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
+        self.drew: bool | None = None
+        """Whether reading draws from generators, as stamps of tasks tell; None: there are none."""
         self._first, self._count = True, 0
         self._whole_bytes = 0
         """Bytes of the largest batch so far that was collated as a whole."""
@@ -209,6 +211,7 @@ class _CrewExecutor(ABC):
         self._stall.note_task(ended.spent_ns)
         if ended.stamps is not None and not isinstance(ended.result, protocol.OldEpoch):
             batch.stamps.append(ended.stamps)
+            self.drew = self.drew or ended.stamps.drew
             self._rates = self._trial.answered(ended.stamps, self._crew.under_way) or self._rates
         match ended.result:
             case protocol.Collated(packed):

@@ -114,7 +114,7 @@ class ReadingActor:
             report = self._told(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(max(fetcher.position, 0), *report)
         spent_ns = clock.monotonic_ns() - began_ns
-        stamps = self._watch.end() if stamped else None
+        stamps = self._watch.end()._replace(drew=fetcher.draws) if stamped else None
         return protocol.TaskEnded(number, spent_ns, stamps, tuple(fetcher.faults), result), memory
 
     def _packed(self, batch: object) -> tuple[protocol.TaskResult, NDArray[np.uint8] | None]:
