@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.throughput import ThroughputHooks
 from lightning_fastdata.prove import ProveSettings
-from lightning_fastdata.prove.session import Session, TrialEndedError, batches_in
+from lightning_fastdata.prove.session import Session, TrialEndedError
 from lightning_fastdata.prove.trials import Trial
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ class ProvingHooks:
             )
         if stage == "train":
             train = list(seams.flattened(loaders))
-            session.validations = _validations(*self._every, batches_in(train[0])) if train else 0.0
+            session.validations = (
+                _validations(*self._every, dataset_length(train[0])) if train else 0.0
+            )
             session.advance()
             self._advanced = True
         # A new form each time, as Lightning keeps counts in it.
@@ -194,7 +197,7 @@ class ProvingHooks:
 
 def _limit(loader: object, limit: float | int | None) -> int | None:
     """Return the number of batches that a limit of the trainer leaves; None: all of them."""
-    length = batches_in(loader)
+    length = dataset_length(loader)
     if isinstance(limit, float):
         return None if length is None or limit >= 1.0 else max(1, int(length * limit))
     return limit

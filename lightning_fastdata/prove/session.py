@@ -39,6 +39,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.prove import ProveSettings
 from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Reader, Refused, named
@@ -110,7 +111,7 @@ class Place:
 
     def __init__(self, stage: Stage, own: Any, limit: int | None) -> None:
         self.stage, self.own = stage, own
-        length = batches_in(own)
+        length = dataset_length(own)
         known = [number for number in (length, limit) if number is not None]
         self.batches: int | None = min(known) if known else None
         """Batches of an epoch; None: not known."""
@@ -606,14 +607,6 @@ def own_method(loader: DataLoader[Any]) -> str | None:
 def is_stream(loader: object) -> bool:
     """Return whether a loader reads an iterable dataset, which has no index."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-
-
-def batches_in(loader: object) -> int | None:
-    """Return the number of batches of an epoch; None: it is not known."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def batches_ahead(loader: object) -> int:
