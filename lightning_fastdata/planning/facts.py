@@ -216,11 +216,13 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     method: str = spec.options.multiprocessing_context
     if method == "auto":
         method = multiprocessing.get_start_method()
+    # A plan without a trial, as with a number of workers, rests on all that needs no reading.
+    plans = questions.cost or (spec.needs_cost and not spec.needs_trial)
     # Another process takes seconds to start if it is not forked, and the first batch tells as much.
     pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
     reads = spec.options.probe and pays and questions != Questions()
-    rows = rows_of(spec.dataset) if reads or questions.cost else None
-    splits = spec.needs_cost and spec.default_collation and not spec.transformed
+    rows = rows_of(spec.dataset) if reads or plans else None
+    splits = plans and spec.default_collation and not spec.transformed
     gathered = rows if splits and not spec.pipelines else None
     facts = DatasetFacts(
         rows=gathered is not None,

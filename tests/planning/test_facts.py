@@ -730,3 +730,9 @@ def test_samples_that_are_there_once_are_not_tried(kind, workers):
     loader = FastDataLoader(Once(kind), 2, num_workers=workers)
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))
     loader.close()
+
+
+def test_what_needs_no_reading_is_known_where_nothing_is_tried():
+    loader = FastDataLoader(Planted(fail), 8, num_workers=2)
+    assert loader.plan.reasons["prefetch_factor"].startswith("9 batches ahead")  # as the loader is
+    assert loader.plan.draws is None
