@@ -431,22 +431,27 @@ def average_exactly(trainer: Trainer) -> None:
     on two ranks count as 2 * 5, and the logged mean is a tenth too large.
     """
     strategy = trainer.strategy
-    ours = isinstance(strategy.reduce, partial) and strategy.reduce.func is _reduce
-    if not ours:
-        replace_for_one_run(trainer, strategy, "reduce", partial(_reduce, strategy.reduce))
+    if not isinstance(strategy.reduce, _ExactMeans):
+        replace_for_one_run(trainer, strategy, "reduce", _ExactMeans(strategy.reduce))
 
 
-def _reduce(
-    reduce: Callable[..., object],
-    tensor: object,
-    group: object = None,
-    reduce_op: object = "mean",
-) -> object:
-    """Reduce over the ranks as a strategy does; means of integers are floating-point numbers."""
-    if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
-    return reduce(tensor, group=group, reduce_op=reduce_op)
+class _ExactMeans:
+    """A strategy's ``reduce`` whose means of integers are floating-point numbers.
+
+    It is no ``functools.partial``: Lightning makes one of it for each value that is logged, and
+    copies that. A partial of a partial holds the inner function alone, so that the copy would be
+    one of the strategy, with the weights and the processes that it started. Nor is it a dataclass,
+    which Lightning would look into.
+    """
+
+    def __init__(self, reduce: Callable[..., object]) -> None:
+        self.reduce = reduce
+
+    def __call__(self, tensor: object, group: object = None, reduce_op: object = "mean") -> object:
+        if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
+        return self.reduce(tensor, group=group, reduce_op=reduce_op)
 
 
 # -- how far a training has come -------------------------------------------------------------------

@@ -8,6 +8,8 @@ import pickle
 import pytest
 import torch
 from conformance.pieces import RowsModule, make_trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata import FastDataLoader, FastDataModule
@@ -27,12 +29,22 @@ def test_means_of_integers_are_not_rounded_and_others_are_left_alone(tmp_path, c
     average_exactly(trainer)
     average_exactly(trainer)
     strategy = copied(trainer.strategy)
-    assert vars(strategy)["reduce"].args[0].__self__ is strategy
+    assert vars(strategy)["reduce"].reduce.__self__ is strategy
     assert strategy.reduce(torch.tensor(5), reduce_op="mean").dtype == torch.float32
     assert strategy.reduce(torch.tensor(5)).dtype == torch.float32
     assert strategy.reduce(torch.tensor(5), reduce_op="sum").dtype == torch.int64
     assert strategy.reduce(torch.tensor(5.0).double(), None, "avg").dtype == torch.float64
     assert strategy.reduce("unchanged", reduce_op="mean") == "unchanged"
+
+
+def test_lightning_copies_no_strategy_with_a_logged_value(tmp_path):
+    trainer = ranks_of(tmp_path)
+    average_exactly(trainer)
+    reduce = trainer.strategy.reduce
+    logged = _Sync(fn=reduce, _should=True)
+    copied = apply_to_collection(logged, torch.Tensor, torch.clone)
+    assert copied is not logged
+    assert copied._fn.func is reduce
 
 
 def test_ranks_have_batches_of_our_own(tmp_path):
