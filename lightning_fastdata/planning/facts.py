@@ -241,12 +241,14 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
             _answer(as_it_is, questions, values.__setitem__)
         return replace(facts, sampled="sample" in values, **values)
     is_open = spec.options.num_workers == spec.options.executor == "auto"
+    # A worker_init_fn needs workers, and may open anew what they cannot share.
+    may_be_here = is_open and spec.worker_init_fn is None
     once = given_once(spec.dataset)
     handles = open_handles(spec.dataset)
     once += [each for each in handles if spec.reads_here or each == OPEN_CONNECTION]
     if once:
         here = f"it holds {once[0]}, which a side process would share; it is read as by torch"
-        return replace(facts, here=here if is_open else None)
+        return replace(facts, here=here if may_be_here else None)
     deadline_s = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
     tried = partial(try_apart, start_method=method, deadline_s=deadline_s)
     in_workers = not spec.reads_here and spec.options.num_workers != "auto"
@@ -265,9 +267,10 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
     late = failure.kind == "late" and method == "fork"
-    if is_open and (place or late or _works_here(spec, key, failure)):
+    if (is_open and place) or (may_be_here and (late or _works_here(spec, key, failure))):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
-        return replace(facts, here=here, warnings=(here,) if late else ())
+        here += "" if may_be_here else ", without its worker_init_fn"
+        return replace(facts, here=here, warnings=(here,) if late or not may_be_here else ())
     if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
         return facts
     if failure.error is not None and questions.sample:
