@@ -363,6 +363,25 @@ def test_the_first_look_is_after_worker_init_fn():
     assert get_worker_info() is None
 
 
+def gives_one_and_fails():
+    yield [1]
+    fail()
+
+
+def test_what_raises_before_a_sample_is_read_is_named():
+    fails = {"worker_init_fn": lambda _: fail()}
+    for about in ({"sampler": gives_one_and_fails()}, {"batch_sampler": gives_one_and_fails()}):
+        # The training process asks the sampler, and has its error when it is due.
+        told = inspect(Planted(), **about).warnings[0]
+        assert "OSError: disk on fire, in its sampler, so" in told
+        assert "__getitem__" not in told
+    told = inspect(Planted(), Questions(cost=True), **fails).warnings[0]
+    assert "OSError: disk on fire, in its worker_init_fn, so" in told
+    assert "__getitem__" not in told
+    with pytest.raises(DatasetError, match=r"disk on fire, in its worker_init_fn\."):
+        inspect(Planted(), **fails)
+
+
 class OfFile(Dataset):
     """Gives what a ``worker_init_fn`` has opened."""
 
