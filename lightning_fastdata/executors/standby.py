@@ -202,9 +202,10 @@ class StandbyExecutor:
             if not self._aside and not self._here.left:
                 self._look()
             if not self._aside:
-                batch = self._read_here()
-                if batch is not None:
-                    return self._pinned(batch)
+                try:
+                    return self._pinned(self._read_here())
+                except NotTakenError as error:
+                    self._turn_aside(chain(error.asked, self._source))
             if self._trial is not None:
                 self._trial.append(clock.monotonic())
             try:
@@ -250,16 +251,16 @@ class StandbyExecutor:
         self._compared_s.append(clock.thread_time() - began_s)
         return state
 
-    def _read_here(self) -> Batch | None:
-        """Return the next batch; None: side processes are to read it."""
+    def _read_here(self) -> Batch:
+        """Return the next batch.
+
+        Raises:
+            NotTakenError: Side processes are to read it.
+        """
         if self._here.left:
             return self._here.next_of(1)
         began_s = clock.monotonic()
-        try:
-            batch = self._here.next_of(self._batches, self._holds)
-        except NotTakenError as error:
-            self._turn_aside(chain(error.asked, self._source))
-            return None
+        batch = self._here.next_of(self._batches, self._holds)
         self._batches = 1 + self._here.left
         self._read_s = (clock.monotonic() - began_s) / self._batches
         if self._size_bytes is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
 from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
 from lightning_fastdata.loading import position
 from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
@@ -72,6 +73,10 @@ _CHANGED_WHILE_READ: Final = (
 _PIPELINE_CHANGED: Final = (
     "Step {} of the training changed the pipeline of augment=, and the next epoch is the first "
     "that is drawn so. Change it between epochs, or have the dataset call it."
+)
+_NOTHING_STARTS: Final = (
+    "The training process reads, so that worker_init_fn is not called: a worker would run this "
+    "script once more as it starts. Put what the script does under if __name__ == '__main__'."
 )
 
 
@@ -203,7 +208,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         chosen: bool = False,
         standby: bool = False,
     ) -> None:
-        executor, num_workers, alone = _asked(executor, num_workers)
+        executor, num_workers, alone = _asked(executor, num_workers, worker_init_fn)
         self.chosen = chosen or num_workers == "auto"
         """Whether ``num_workers`` was ``"auto"``, here or where this loader was made."""
         options.check_dataset(
@@ -738,12 +743,16 @@ _RESTS_ON: Final = (
 
 
 def _asked(
-    executor: AnyExecutor | Literal["auto"] | None, num_workers: int | Literal["auto"] | None
+    executor: AnyExecutor | Literal["auto"] | None,
+    num_workers: int | Literal["auto"] | None,
+    worker_init_fn: object,
 ) -> tuple[AnyExecutor | Literal["auto"], int | Literal["auto"], bool]:
     """Return the executor, the number of workers, and whether the caller asked for no workers."""
     if num_workers is None:
         kind = find_kind(executor)
         num_workers = "auto" if kind is not None and kind.elsewhere else 0
     if executor is None and num_workers == "auto" and not may_start_processes():
+        if worker_init_fn is not None:
+            warnings.warn(_NOTHING_STARTS, FastDataWarning, stacklevel=3)
         return "torch", 0, False
     return executor or "auto", num_workers, num_workers == 0

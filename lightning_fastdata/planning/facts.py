@@ -83,6 +83,14 @@ _KEYS: Final = 64  # number of keys of a user's sampler to read samples by
 # Samplers that give each position of the dataset, from 0.
 _OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
 
+_DECIDED_WITHOUT: Final = (
+    "a process that tried the dataset {}, so settings are chosen without having measured it."
+)
+_LOOK_FOR: Final = (
+    " If the training hangs or fails at its first batch, look for what the dataset opens or starts "
+    "in __init__, and open it on first use in __getitem__."
+)
+
 # Bounds for measuring samples
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
@@ -241,12 +249,14 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
             _answer(as_it_is, questions, values.__setitem__)
         return replace(facts, sampled="sample" in values, **values)
     is_open = spec.options.num_workers == spec.options.executor == "auto"
+    # A worker_init_fn needs workers, and may open anew what they cannot share.
+    may_be_here = is_open and spec.worker_init_fn is None
     once = given_once(spec.dataset)
     handles = open_handles(spec.dataset)
     once += [each for each in handles if spec.reads_here or each == OPEN_CONNECTION]
     if once:
         here = f"it holds {once[0]}, which a side process would share; it is read as by torch"
-        return replace(facts, here=here if is_open else None)
+        return replace(facts, here=here if may_be_here else None)
     deadline_s = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
     tried = partial(try_apart, start_method=method, deadline_s=deadline_s)
     in_workers = not spec.reads_here and spec.options.num_workers != "auto"
@@ -257,26 +267,26 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         again = tried(partial(_answer, as_worker=True), spec, questions)
         findings = findings if again.failure else again
     values, failure = findings.values, findings.failure
-    key = values.pop("key", 0)
+    key, within = values.pop("key", 0), values.pop("within", None)
     facts = replace(facts, sampled="sample" in values, **values)
     if failure is None:
         return facts
+    failure = replace(failure, what=failure.what + (f", in its {within}" if within else ""))
     place = _of_place(failure)
     if spec.reads_here and (place or _suspects_fork(failure)):
         return facts
+    decided_without = _DECIDED_WITHOUT.format(failure.what) + ("" if within else _LOOK_FOR)
+    if within == "sampler":  # which no worker asks
+        return replace(facts, warnings=(decided_without,))
     late = failure.kind == "late" and method == "fork"
-    if is_open and (place or late or _works_here(spec, key, failure)):
+    if (is_open and place) or (may_be_here and (late or _works_here(spec, key, failure))):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
-        return replace(facts, here=here, warnings=(here,) if late else ())
+        here += "" if may_be_here else ", without its worker_init_fn"
+        return replace(facts, here=here, warnings=(here,) if late or not may_be_here else ())
     if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
         return facts
     if failure.error is not None and questions.sample:
         raise _unreadable(spec, key, failure)
-    decided_without = (
-        f"a process that tried the dataset {failure.what}, so settings are chosen without having "
-        "measured it. If the training hangs or fails at its first batch, look for what the "
-        "dataset opens or starts in __init__, and open it on first use in __getitem__."
-    )
     return replace(facts, warnings=(decided_without,))
 
 
@@ -311,7 +321,8 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
 
     Runs where nothing else uses the dataset or its sampler. ``as_worker``: ``get_worker_info()``
     tells of the first worker, as it does in one. ``"key"`` is the key of the first
-    sample, where a sampler gives it.
+    sample, where a sampler gives it; ``"within"`` is what of the user's is called before samples
+    are read, as long as it is.
     """
     dataset = spec.dataset
     if as_worker or spec.worker_init_fn is not None:
@@ -319,9 +330,13 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
         workers = 1 if asked == "auto" else max(1, asked)
         set_worker_info(number=0, workers=workers, seed=0, dataset=dataset)
     if spec.worker_init_fn is not None:
+        tell("within", "worker_init_fn")
         spec.worker_init_fn(0)
+        tell("within", None)
     if spec.has_order:
+        tell("within", "sampler")
         keys = probe_indices(dataset, _KEYS, spec.sampler, spec.batch_sampler)
+        tell("within", None)
         if not keys:
             return
         tell("key", keys[0])

@@ -401,14 +401,16 @@ class Planner:
             keyed |= spec.is_stream and tells_state(spec.dataset)
             here: ExecutorName = "inline" if keyed else "torch"
             return ExecutorChoice(here, "num_workers=0 asks for the training process")
-        if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
+        if isinstance(workers, int):
+            return self._aside(f"num_workers={workers} asks for them")
+        if facts.here is not None:
+            return ExecutorChoice("inline", facts.here)
+        if spec.worker_init_fn is not None:
+            return self._aside("its worker_init_fn is called in them alone")
+        if facts.rows and spec.options.persistent_workers is not True:
             much = f"a forked process has {facts.own_bytes / 2**20:,.0f} MiB as they are"
             large = facts.own_bytes > copy_limit_bytes()
             return self._cheap("gather", _ROWS, much if large else None)
-        if facts.here is not None and workers == "auto":
-            return ExecutorChoice("inline", facts.here)
-        if isinstance(workers, int):
-            return self._aside(f"num_workers={workers} asks for them")
         if facts.cost is None:
             return self._aside("what a sample costs is not known")
         if spec.transformed:  # which is not part of what was measured
@@ -507,6 +509,7 @@ class Planner:
         if machine.actors is not None:
             return *self._actors(machine.actors), []
         in_memory = isinstance(spec.dataset, TensorDataset) and not ours
+        in_memory &= spec.worker_init_fn is None  # which needs workers
         if (in_memory or chosen.few) and (options.executor == "auto" or kind.is_torch):
             cheap = "fetching a batch costs less than handing it over"
             # A side process reads things as they were when the epoch began.

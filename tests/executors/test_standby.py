@@ -26,7 +26,7 @@ from front_door.test_changing_world import (
     trained,
 )
 from misses import Misses, each
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning
@@ -272,6 +272,15 @@ def test_what_the_training_does_to_a_batch_changes_no_other(given, untried, alon
     for _ in range(2):
         assert set(readers_of(loader, step)[1]) == {-1}
     assert not data.rows.any()
+
+
+@each("nothing", [None, False, 0, "", (), [], {}])
+@each("given", [{"batch_size": None}, {"batch_size": 1, "collate_fn": lambda samples: samples[0]}])
+def test_a_batch_that_is_none_or_empty_is_a_batch(nothing, given, untried):
+    samples = [0, 1, nothing, 3, nothing]
+    found, readers = readers_of(standing_by(samples, **given), lambda _, batch: batch)
+    assert found == list(DataLoader(samples, **given))
+    assert readers == {-1: 5}
 
 
 def test_what_workers_could_not_hand_over_is_an_error_here_too(untried):

@@ -363,6 +363,66 @@ def test_the_first_look_is_after_worker_init_fn():
     assert get_worker_info() is None
 
 
+def gives_one_and_fails():
+    yield [1]
+    fail()
+
+
+def test_what_raises_before_a_sample_is_read_is_named():
+    fails = {"worker_init_fn": lambda _: fail()}
+    for about in ({"sampler": gives_one_and_fails()}, {"batch_sampler": gives_one_and_fails()}):
+        # The training process asks the sampler, and has its error when it is due.
+        told = inspect(Planted(), **about).warnings[0]
+        assert "OSError: disk on fire, in its sampler, so" in told
+        assert "__getitem__" not in told
+    told = inspect(Planted(), Questions(cost=True), **fails).warnings[0]
+    assert "OSError: disk on fire, in its worker_init_fn, so" in told
+    assert "__getitem__" not in told
+    with pytest.raises(DatasetError, match=r"disk on fire, in its worker_init_fn\."):
+        inspect(Planted(), **fails)
+
+
+class OfFile(Dataset):
+    """Gives what a ``worker_init_fn`` has opened."""
+
+    def __init__(self, file=None):
+        self.file = file
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.file[index]
+
+
+def open_file(worker):
+    get_worker_info().dataset.file = torch.arange(10, 16)
+
+
+@each("file", [None, [0] * 6])
+@each("num_workers", [None, "auto"])
+def test_a_worker_init_fn_is_called_where_the_number_of_workers_is_left_open(file, num_workers):
+    theirs = DataLoader(OfFile(file), 2, num_workers=1, worker_init_fn=open_file)
+    module = FastDataModule.from_loaders(train=theirs, num_workers=num_workers)
+    alone = FastDataLoader(OfFile(file), 2, num_workers="auto", worker_init_fn=open_file)
+    for loader in (module.train_dataloader(), alone):
+        assert torch.cat(list(loader)).tolist() == torch.cat(list(theirs)).tolist()
+
+
+@each(
+    ("dataset", "here"),
+    [
+        (lambda: Once("queue"), False),
+        (lambda: WithClient(Forked()), False),
+        (lambda: Planted(starts_a_pool), True),
+    ],
+)
+def test_only_where_no_process_can_read_a_worker_init_fn_is_left_out_with_a_warning(dataset, here):
+    facts = inspect(dataset(), Questions(cost=True), worker_init_fn=lambda _: None)
+    assert (facts.here is not None) is here
+    assert any("without its worker_init_fn" in each for each in facts.warnings) is here
+
+
 class OfWorker(Planted):
     def __getitem__(self, i):
         info = get_worker_info()

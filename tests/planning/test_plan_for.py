@@ -19,6 +19,7 @@ from thoroughness import max_examples
 from torch.utils.data import BatchSampler, RandomSampler, Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
@@ -141,7 +142,7 @@ PAIRS = BatchSampler(AGAIN, 16, drop_last=False)
 def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
     """The executor for a dataset of which this was found out, on so many CPUs."""
     of_spec = ("pipelines", "transformed", "collate_fn", "sampler", "batch_sampler")
-    about = {name: found.pop(name) for name in of_spec if name in found}
+    about = {name: found.pop(name) for name in (*of_spec, "worker_init_fn") if name in found}
     spec = LoaderSpec(
         dataset=Stream() if found.pop("stream", False) else range(4000),
         name="planted",
@@ -232,6 +233,31 @@ def test_the_training_process_reads_beside_workers_what_is_cheap_and_as_they_wou
     assert chosen(**{"cost": LARGE, **changes}).standby == standby
 
 
+@each(
+    "found",
+    [
+        {"rows": True},
+        {"cost": cost(wall_ms=0.001, cpu_ms=0.001)},
+        {"cost": LARGE},
+        {"cost": cost(wall_ms=0.06, cpu_ms=0.06)},
+        KEPT,
+    ],
+)
+def test_what_a_worker_init_fn_prepares_is_read_by_workers_alone(found):
+    choice = chosen(**found, worker_init_fn=print)
+    assert (choice.executor, choice.standby) == ("workers", False)
+    assert chosen(**found, worker_init_fn=print, shared_memory=False).executor == "torch"
+    assert chosen(**found, worker_init_fn=print, here="no process starts").executor == "inline"
+
+
+def test_a_tensor_dataset_with_a_worker_init_fn_has_workers_on_any_system():
+    spec = LoaderSpec(
+        dataset=COLUMN, name="rows", options=LoaderOptions(), batch_size=1, worker_init_fn=print
+    )
+    plan = Planner(spec, DatasetFacts(rows=True), machine(shared_memory=False)).decide()
+    assert (plan.executor, plan.num_workers) == ("torch", 4)
+
+
 def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     for ms in (0.01, 1, 100):
         choice = chosen(cost=cost(wall_ms=ms, cpu_ms=ms), on=1)
@@ -310,6 +336,8 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
     loader = FastDataLoader(Planted(), 4, num_workers="auto")
     assert (loader.executor, loader.num_workers) == ("torch", 0)
+    with pytest.warns(FastDataWarning, match="worker_init_fn is not called.*__main__"):
+        FastDataLoader(Planted(), 4, num_workers="auto", worker_init_fn=print)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()
 
