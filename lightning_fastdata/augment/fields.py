@@ -189,12 +189,14 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
 
 
 def looks_like_image(value: object, *, batched: bool = False) -> bool:
-    """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions."""
+    """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions.
+
+    Tensors in half precision have 3.
+    """
     if not isinstance(value, np.ndarray | torch.Tensor):
         return not batched and isinstance(value, PilImage)
-    # Behind a pipeline, images may be in half precision.
-    if batched and value.dtype in _HALF_DTYPES:
-        return value.ndim == 4
+    if value.dtype in _HALF_DTYPES:
+        return value.ndim - batched == 3
     return _dtype_name(value) in _USUAL and value.ndim - batched in {2, 3}
 
 
@@ -253,7 +255,7 @@ def to_hwc(value: object) -> np.ndarray:
         raise BatchError(
             f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
-    if not may_be_image(value):
+    if _dimensions(value) not in {2, 3}:
         raise BatchError(
             f"The image is {describe(value)}. Expected numbers, such as uint8 or float32 in "
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."

@@ -10,6 +10,7 @@ from augment.batches import in_worker, keys
 from augment.loaders import WAYS, Pictures, batches, loader_of, module_of, trained
 from augment.parity import photographs
 from misses import each
+from torchvision.transforms import v2
 from trainers import Keeps
 
 from lightning_fastdata import BatchTransform
@@ -338,6 +339,21 @@ def one_image(step, image, form):
     batch = {"tuple": (image, INDICES), "dict": {"image": image, "label": INDICES}}
     out = mixed(step, num_classes=3).apply_unprepared(batch[form], KEY)
     return out[0] if form == "tuple" else out["image"]
+
+
+@each("place", ["workers", "device"])
+@each("before", [[], [v2.Compose([v2.RandomHorizontalFlip(), v2.CenterCrop(20)])]])
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_a_dataset_may_return_images_in_half_precision(dtype, before, place):
+    transform, photos = mixed(*before, CutMix(), num_classes=COUNT), images(dtype)
+    transform.check_sample((photos[0], 0))
+    half, full = (
+        batches(transform, Pictures(lambda at, own=own: (own[at], at), COUNT), place=place)
+        for own in (photos, photos.float())
+    )
+    for (image, labels), (wanted, shares) in zip(half, full, strict=True):
+        assert torch.equal(image, wanted.to(dtype))
+        assert torch.equal(labels, shares)
 
 
 @each("step", STEPS)

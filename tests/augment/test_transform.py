@@ -244,6 +244,7 @@ def test_a_normalised_foreign_batch_is_refused() -> None:
         ({"x": np.zeros((4, 4)), "y": 1}, r"No image was found in \{'x': array\[float64: 4, 4\]"),
         ((np.zeros((4, 4, 3), complex), 1), r"array\[complex128: 4, 4, 3\], int"),
         ({"image": np.zeros((4, 4, 3), complex)}, r"array\[complex128: 4, 4, 3\].*such as uint8"),
+        ((torch.zeros(3, 4, 4).bfloat16(), 1), r"tensor\[bfloat16: 3, 4, 4\].*such as uint8"),
         ({"image": np.zeros((1, 1, 4, 4, 3), np.uint8)}, "2 or 3 dimensions"),
         ({"image": np.zeros(4, np.uint8)}, "2 or 3 dimensions"),
         ({"image": None, "y": 1}, "The image is NoneType. Expected a PIL image"),
