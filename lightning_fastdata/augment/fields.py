@@ -274,8 +274,15 @@ def to_hwc(value: object) -> np.ndarray:
     return array
 
 
-def mask_to_numpy(value: object) -> np.ndarray:
-    """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
+def mask_to_numpy(value: object, size: tuple[int, ...] | None = None) -> np.ndarray:
+    """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``.
+
+    ``size`` is the height and width of the image beside it; None: there is no image.
+
+    Raises:
+        BatchError: the value is no mask, or has its channels first.
+    """
+    given = describe(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, PilImage):
@@ -283,8 +290,13 @@ def mask_to_numpy(value: object) -> np.ndarray:
     array = value if isinstance(value, np.ndarray) else None
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
-            f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "
+            f"The mask is {given}. Expected a PIL image, or an array or tensor with 2 or "
             "3 dimensions per sample."
+        )
+    if array.shape[1:] == size and array.shape[:2] != size:
+        raise BatchError(
+            f"The mask is {given}, with its channels first. Albumentations takes masks [H, W] or "
+            "[H, W, C], and gives them back so: return mask[0], or mask.permute(1, 2, 0)."
         )
     return array
 
