@@ -124,10 +124,17 @@ def check_named(item: Batch, fields: Fields) -> None:
         if location is not None and not has_field(item, location):
             raise BatchError(
                 f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
-                "Name a key or an index that exists. If samples of another stage have it, give "
-                "this stage a transform of its own: as_batch_transform(pipeline), without "
-                f"{name}={location!r}, in augment={{<stage>: ...}}."
+                f"Name a key or an index that exists{in_namedtuple(item, location)}. If samples of "
+                "another stage have it, give this stage a transform of its own: "
+                f"as_batch_transform(pipeline), without {name}={location!r}, in "
+                "augment={<stage>: ...}."
             )
+
+
+def in_namedtuple(item: Batch, location: int | str) -> str:
+    """Return for messages where a namedtuple has the field of a name; "" for anything else."""
+    names: tuple[int | str, ...] = getattr(item, "_fields", ())
+    return f": of a namedtuple its position, {names.index(location)}" if location in names else ""
 
 
 def target_places(

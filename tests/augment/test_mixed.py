@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import albumentations as A
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ PIPELINE = A.Compose(
     [A.RandomResizedCrop((32, 40)), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2()]
 )
 IMAGES = [*photographs(60, 70), *photographs(52, 66)]
+Named = namedtuple("Named", ["x", "y"])
 
 
 def pair(index):
@@ -193,6 +196,7 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
         ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "float32"),
         ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
         ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),
+        (Named(torch.rand(2, 3, 8, 8), torch.arange(2)), {"label": "y"}, "its position, 1"),
     ],
 )
 def test_a_batch_that_cannot_be_mixed_says_what_it_holds(batch, options, said):
