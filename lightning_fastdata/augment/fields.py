@@ -124,10 +124,17 @@ def check_named(item: Batch, fields: Fields) -> None:
         if location is not None and not has_field(item, location):
             raise BatchError(
                 f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
-                "Name a key or an index that exists. If samples of another stage have it, give "
-                "this stage a transform of its own: as_batch_transform(pipeline), without "
-                f"{name}={location!r}, in augment={{<stage>: ...}}."
+                f"Name a key or an index that exists{in_namedtuple(item, location)}. If samples of "
+                "another stage have it, give this stage a transform of its own: "
+                f"as_batch_transform(pipeline), without {name}={location!r}, in "
+                "augment={<stage>: ...}."
             )
+
+
+def in_namedtuple(item: Batch, location: int | str) -> str:
+    """Return for messages where a namedtuple has the field of a name; "" for anything else."""
+    names: tuple[int | str, ...] = getattr(item, "_fields", ())
+    return f": of a namedtuple its position, {names.index(location)}" if location in names else ""
 
 
 def target_places(
@@ -189,12 +196,14 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
 
 
 def looks_like_image(value: object, *, batched: bool = False) -> bool:
-    """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions."""
+    """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions.
+
+    Tensors in half precision have 3.
+    """
     if not isinstance(value, np.ndarray | torch.Tensor):
         return not batched and isinstance(value, PilImage)
-    # Behind a pipeline, images may be in half precision.
-    if batched and value.dtype in _HALF_DTYPES:
-        return value.ndim == 4
+    if value.dtype in _HALF_DTYPES:
+        return value.ndim - batched == 3
     return _dtype_name(value) in _USUAL and value.ndim - batched in {2, 3}
 
 
@@ -253,7 +262,7 @@ def to_hwc(value: object) -> np.ndarray:
         raise BatchError(
             f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
-    if not may_be_image(value):
+    if _dimensions(value) not in {2, 3}:
         raise BatchError(
             f"The image is {describe(value)}. Expected numbers, such as uint8 or float32 in "
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."
@@ -272,8 +281,15 @@ def to_hwc(value: object) -> np.ndarray:
     return array
 
 
-def mask_to_numpy(value: object) -> np.ndarray:
-    """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``."""
+def mask_to_numpy(value: object, size: tuple[int, ...] | None = None) -> np.ndarray:
+    """Return the mask of one sample as an array ``[H, W]`` or ``[H, W, C]``.
+
+    ``size`` is the height and width of the image beside it; None: there is no image.
+
+    Raises:
+        BatchError: the value is no mask, or has its channels first.
+    """
+    given = describe(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, PilImage):
@@ -281,8 +297,13 @@ def mask_to_numpy(value: object) -> np.ndarray:
     array = value if isinstance(value, np.ndarray) else None
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
-            f"The mask is {describe(value)}. Expected a PIL image, or an array or tensor with 2 or "
+            f"The mask is {given}. Expected a PIL image, or an array or tensor with 2 or "
             "3 dimensions per sample."
+        )
+    if array.shape[1:] == size and array.shape[:2] != size:
+        raise BatchError(
+            f"The mask is {given}, with its channels first. Albumentations takes masks [H, W] or "
+            "[H, W, C], and gives them back so: return mask[0], or mask.permute(1, 2, 0)."
         )
     return array
 

@@ -24,6 +24,7 @@ from lightning_fastdata.augment.fields import (
     from_start,
     get_field,
     has_field,
+    in_namedtuple,
     listed,
     put_fields,
     size_of,
@@ -306,7 +307,10 @@ class Mixer:
 
     def _shares(self, batch: Batch, place: int | str, device: torch.device) -> Tensor:
         if not has_field(batch, place):
-            raise BatchError(f"There is no field {place!r} (given as label=) in {describe(batch)}.")
+            raise BatchError(
+                f"There is no field {place!r} (given as label=) in {describe(batch)}"
+                f"{in_namedtuple(batch, place)}."
+            )
         labels = get_field(batch, place)
         if not isinstance(labels, Tensor) or labels.ndim not in {1, 2}:
             raise BatchError(

@@ -20,7 +20,7 @@ SIZE = (53, 74)
 IGNORED = 255
 MOVES = [case for case in CASES if DEVICE_OPS[case.name].mask is not None]
 DTYPES = (
-    *(np.uint8, np.uint16, np.int16, np.int32, np.int64, np.bool_),
+    *(np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64, np.bool_),
     *(np.float32, np.float64),
 )
 LAYOUTS = ((), (1,), (2,), (3,), (5,), (6,))
@@ -38,7 +38,8 @@ def mask_of(dtype, layout):
 def made_by_both(case, dtype, layout, **arguments):
     """Return Albumentations' mask and ours, or None where OpenCV takes no such masks."""
     if "fill_mask" in case.axes:
-        arguments = {"fill_mask": 200.0 if dtype != np.bool_ else 1.0} | arguments
+        fill = {np.bool_: 1.0, np.int8: -100.0}.get(dtype, 200.0)
+        arguments = {"fill_mask": fill} | arguments
     transform = make_example(case.name, case.arguments | arguments)
     mask = mask_of(dtype, layout)
     try:
@@ -68,7 +69,15 @@ def test_masks_of_any_dtype_and_number_of_channels_equal_albumentations(case, dt
     assert compared or dtype == np.bool_
 
 
-ALL_DTYPES = (*DTYPES, np.int8, np.uint32, np.uint64, np.float16)
+@each("fill", [-1e5, 1e5])
+@each("dtype", [np.uint8, np.int8, np.int16])
+@each("case", [case for case in MOVES if "border_mode" in case.axes])
+def test_a_fill_that_a_mask_has_no_number_for_is_the_nearest_one(case, dtype, fill):
+    want, got = made_by_both(case, dtype, (), border_mode=0, fill_mask=fill)
+    assert np.array_equal(got, want)
+
+
+ALL_DTYPES = (*DTYPES, np.uint32, np.uint64, np.float16)
 SAMPLES = 12
 
 

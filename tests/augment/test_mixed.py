@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import albumentations as A
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from augment.batches import in_worker, keys
 from augment.loaders import WAYS, Pictures, batches, loader_of, module_of, trained
 from augment.parity import photographs
 from misses import each
+from torchvision.transforms import v2
 from trainers import Keeps
 
 from lightning_fastdata import BatchTransform
@@ -28,6 +31,7 @@ PIPELINE = A.Compose(
     [A.RandomResizedCrop((32, 40)), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2()]
 )
 IMAGES = [*photographs(60, 70), *photographs(52, 66)]
+Named = namedtuple("Named", ["x", "y"])
 
 
 def pair(index):
@@ -192,6 +196,7 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
         ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "float32"),
         ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
         ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),
+        (Named(torch.rand(2, 3, 8, 8), torch.arange(2)), {"label": "y"}, "its position, 1"),
     ],
 )
 def test_a_batch_that_cannot_be_mixed_says_what_it_holds(batch, options, said):
@@ -338,6 +343,21 @@ def one_image(step, image, form):
     batch = {"tuple": (image, INDICES), "dict": {"image": image, "label": INDICES}}
     out = mixed(step, num_classes=3).apply_unprepared(batch[form], KEY)
     return out[0] if form == "tuple" else out["image"]
+
+
+@each("place", ["workers", "device"])
+@each("before", [[], [v2.Compose([v2.RandomHorizontalFlip(), v2.CenterCrop(20)])]])
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_a_dataset_may_return_images_in_half_precision(dtype, before, place):
+    transform, photos = mixed(*before, CutMix(), num_classes=COUNT), images(dtype)
+    transform.check_sample((photos[0], 0))
+    half, full = (
+        batches(transform, Pictures(lambda at, own=own: (own[at], at), COUNT), place=place)
+        for own in (photos, photos.float())
+    )
+    for (image, labels), (wanted, shares) in zip(half, full, strict=True):
+        assert torch.equal(image, wanted.to(dtype))
+        assert torch.equal(labels, shares)
 
 
 @each("step", STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import namedtuple
 
 import albumentations as A
 import numpy as np
@@ -141,6 +142,16 @@ def test_what_is_said_to_stay_stays(way, stays):
         made = way(transform, sample)
         assert torch.equal(made["before"][0], torch.from_numpy(OTHER))
         assert made["mask"].shape == (1, 16, 20)
+
+
+@each("how", [{"mask": "organ"}, {"image": "scan", "mask": 1}])
+@each("way", [in_worker, on_device, of_a_loader])
+def test_a_field_of_a_namedtuple_that_is_given_by_its_name_is_told_by_its_position(way, how):
+    sample = namedtuple("Scan", ["scan", "organ"])(IMAGE, MASK)
+    position = 1 if "image" not in how else 0
+    with pytest.raises(BatchError, match=f"exists: of a namedtuple its position, {position}"):
+        way(as_batch_transform(moves(), **how), sample)
+    assert way(as_batch_transform(moves(), mask=1), sample).organ.shape == (1, 16, 20)
 
 
 @each("way", [in_worker, on_device, of_a_loader])

@@ -244,10 +244,19 @@ def test_a_normalised_foreign_batch_is_refused() -> None:
         ({"x": np.zeros((4, 4)), "y": 1}, r"No image was found in \{'x': array\[float64: 4, 4\]"),
         ((np.zeros((4, 4, 3), complex), 1), r"array\[complex128: 4, 4, 3\], int"),
         ({"image": np.zeros((4, 4, 3), complex)}, r"array\[complex128: 4, 4, 3\].*such as uint8"),
+        ((torch.zeros(3, 4, 4).bfloat16(), 1), r"tensor\[bfloat16: 3, 4, 4\].*such as uint8"),
         ({"image": np.zeros((1, 1, 4, 4, 3), np.uint8)}, "2 or 3 dimensions"),
         ({"image": np.zeros(4, np.uint8)}, "2 or 3 dimensions"),
         ({"image": None, "y": 1}, "The image is NoneType. Expected a PIL image"),
         ({"image": np.zeros((4, 4, 3), np.uint8), "mask": 3}, "The mask is int"),
+        *(
+            (
+                {"image": torch.zeros(3, 4, 5), "mask": make((channels, 4, 5))},
+                rf"mask is {kind}\[.*: {channels}, 4, 5\], with its channels first.*return mask\[0",
+            )
+            for channels in (1, 3)
+            for make, kind in ((torch.zeros, "tensor"), (np.zeros, "array"))
+        ),
     ],
 )
 def test_a_sample_without_a_usable_image_is_an_error_that_quotes_it(sample, message) -> None:

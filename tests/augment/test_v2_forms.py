@@ -85,6 +85,19 @@ def test_operations_are_torchvisions_on_images_and_masks(name, dtype):
     assert_v2s_own(v2.Compose([(OPERATIONS | POLICIES)[name]]), samples, floats=1e-5)
 
 
+@pytest.mark.parametrize("planes", [0, slice(1), slice(3)])
+@pytest.mark.parametrize("name", [*OPERATIONS, "flip", "pad", "middle"])
+def test_a_mask_is_moved_as_one_where_it_becomes_a_plain_tensor_behind_that(name, planes):
+    others = {"flip": v2.RandomHorizontalFlip(), "pad": v2.Pad(4), "middle": v2.CenterCrop(28)}
+    steps = [(OPERATIONS | others)[name], v2.ToPureTensor()]
+    samples = [
+        {"mask": tv_tensors.Mask(image[planes] // 64), "image": image}
+        for image in (one["image"] for one in photos(4))
+    ]
+    for end in ([], [v2.RandomVerticalFlip(1.0)]):  # to v2 the first plain tensor is the image
+        assert_v2s_own(v2.Compose([*steps, *end]), samples)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_transform_is_one_call_whatever_each_sample_drew(name):
     _, _, draws = deferred(v2.Compose([OPERATIONS[name]]), photos(4) * 8)

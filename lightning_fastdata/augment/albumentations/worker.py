@@ -224,11 +224,12 @@ class ComposeWorker(TapedWorker):
             taken = name in places or place in places.values()
             if not taken and _fits(name, sample[place]):
                 places[name] = place
-        data = {}
+        data: dict[str, Any] = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and (value is not None or name == "image"):
-                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
+                size = data["image"].shape[:2] if "image" in data else None
+                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value, size)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         if self._mover is not None and "image" in data:
             known = {*places.values(), *self._fields.stays}

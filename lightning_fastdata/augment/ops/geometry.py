@@ -127,13 +127,19 @@ def encode_fills(transform: Transform, shape: Shape) -> Values | None:
     return None if image is None or mask is None else {"fill": image, "fill_mask": mask}
 
 
+_LIMITED: Final = (torch.uint8, torch.int8, torch.int16)
+"""Dtypes in which OpenCV takes the nearest number for a fill that they do not have."""
+
+
 def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
     """Return the fill ``[n, C]`` in the dtype of ``batch`` ``[n, H, W, C]``, rounded if needed."""
     fill, count = arrays[name], batch.shape[-1]
     if count > fill.shape[-1]:
         fill = torch.stack([fill[:, place % fill.shape[-1]] for place in _places(count)], 1)
     fill = fill[:, :count]
-    fill = fill.clamp(0, 255) if batch.dtype == torch.uint8 else fill
+    if batch.dtype in _LIMITED:
+        limits = torch.iinfo(batch.dtype)
+        fill = fill.clamp(limits.min, limits.max)
     return (fill if batch.is_floating_point() else fill.round()).to(batch.dtype)
 
 
@@ -320,7 +326,7 @@ def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     return (mixed if dtype.is_floating_point else mixed.round()).to(dtype)
 
 
-_STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
+_STILL_ON_CELLS: Final = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float64)
 _FAR: Final = 1 << 20
 """Limit of positions in pixels before they become integers; no image is this wide."""
 _IDENTITY: Final = np.eye(3)

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
+from lightning_fastdata.augment.ops.operation import Role, Tape, TapeOp, Track
 from lightning_fastdata.augment.replay.compiled import Compiled
 from lightning_fastdata.augment.replay.program import ProgramStep, compile_tapes
 from lightning_fastdata.augment.torchvision.forms import (
@@ -80,6 +80,8 @@ class Target:
 
     real: torch.Tensor
     """The tensor as it was before anything was noted."""
+    role: Role
+    """What the tensor was then: a mask stays one, also as a plain tensor."""
     form: Form
     """Type, shape and dtype that the noted operations lead to."""
     shown: torch.Tensor
@@ -117,7 +119,7 @@ class Recorder:
             if target is None:
                 return value
             if target.noted:
-                tape[path] = Track(target.form.role, tuple(target.noted))
+                tape[path] = Track(target.role, tuple(target.noted))
             return as_type(target.real, target.form.type_name)
 
         result = replace_leaves(result, real, depth=-1)
@@ -153,7 +155,7 @@ class Recorder:
         form = form_of(value)
         if form is None or value.requires_grad or (form.role == "mask" and not self._masks_too):
             return None
-        target = Target(plain(value), form, value)
+        target = Target(plain(value), form.role, form, value)
         self._show(target, form)
         return target
 
