@@ -5,6 +5,7 @@ The oracle is ``augment_on="cpu"``: Albumentations makes all pixels before sampl
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -78,6 +79,21 @@ def halved(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def from_arrays(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {"image": torch.stack([torch.from_numpy(sample["image"]) for sample in samples])}
+
+
+class Drawing:
+    """Draws from every global generator and from some of its own, and then makes a batch."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], dict[str, Any]]) -> None:
+        self.collate_fn = collate_fn
+        self.generators = [np.random.default_rng(5), np.random.RandomState(5), random.Random(5)]
+        self.torch = torch.Generator().manual_seed(5)
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        drawn += [float(generator.random()) for generator in self.generators]
+        drawn += [float(torch.rand((), generator=self.torch))]
+        return {"drawn": drawn, **self.collate_fn(samples)}
 
 
 def alternating(one: list[Any], other: list[Any]) -> list[Any]:
@@ -209,3 +225,12 @@ def test_what_trains_in_the_workers_trains_alike_on_the_device(name):
     wanted, found = (outcome(*CASES[name], place) for place in ("cpu", "gpu"))
     assert_equal(found, wanted)
     assert isinstance(wanted, list) == (name not in REFUSED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@each("collate_fn", [masks_in_lists, halved, from_arrays])
+def test_what_a_collate_fn_draws_is_the_same_whether_or_not_it_stacks(collate_fn):
+    case = by_name(PHOTOGRAPHS), A.Compose(FLIPS), Drawing(collate_fn)
+    wanted, found = (outcome(*case, place) for place in ("cpu", "gpu"))
+    assert len(wanted) == 2
+    assert_equal(found, wanted)
