@@ -5,6 +5,7 @@ In between, a thread may copy it into page-locked memory while the training goes
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata import tree
 from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
+from lightning_fastdata.batches.descent import Descent
 from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
@@ -237,9 +239,12 @@ class StagingCollate(HandsOn):
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
         with suppress(Exception), self._own.undone():
-            batch = self._collate_handed_on(samples)
-            if batch is None or not self.transform.stacks(samples, drawn, batch):
-                raise BatchError("The images are not in the batch as they were.")
+            waiting = self.transform.waiting_in(samples, drawn)
+            with Descent(itertools.chain(*waiting)) as descent:
+                batch = self._collate_handed_on(samples)
+            stacks = batch is not None and self.transform.stacks(samples, drawn, batch)
+            if not stacks or not descent.has_only(len(waiting[0]), batch):
+                raise BatchError("The images are not in the batch as they were, or not they alone.")
             return StagedBatch(batch, draws, self.stage)
         # What the collation did to unfinished images, or could not do, it does to finished ones,
         # with the same draws.
