@@ -514,6 +514,14 @@ class MixedWorker(WorkerTransform):
         tapes = [tape for tape, _ in drawn]
         return self._inner is None or self._inner.stacks(samples, tapes, batch)
 
+    def waiting_in(
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> list[list[torch.Tensor]]:
+        """Return the tensors of each sample that the pipeline left to the device."""
+        if self._inner is None:
+            return super().waiting_in(samples, drawn)
+        return self._inner.waiting_in(samples, [tape for tape, _ in drawn])
+
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:

@@ -94,6 +94,15 @@ class WorkerTransform:
         """Return whether what waits for the device can be stacked, or is stacked in ``batch``."""
         raise NotImplementedError
 
+    def waiting_in(
+        self,
+        samples: Sequence[Batch],
+        drawn: Sequence[Any],  # noqa: ARG002
+        /,
+    ) -> list[list[torch.Tensor]]:
+        """Return the tensors of each sample that :meth:`finish_each` would finish."""
+        return [[] for _ in samples]
+
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any], /
     ) -> tuple[list[Any], list[Any]]:
@@ -162,6 +171,13 @@ class TapedWorker(WorkerTransform):
             return all(len({(one.shape, one.dtype) for one in row}) == 1 for row in rows.values())
         stacked = self.waiting(batch, names, batched=True)
         return all(are_rows(stacked.get(name), row) for name, row in rows.items())
+
+    def waiting_in(
+        self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
+    ) -> list[list[torch.Tensor]]:
+        """Return the tensors of each sample that wait for the device."""
+        names = {name for tape in tapes for name in tape or ()}
+        return [list(self.waiting(sample, names).values()) for sample in samples]
 
     def finish_each(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None]

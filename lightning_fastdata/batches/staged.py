@@ -5,6 +5,7 @@ In between, a thread may copy it into page-locked memory while the training goes
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +17,11 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata import tree
 from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
+from lightning_fastdata.batches.descent import Descent
 from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
+from lightning_fastdata.randomness.seeds import OwnGenerators
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
@@ -213,10 +216,12 @@ class StagingCollate(HandsOn):
         collate_fn: Collate,
         transform: WorkerTransform | None,
         stage: Stage,
+        own: OwnGenerators | None = None,
     ) -> None:
         super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
+        self._own = OwnGenerators(None, collate_fn) if own is None else own
         self._only_stacks = collate_fn in (collate_samples, default_collate)
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
@@ -233,11 +238,16 @@ class StagingCollate(HandsOn):
             return StagedBatch(batch, None, self.stage)
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
-        with suppress(Exception):
-            batch = self._collate_handed_on(samples)
-            if batch is not None and self.transform.stacks(samples, drawn, batch):
-                return StagedBatch(batch, draws, self.stage)
-        # What the collation did to unfinished images, or could not do, it does to finished ones.
+        with suppress(Exception), self._own.undone():
+            waiting = self.transform.waiting_in(samples, drawn)
+            with Descent(itertools.chain(*waiting)) as descent:
+                batch = self._collate_handed_on(samples)
+            stacks = batch is not None and self.transform.stacks(samples, drawn, batch)
+            if not stacks or not descent.has_only(len(waiting[0]), batch):
+                raise BatchError("The images are not in the batch as they were, or not they alone.")
+            return StagedBatch(batch, draws, self.stage)
+        # What the collation did to unfinished images, or could not do, it does to finished ones,
+        # with the same draws.
         samples, drawn = self.transform.finish_each(samples, drawn)
         batch = self.collate_fn(samples)
         draws = None if batch is None else self.transform.collate(drawn)

@@ -587,10 +587,12 @@ def open_source(
     worker_part = None
     if settings.transform is not None:
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
-    collate_fn = _collation(settings, worker_part)
+    own = OwnGenerators(settings.dataset, settings.collate_fn, worker_part)
+    collate_fn = _collation(settings, worker_part, own)
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
     if not reads_with_torch(settings):
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, worker_part)
+        plan = worker_part, own
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, *plan)
     wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
     if wrapped and settings.num_workers > 1:
         raise OptionsError(_WRAPPED_PIPE.format(name=type(settings.dataset).__name__))
@@ -624,12 +626,14 @@ def epoch_of(source: Source, *, reported: bool) -> Iterator[Batch]:
     return iter(source)
 
 
-def _collation(settings: Loader, worker_part: WorkerTransform | None) -> Callable[[Any], Batch]:
+def _collation(
+    settings: Loader, worker_part: WorkerTransform | None, own: OwnGenerators
+) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
     collate_fn = collate_samples if collate_fn is default_collate else collate_fn
     # A kept executor stages batches without draws itself, so that it can collate in place.
     if settings.staged is not None and (worker_part is not None or reads_with_torch(settings)):
-        return StagingCollate(collate_fn, worker_part, settings.staged)
+        return StagingCollate(collate_fn, worker_part, settings.staged, own)
     if worker_part is not None:
         return FirstOfPairs(collate_fn, worker_part, single=not makes_batches(settings))
     return collate_fn
@@ -643,6 +647,7 @@ def _open_executor(
     epochs: EpochCell,
     reported: dict[str, int],
     worker_part: WorkerTransform | None,
+    own: OwnGenerators,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
@@ -668,7 +673,7 @@ def _open_executor(
         drop_last=streamed and settings.drop_last,
         # A stream's random numbers go on from sample to sample, as its state does: no keys.
         seed=None if streamed else settings.seed,
-        own=None if streamed else OwnGenerators(settings.dataset, settings.collate_fn, worker_part),
+        own=None if streamed else own,
         worker_init_fn=settings.worker_init_fn,
         timeout_s=None if settings.timeout == "auto" else settings.timeout,
         in_order=settings.in_order,

@@ -27,6 +27,7 @@ from lightning_fastdata.randomness.global_generators import (
     GENERATORS,
     NUMPY,
     PYTHON,
+    DrawWatch,
     kept_random_state,
 )
 from lightning_fastdata.tree import find_instances, held, held_by, loaded_classes
@@ -267,12 +268,25 @@ class OwnGenerators:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore the generators at the end of the block."""
-        states = [(generator, state_of(generator)) for generator, _ in self._found]
+        states = self._states()
         try:
             yield
         finally:
-            for generator, state in states:
-                _set_state(generator, state)
+            _put_back(states)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restore these and the global generators, too, if the block raises: it is done again."""
+        states, watch = self._states(), DrawWatch()
+        try:
+            yield
+        except BaseException:
+            _put_back(states)
+            watch.restore()
+            raise
+
+    def _states(self) -> list[tuple[_Generator, object]]:
+        return [(generator, state_of(generator)) for generator, _ in self._found]
 
     def _refuse(self, generator: _Generator, error: Exception) -> None:
         if not self._refused:
@@ -362,10 +376,11 @@ def own_states(holder: object) -> list[bytes]:
     return [pickle.dumps(state_of(one)) for one in find_instances(holder, GENERATOR_CLASSES)]
 
 
-def _set_state(generator: _Generator, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+def _put_back(states: Sequence[tuple[_Generator, Any]]) -> None:
+    for generator, state in states:
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)

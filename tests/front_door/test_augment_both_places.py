@@ -5,6 +5,7 @@ The oracle is ``augment_on="cpu"``: Albumentations makes all pixels before sampl
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -78,6 +79,21 @@ def halved(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def from_arrays(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {"image": torch.stack([torch.from_numpy(sample["image"]) for sample in samples])}
+
+
+class Drawing:
+    """Draws from every global generator and from some of its own, and then makes a batch."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], dict[str, Any]]) -> None:
+        self.collate_fn = collate_fn
+        self.generators = [np.random.default_rng(5), np.random.RandomState(5), random.Random(5)]
+        self.torch = torch.Generator().manual_seed(5)
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        drawn += [float(generator.random()) for generator in self.generators]
+        drawn += [float(torch.rand((), generator=self.torch))]
+        return {"drawn": drawn, **self.collate_fn(samples)}
 
 
 def alternating(one: list[Any], other: list[Any]) -> list[Any]:
@@ -209,3 +225,76 @@ def test_what_trains_in_the_workers_trains_alike_on_the_device(name):
     wanted, found = (outcome(*CASES[name], place) for place in ("cpu", "gpu"))
     assert_equal(found, wanted)
     assert isinstance(wanted, list) == (name not in REFUSED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@each("collate_fn", [masks_in_lists, halved, from_arrays])
+def test_what_a_collate_fn_draws_is_the_same_whether_or_not_it_stacks(collate_fn):
+    case = by_name(PHOTOGRAPHS), A.Compose(FLIPS), Drawing(collate_fn)
+    wanted, found = (outcome(*case, place) for place in ("cpu", "gpu"))
+    assert len(wanted) == 2
+    assert_equal(found, wanted)
+
+
+def beside(make: Callable[[torch.Tensor], Any]) -> Callable[[list[Any]], dict[str, Any]]:
+    """Return a collate_fn that stacks the images, and puts what it makes of them beside."""
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        images = stacked(samples)
+        return {"image": images, "made": make(images)}
+
+    return collate
+
+
+def halves_in_place(images: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(images.shape)
+    made[:2] = images[:2]
+    return made.div_(2)
+
+
+MADE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "the same": lambda images: images,
+    "a second view": torch.clone,
+    "a thumbnail": lambda images: images[:, ::2, ::2],
+    "means": lambda images: images.float().mean((1, 2, 3)),
+    "a number": lambda images: images[0, 0, 0, 0].item(),
+    "an array": lambda images: np.asarray(images)[..., 0].copy(),
+    "what is written in place": halves_in_place,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@each("name", MADE)
+def test_what_a_collate_fn_makes_beside_stacked_images_is_made_of_finished_ones(name):
+    case = by_name(PHOTOGRAPHS), A.Compose([A.HorizontalFlip(p=1)]), beside(MADE[name])
+    wanted, found = (outcome(*case, place) for place in ("cpu", "gpu"))
+    assert len(wanted) == 2
+    assert_equal(found, wanted)
+
+
+def written_one_by_one(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    images = torch.empty((len(samples), *samples[0]["image"].shape), dtype=torch.uint8)
+    for place, sample in zip(images, samples, strict=True):
+        place.copy_(torch.as_tensor(sample["image"]))
+    return {"image": images, "sizes": [tuple(image.shape) for image in images]}
+
+
+def joined(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    images = torch.cat([torch.as_tensor(sample["image"])[None] for sample in samples])
+    return {"image": images.contiguous(), "rows": torch.arange(len(images))}
+
+
+@pytest.mark.filterwarnings("ignore")
+@each("collate_fn", [masks_in_lists, written_one_by_one, joined])
+def test_a_collate_fn_that_stacks_images_however_it_does_is_called_once(collate_fn):
+    calls = 0
+
+    def counting(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        return collate_fn(samples)
+
+    case = by_name(PHOTOGRAPHS), A.Compose(FLIPS), counting
+    found = outcome(*case, "gpu")
+    assert calls == len(found) == 2
+    assert_equal(found, outcome(*case, "cpu"))
