@@ -73,7 +73,10 @@ class CachedDataset(Dataset[Any]):
     A cache belongs to one state of the dataset: what it holds, the source of its class and of the
     functions that it holds, and size and time of the files that it names. Another state has another
     folder. A change elsewhere, in a function that this code calls, is not seen: give another
-    ``key``, or delete the folder. Some samples are compared with the dataset when a run opens a
+    ``key``, or delete the folder. A program that changes the dataset reads the changed one, without
+    the cache: each process looks for that before its first sample, and the loaders of this package
+    with each epoch; torch's ``DataLoader`` and ``cached[i]`` do not see a later change. Some samples
+    are compared with the dataset when a run opens a
     cache, and each is checked against its checksum when it is first read. A process may be killed
     at any time: a sample is in the cache whole or not at all.
 
@@ -139,8 +142,8 @@ class CachedDataset(Dataset[Any]):
         """Length of the dataset when the cache was made, and so of the cache's files."""
         self.ranks = ranks_on_host(os.environ)
         """Training processes on this host, each of which has a cache of its own in memory."""
-        # Three flags more than samples: the cache was compared, and each of two warnings was given.
-        self._known = SharedFlags(self._length + 3)
+        # More flags than samples: the cache was compared, and each of three warnings was given.
+        self._known = SharedFlags(self._length + 4)
         self._file: SampleFile | None = None
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
@@ -150,6 +153,8 @@ class CachedDataset(Dataset[Any]):
         self._given_up = False
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
+        self._noticed = False
+        """Whether this process, or one that it was forked from, has looked for a change."""
         self._there: NDArray[np.bool_] | None = None
         """Mask of samples kept when the dataset was last found unchanged; None: no sample was."""
         is_there(self.folder)  # a folder of another user is refused at once
@@ -215,7 +220,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         of_this_process = {"_file": None, "_columns": None, "_state": None, "_there": None}
-        return {**self.__dict__, **of_this_process, "_compared": False}
+        return {**self.__dict__, **of_this_process, "_compared": False, "_noticed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CachedDataset.made = True
@@ -284,6 +289,8 @@ class CachedDataset(Dataset[Any]):
 
     def _opened(self) -> SampleFile | None:
         """Return the cache, which is made if it is not there; None: it is no longer used."""
+        if not (self._given_up or self._noticed):  # before any sample is read or kept
+            self.notice_change()
         if self._given_up:
             return None
         if not self._compared:
@@ -398,6 +405,7 @@ class CachedDataset(Dataset[Any]):
         now = fingerprint(self.dataset, within_s=within_s, with_globals=False)
         if now is None and within_s < math.inf:
             return
+        self._noticed = True
         file = self._seen()
         there = None if file is None else file.there()
         if (now is not None and now == self._state) or self._is_recognised(now):
@@ -409,7 +417,7 @@ class CachedDataset(Dataset[Any]):
         self._file = self._columns = None
         self._given_up = True
         said = _CHANGED.format(name=type(self.dataset).__name__, folder=self.folder)
-        warnings.warn(said, FastDataWarning, stacklevel=3)
+        self._tell_once(self._length + 3, said)
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
         """Return whether another run would recognise the dataset in its present state.

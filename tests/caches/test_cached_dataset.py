@@ -12,6 +12,7 @@ import pickle
 import random
 import signal
 import textwrap
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -416,6 +417,37 @@ def test_a_cache_that_is_no_longer_held_leaves_no_file_of_samples_open(tmp_path,
         return len(os.listdir("/proc/self/fd"))
 
     assert read() == read() == read()
+
+
+class Labels(Dataset):
+    """A dataset that a program may relabel."""
+
+    def __init__(self):
+        self.labels = list(range(20))
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.labels[index]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda cached: [cached[index] for index in range(20)],
+        lambda cached: torch.cat(list(DataLoader(cached, 4, num_workers=1))).tolist(),
+    ],
+)
+def test_a_change_before_the_first_sample_is_seen_without_a_loader_of_this_package(tmp_path, read):
+    data = Labels()
+    cached = ld.CachedDataset(data, tmp_path)
+    data.labels[5] = -1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a worker warns in its own process
+        assert read(cached) == data.labels
+    assert cached.stored == 0
+    assert read(ld.CachedDataset(Labels(), tmp_path)) == list(range(20))
 
 
 @pytest.mark.parametrize("varies", [False, True])
