@@ -145,8 +145,8 @@ class CachedDataset(Dataset[Any]):
         """Length of the dataset when the cache was made, and so of the cache's files."""
         self.ranks = ranks_on_host(os.environ)
         """Training processes on this host, each of which has a cache of its own in memory."""
-        # More flags than samples: the cache was compared, and each of three warnings was given.
-        self._known = SharedFlags(self._length + 4)
+        # More flags than samples: the cache was compared, and each of four warnings was given.
+        self._known = SharedFlags(self._length + 5)
         self._file: SampleFile | None = None
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
