@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -23,7 +24,7 @@ from lightning_fastdata.caches.folders import (
     name_of_key,
     room_bytes,
 )
-from lightning_fastdata.caches.sample_file import SampleFile, taken_apart
+from lightning_fastdata.caches.sample_file import Form, SampleFile, taken_apart
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
@@ -43,6 +44,8 @@ from lightning_fastdata.types import Batch, MapDataset
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 _FORMS_TRIED: Final = 16
 """Number of samples whose forms decide whether all samples are stored as rows of columns."""
@@ -73,9 +76,12 @@ class CachedDataset(Dataset[Any]):
     A cache belongs to one state of the dataset: what it holds, the source of its class and of the
     functions that it holds, and size and time of the files that it names. Another state has another
     folder. A change elsewhere, in a function that this code calls, is not seen: give another
-    ``key``, or delete the folder. Some samples are compared with the dataset when a run opens a
-    cache, and each is checked against its checksum when it is first read. A process may be killed
-    at any time: a sample is in the cache whole or not at all.
+    ``key``, or delete the folder. A program that changes the dataset reads the changed one, without
+    the cache: each process looks for that before its first sample, and the loaders of this package
+    with each epoch; torch's ``DataLoader`` and ``cached[i]`` do not see a later change. Some
+    samples are compared with the dataset when a run opens a cache, and each is checked against its
+    checksum when it is first read. A process may be killed at any time: a sample is in the cache
+    whole or not at all.
 
     Args:
         dataset: A dataset with a length, and samples of tensors, NumPy arrays and scalars, PIL
@@ -139,8 +145,8 @@ class CachedDataset(Dataset[Any]):
         """Length of the dataset when the cache was made, and so of the cache's files."""
         self.ranks = ranks_on_host(os.environ)
         """Training processes on this host, each of which has a cache of its own in memory."""
-        # Three flags more than samples: the cache was compared, and each of two warnings was given.
-        self._known = SharedFlags(self._length + 3)
+        # More flags than samples: the cache was compared, and each of four warnings was given.
+        self._known = SharedFlags(self._length + 5)
         self._file: SampleFile | None = None
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
@@ -150,6 +156,8 @@ class CachedDataset(Dataset[Any]):
         self._given_up = False
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
+        self._noticed = False
+        """Whether this process, or one that it was forked from, has looked for a change."""
         self._there: NDArray[np.bool_] | None = None
         """Mask of samples kept when the dataset was last found unchanged; None: no sample was."""
         is_there(self.folder)  # a folder of another user is refused at once
@@ -215,7 +223,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         of_this_process = {"_file": None, "_columns": None, "_state": None, "_there": None}
-        return {**self.__dict__, **of_this_process, "_compared": False}
+        return {**self.__dict__, **of_this_process, "_compared": False, "_noticed": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CachedDataset.made = True
@@ -284,6 +292,8 @@ class CachedDataset(Dataset[Any]):
 
     def _opened(self) -> SampleFile | None:
         """Return the cache, which is made if it is not there; None: it is no longer used."""
+        if not (self._given_up or self._noticed):  # before any sample is read or kept
+            self.notice_change()
         if self._given_up:
             return None
         if not self._compared:
@@ -340,11 +350,13 @@ class CachedDataset(Dataset[Any]):
             warnings.warn(text, FastDataWarning, stacklevel=4)
 
     def _create(self) -> SampleFile:
+        def form_of(index: int) -> Form:
+            return taken_apart(_read(self.dataset, index))[0]
+
         with kept_random_state():
             if not self._always_same:
                 refuse_drawn(self.dataset)
-            tried = tried_indices(self._length, _FORMS_TRIED)
-            forms = [taken_apart(self.dataset[index])[0] for index in tried]
+            forms = list(_tried(self.dataset, form_of, _FORMS_TRIED))
         return SampleFile.create(
             self.folder,
             self._length,
@@ -356,18 +368,21 @@ class CachedDataset(Dataset[Any]):
 
     def _compare(self, file: SampleFile) -> None:
         """Compare some samples of the cache with the dataset."""
-        for index in tried_indices(self._length):
+
+        def look(index: int) -> None:
             there, kept = file.read(index)
             if not there:
-                continue
+                return
             with kept_random_state():
-                made = self.dataset[index]
+                made = _read(self.dataset, index)
             if taken_apart(kept) != taken_apart(made):
                 raise DatasetError(
                     f"The cache {self.folder} does not hold what sample {index} of "
                     f"{type(self.dataset).__name__} is now. Delete the folder, and it is made "
                     "again; if you gave it a key, give another one when the samples change."
                 )
+
+        list(_tried(self.dataset, look))
 
     def _keep(self, file: SampleFile, index: int, sample: object) -> None:
         if self._full:
@@ -398,6 +413,7 @@ class CachedDataset(Dataset[Any]):
         now = fingerprint(self.dataset, within_s=within_s, with_globals=False)
         if now is None and within_s < math.inf:
             return
+        self._noticed = True
         file = self._seen()
         there = None if file is None else file.there()
         if (now is not None and now == self._state) or self._is_recognised(now):
@@ -409,7 +425,7 @@ class CachedDataset(Dataset[Any]):
         self._file = self._columns = None
         self._given_up = True
         said = _CHANGED.format(name=type(self.dataset).__name__, folder=self.folder)
-        warnings.warn(said, FastDataWarning, stacklevel=3)
+        self._tell_once(self._length + 3, said)
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
         """Return whether another run would recognise the dataset in its present state.
@@ -492,9 +508,48 @@ def tried_indices(length: int, count: int = _TRIED) -> list[int]:
     return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
 
+class _UnreadError(Exception):
+    """A sample cannot be read; the cause says why."""
+
+
+def _read(dataset: MapDataset, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # whatever the dataset raises
+        raise _UnreadError from error
+
+
+def _tried(dataset: MapDataset, look: Callable[[int], T], count: int = _TRIED) -> Iterator[T]:
+    """Yield what a function tells of samples from all over a dataset.
+
+    A sample that cannot be read fails where it is asked for, and not here: another is tried.
+
+    Raises:
+        DatasetError: No sample that was tried can be read.
+    """
+    wanted, others = (tried_indices(len(dataset), most) for most in (count, 3 * count))
+    failed: dict[int, BaseException | None] = {}
+    tried = 0
+    for index in dict.fromkeys([*wanted, *others]):
+        if tried - len(failed) == len(wanted):
+            return
+        tried += 1
+        try:
+            yield look(index)
+        except _UnreadError as error:
+            failed[index] = error.__cause__
+    if failed and tried == len(failed):
+        index, cause = next(iter(failed.items()))
+        raise DatasetError(
+            f"A cache cannot be begun or compared, as none of the samples {[*failed]} of "
+            f"{type(dataset).__name__} can be read. Sample {index} raised "
+            f"{type(cause).__name__}: {cause}"
+        ) from cause
+
+
 def refuse_drawn(dataset: MapDataset) -> None:
     """Raise DatasetError if samples draw at random, or are not the same twice."""
-    if all(_is_fixed(dataset, index) for index in tried_indices(len(dataset))):
+    if all(_tried(dataset, partial(_is_fixed, dataset))):
         return
     inner = dataset.dataset if type(dataset) is Subset else dataset
     raise DatasetError(
@@ -508,12 +563,12 @@ def refuse_drawn(dataset: MapDataset) -> None:
 def _is_fixed(dataset: MapDataset, index: int) -> bool:
     with kept_random_state():
         watch, before = DrawWatch(), own_states(dataset)
-        first = taken_apart(dataset[index])
+        first = taken_apart(_read(dataset, index))
         if watch.drew() or own_states(dataset) != before:
             return False
         _seed_all(dataset, index)
         with _another_epoch(dataset):
-            return taken_apart(dataset[index]) == first
+            return taken_apart(_read(dataset, index)) == first
 
 
 def _seed_all(dataset: object, number: int) -> None:

@@ -556,4 +556,6 @@ def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[b
 
 
 def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:
-    tell("gain", measure_gain(dataset, folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastDataWarning)  # of a cache that nobody will use
+        tell("gain", measure_gain(dataset, folder))

@@ -12,6 +12,7 @@ import pickle
 import random
 import signal
 import textwrap
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -416,6 +417,81 @@ def test_a_cache_that_is_no_longer_held_leaves_no_file_of_samples_open(tmp_path,
         return len(os.listdir("/proc/self/fd"))
 
     assert read() == read() == read()
+
+
+class Broken(Dataset):
+    """A dataset of which some samples cannot be read."""
+
+    def __init__(self, broken, error=ValueError):
+        self.broken, self.error = broken, error
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise self.error(f"sample {index} is broken")
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("error", [ValueError, IndexError])
+@pytest.mark.parametrize("broken", [(0,), (99,), range(60)])
+def test_a_sample_that_cannot_be_read_fails_at_its_own_index_alone(tmp_path, broken, error):
+    data = Broken(broken, error)
+    for _ in range(2):  # the cache is made, and found
+        cached = ld.CachedDataset(data, tmp_path)
+        for index in (*set(range(100)).difference(broken), broken[0]):
+            if index in broken:
+                with pytest.raises(error, match=f"sample {index} is broken"):
+                    cached[index]
+            else:
+                assert cached[index] == index
+
+
+def test_bad_samples_are_replaced_beside_a_cache(tmp_path):
+    cached = ld.CachedDataset(Broken((99,)), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that one was replaced
+        batches = list(ld.FastDataLoader(cached, 10, on_bad_sample="replace"))
+    assert len(torch.cat(batches)) == 100
+    assert torch.equal(torch.cat(batches)[:99], torch.arange(99))
+
+
+def test_a_cache_of_samples_none_of_which_can_be_read_names_those_that_were_tried(tmp_path):
+    cached = ld.CachedDataset(Broken(range(100), IndexError), tmp_path)
+    with pytest.raises(DatasetError, match=r"\[0, 14, .*Sample 0 raised IndexError: sample 0 is"):
+        list(cached)
+
+
+class Labels(Dataset):
+    """A dataset that a program may relabel."""
+
+    def __init__(self):
+        self.labels = list(range(20))
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.labels[index]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda cached: [cached[index] for index in range(20)],
+        lambda cached: torch.cat(list(DataLoader(cached, 4, num_workers=1))).tolist(),
+    ],
+)
+def test_a_change_before_the_first_sample_is_seen_without_a_loader_of_this_package(tmp_path, read):
+    data = Labels()
+    cached = ld.CachedDataset(data, tmp_path)
+    data.labels[5] = -1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a worker warns in its own process
+        assert read(cached) == data.labels
+    assert cached.stored == 0
+    assert read(ld.CachedDataset(Labels(), tmp_path)) == list(range(20))
 
 
 @pytest.mark.parametrize("varies", [False, True])

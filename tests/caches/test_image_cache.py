@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from functools import partial
 
 import numpy as np
@@ -53,6 +54,19 @@ def test_pixels_are_those_without_a_cache(root, tmp_path, shorter_side, normaliz
         assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
     assert kept.targets == plain.targets
     assert cache_of(kept).stored == len(plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"resample": "exact"}, {"shorter_side": 48}, {"size": 64}])
+def test_a_warning_says_once_where_kept_pictures_make_other_pixels(root, tmp_path, options):
+    options = {"size": 16, **options}
+    plain = ld.FastImageFolder(root, **options)
+    kept = cache_images(ld.FastImageFolder(root, **options), tmp_path / "kept")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pairs = [(all_of(plain, epoch), all_of(kept, epoch)) for epoch in range(3)]
+    others = not all(torch.equal(first, second) for first, second in pairs)
+    assert others == (options == {"size": 16})
+    assert ['resample="exact"' in str(one.message) for one in said] == [True] * others
 
 
 def test_files_are_read_once(root, tmp_path):

@@ -28,6 +28,7 @@ from lightning_fastdata.ext.images.decoders import (
 from lightning_fastdata.ext.images.resized_crop import (
     Crop,
     CropRule,
+    Placement,
     Resample,
     keyed_uniform,
     normalising_tables,
@@ -43,6 +44,12 @@ from lightning_fastdata.types import SampleKey
 
 _HEAD_BYTES: Final = 8
 """Number of bytes of height and width, 4 each, with which a kept picture begins."""
+
+_OTHER_PIXELS: Final = (
+    "Random crops of kept pictures have other pixels than those of the files, where they shrink a "
+    "JPEG to half its size or less: a file is then decoded at a reduced scale, and a kept picture "
+    'is not. resample="exact" gives the same pixels with a cache and without one.'
+)
 
 
 class FolderError(DatasetError, FileNotFoundError):
@@ -248,6 +255,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index))
         placement = self.rule.place(image.height, image.width, uniform)
         plan = plan_resample(placement, self.resample, scalable=image.scalable)
+        if self.pictures is not None:
+            self.pictures.tell_of_scale(index, placement, self.resample)
         unchecked = self._whole is not None and index not in self._whole
         size = self.rule.size
         pixels: Pixels = out if self._tables is None else np.empty((size, size, 3), np.uint8)
@@ -304,8 +313,10 @@ def cache_images(
     """Return an image folder that keeps its decoded pictures and cuts its crops out of them.
 
     Files are decoded once, by whichever worker or rank reads them first; later epochs, other ranks
-    and later runs cut their crops out of the kept pictures, with the same pixels as without a
-    cache. Order, draws and options are those of the dataset. A cache works best with
+    and later runs cut their crops out of the kept pictures. Order, draws and options are those
+    of the dataset. The pixels are those without a cache; but crops that shrink a JPEG to half its
+    size or less are sharper, as a file is then decoded at a reduced scale. A warning says so;
+    ``resample="exact"`` gives the same pixels in any case. A cache works best with
     ``shorter_side``: pictures of 256 pixels take a fraction of the room of whole ones, 3 bytes a
     pixel. Pictures that do not fit the memory are read from the disk in each epoch, which is no
     gain over files. :class:`CachedDataset` says how a cache is found, checked and shared.
@@ -351,6 +362,15 @@ class ImageCache(CachedDataset):
         height, width = row[:_HEAD_BYTES].view("<u4").tolist()
         data = row[_HEAD_BYTES : _HEAD_BYTES + 3 * height * width]  # more may follow in the file
         return StoredPicture(data.reshape(height, width, 3))
+
+    def tell_of_scale(self, index: int, placement: Placement, resample: Resample) -> None:
+        """Warn once if a crop of the file itself would be decoded at a reduced scale."""
+        pictures: _Pictures = self.dataset  # type: ignore[assignment]
+        whole = pictures.shorter_side is None
+        if not whole or plan_resample(placement, resample, scalable=True).scale == 1:
+            return
+        if pictures.samples[index].lower().endswith((".jpg", ".jpeg")):
+            self._tell_once(self._length + 4, _OTHER_PIXELS)
 
 
 class _Pictures(Dataset[NDArray[np.uint8]]):
