@@ -19,7 +19,15 @@ from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.device.backend import DeviceStreams, device_streams
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import (
+    BatchError,
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    check_callable,
+    checked_seed,
+)
 from lightning_fastdata.executors.columns import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
@@ -34,11 +42,8 @@ from lightning_fastdata.planning.facts import (
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
-    check,
     check_among,
-    check_callable,
     check_dataset,
-    checked_seed,
     given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
