@@ -168,7 +168,7 @@ def given_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a loader that are given; a context is its start method."""
     given = {name: value for name, value in arguments.items() if value is not None}
     method = given.get("multiprocessing_context", "")
-    if not isinstance(method, str):
+    if hasattr(method, "get_start_method"):
         given["multiprocessing_context"] = method.get_start_method()
     return given
 
@@ -229,6 +229,10 @@ class LoaderOptions:
     split: bool | Auto = "auto"
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # An array compares with "auto" element by element.
+            check(field.name, value, not getattr(value, "shape", ()), "single values, no arrays")
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
             fine = value == "auto" or is_whole(value, lowest)
