@@ -1,4 +1,4 @@
-"""Every error and warning of the package.
+"""Every error and warning of the package, and the checks of arguments that rooms share.
 
 Every message says what happened, quotes the value, and says what to do.
 """
@@ -6,9 +6,12 @@ Every message says what happened, quotes the value, and says what to do.
 from __future__ import annotations
 
 import math
+import numbers
 from importlib.util import find_spec
-from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -82,13 +85,13 @@ class FastDataWarning(UserWarning):
 
 def is_whole(value: Any, least: float = -math.inf) -> bool:
     """Return whether a value is a whole number, of Python or NumPy, from ``least`` on."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and bool(value >= least)
 
 
 def is_number(value: Any, above: float = -math.inf) -> bool:
     """Return whether a value is a real number, of Python or NumPy, and greater than ``above``."""
-    real = isinstance(value, Real)
+    real = isinstance(value, numbers.Real)
     return real and bool(value > above)
 
 
