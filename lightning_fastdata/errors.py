@@ -1,11 +1,17 @@
-"""Every error and warning of the package.
+"""Every error and warning of the package, and the checks of arguments that rooms share.
 
 Every message says what happened, quotes the value, and says what to do.
 """
 
 from __future__ import annotations
 
+import math
+import numbers
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -75,6 +81,39 @@ class FastDataWarning(UserWarning):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+def is_whole(value: Any, least: float = -math.inf) -> bool:
+    """Return whether a value is a whole number, of Python or NumPy, from ``least`` on."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and bool(value >= least)
+
+
+def is_number(value: Any, above: float = -math.inf) -> bool:
+    """Return whether a value is a real number, of Python or NumPy, and greater than ``above``."""
+    real = isinstance(value, numbers.Real)
+    return real and bool(value > above)
+
+
+def check(name: str, value: object, fine: bool, allowed: str) -> None:
+    """Raise an :class:`OptionsError` that names the option and its value, unless it is fine."""
+    if not fine:
+        raise OptionsError(f"{name} is {value!r}; allowed are {allowed}.")
+
+
+def check_callable(name: str, value: object, takes: str) -> None:
+    """Raise an :class:`OptionsError` unless a value is None or can be called.
+
+    ``takes`` says what the function takes and returns, as ``"samples and returns a batch"``.
+    """
+    fine = value is None or (callable(value) and not isinstance(value, str))
+    check(name, value, fine, f"None and a function that takes {takes}")
+
+
+def checked_seed(seed: Any) -> int:
+    """Return a seed as an integer of Python; raises OptionsError if it is no whole number."""
+    check("seed", seed, is_whole(seed), "whole numbers")
+    return int(seed)
 
 
 def has_package(package: str) -> bool:

@@ -84,7 +84,9 @@ class BadSamples:
         number = isinstance(share, int | float) and not isinstance(share, bool)
         if not (number and 0 <= share <= 1):
             raise OptionsError(f"budget_share is {share!r}; allowed are shares from 0 to 1.")
-        if not isinstance(self.quarantine_file, str | os.PathLike | None):
+        if not isinstance(self.quarantine_file, str | os.PathLike | None) or (
+            self.quarantine_file == ""
+        ):
             raise OptionsError(
                 f"quarantine_file is {self.quarantine_file!r}; allowed are None and a path."
             )

@@ -25,7 +25,14 @@ from lightning_fastdata.caches.folders import (
     room_bytes,
 )
 from lightning_fastdata.caches.sample_file import Form, SampleFile, taken_apart
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    check_callable,
+    is_whole,
+)
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import ranks_on_host
@@ -130,8 +137,12 @@ class CachedDataset(Dataset[Any]):
                 f"{type(dataset).__name__} has no length or no samples by index, so that it cannot "
                 "be cached. Cache what it reads from."
             )
-        if max_bytes is not None and max_bytes < 1:
-            raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        most: Any = max_bytes
+        if isinstance(most, float) and most.is_integer():
+            most = int(most)
+        fine = most is None or is_whole(most, 1)
+        check("max_bytes", max_bytes, fine, "None, for the default, and whole numbers from 1")
+        check_callable("transform", transform, "a sample and returns one")
         CachedDataset.made = True
         self.dataset = dataset
         self.transform = transform
@@ -139,7 +150,7 @@ class CachedDataset(Dataset[Any]):
         self._identity = identity(self.dataset) if key is None else _identity_if_any(self.dataset)
         """Identity by which the dataset is recognised; None: it has none, only a key is given."""
         self.folder = root / (str(self._identity) if key is None else name_of_key(key))
-        self._max_bytes = max_bytes
+        self._max_bytes = None if most is None else int(most)
         self._always_same = always_same
         self._length = len(dataset)
         """Length of the dataset when the cache was made, and so of the cache's files."""
@@ -199,11 +210,15 @@ class CachedDataset(Dataset[Any]):
 
         Args:
             num_workers: Processes that make them; 0: this one does.
+
+        Raises:
+            OptionsError: ``num_workers`` is no whole number from 0.
         """
+        check("num_workers", num_workers, is_whole(num_workers, 0), "whole numbers from 0")
         notice_changes(self)
         untransformed, at_once = copy.copy(self), _FILLED_AT_ONCE
         untransformed.transform = None
-        loader = DataLoader(untransformed, at_once, num_workers=num_workers, collate_fn=len)
+        loader = DataLoader(untransformed, at_once, num_workers=int(num_workers), collate_fn=len)
         for number, count in enumerate(loader):
             file, start = self._seen(), number * at_once
             if file is None or not any(map(file.has, range(start, start + count))):

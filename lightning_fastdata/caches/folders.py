@@ -64,7 +64,7 @@ def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
     A text that is nearly one of the words counts as a misspelt word.
     """
     given = isinstance(folder, str | os.PathLike) and os.fsdecode(folder)
-    if not given or _ADDRESS.match(given):
+    if not given or "\0" in given or _ADDRESS.match(given):
         raise OptionsError(
             f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))} or a folder "
             "of this machine."
@@ -150,7 +150,8 @@ def name_of_key(key: str) -> str:
     Raises:
         OptionsError: The key cannot be a name.
     """
-    if not key or not all(sign.isalnum() or sign in "-_." for sign in key) or key.startswith("."):
+    fine = isinstance(key, str) and all(sign.isalnum() or sign in "-_." for sign in key)
+    if not fine or not key or key.startswith("."):
         raise OptionsError(f"key is {key!r}; use letters, digits, '-', '_' and '.'.")
     return f"key-{key}"
 

@@ -23,7 +23,7 @@ from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
 from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
 from lightning_fastdata.loading import position
 from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
@@ -248,7 +248,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         )
         sampler = samplers.as_given(sampler)
         samplers.check_fit(sampler, batch_sampler, dataset, batch_size, drop_last=drop_last)
-        seed = global_seed() if seed is None else options.checked_seed(seed)
+        seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._read_by: KeptExecutor | None = None

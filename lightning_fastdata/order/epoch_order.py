@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError, is_whole
 from lightning_fastdata.tree import has_method
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -37,12 +37,6 @@ _TOGETHER: Final = 8000
 _AT_ONCE: Final = 8
 """Least number of blocks shuffled together: the sources of this package keep as many in memory."""
 _MASK: Final = 2**64 - 1
-
-
-def is_whole(value: Any, least: int) -> bool:
-    """Return whether a value is a whole number from ``least`` on."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and bool(value >= least)
 
 
 def check_whole(**values: int | None) -> None:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, is_whole
 from lightning_fastdata.order.epoch_order import (
     KeyedPermutation,
     check_whole,
     dataset_length,
-    is_whole,
 )
 from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method

@@ -6,14 +6,20 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any, Final, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
-from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+from lightning_fastdata.errors import (
+    DatasetError,
+    OptionsError,
+    TransformError,
+    check,
+    check_callable,
+    is_whole,
+)
 from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find_kind
 from lightning_fastdata.types import has_own_order
 
@@ -23,34 +29,9 @@ _OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_
 """Options that torch refuses for a loader without workers."""
 
 
-def check(name: str, value: object, fine: bool, allowed: str) -> None:
-    """Raise an :class:`OptionsError` that names the option and its value, unless it is fine."""
-    if not fine:
-        raise OptionsError(f"{name} is {value!r}; allowed are {allowed}.")
-
-
 def check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise an :class:`OptionsError` unless the value is one of the allowed ones."""
     check(name, value, value in allowed, ", ".join(map(repr, allowed)))
-
-
-def check_callable(name: str, value: object, takes: str) -> None:
-    """Raise an :class:`OptionsError` unless a value is None or can be called.
-
-    ``takes`` says what the function takes and returns, as ``"samples and returns a batch"``.
-    """
-    fine = value is None or (callable(value) and not isinstance(value, str))
-    check(name, value, fine, f"None and a function that takes {takes}")
-
-
-def checked_seed(seed: object) -> int:
-    """Return a seed as an integer of Python; raises OptionsError if it is no whole number."""
-    check("seed", seed, _is_whole(seed), "whole numbers")
-    return int(seed)  # type: ignore[call-overload,no-any-return]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_loader(
@@ -85,7 +66,7 @@ def check_loader(
             )
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
-    fine = batch_size is None or (_is_whole(batch_size) and int(batch_size) >= 1)  # type: ignore[call-overload]
+    fine = batch_size is None or (is_whole(batch_size, 1))
     check("batch_size", batch_size, fine, "None and whole numbers from 1")
     for name, order in orders.items():
         fine = order is None or isinstance(order, Iterable) or hasattr(order, "__getitem__")
@@ -187,7 +168,7 @@ def given_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a loader that are given; a context is its start method."""
     given = {name: value for name, value in arguments.items() if value is not None}
     method = given.get("multiprocessing_context", "")
-    if not isinstance(method, str):
+    if hasattr(method, "get_start_method"):
         given["multiprocessing_context"] = method.get_start_method()
     return given
 
@@ -248,9 +229,13 @@ class LoaderOptions:
     split: bool | Auto = "auto"
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # An array compares with "auto" element by element.
+            check(field.name, value, not getattr(value, "shape", ()), "single values, no arrays")
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
-            fine = value == "auto" or (_is_whole(value) and int(value) >= lowest)
+            fine = value == "auto" or is_whole(value, lowest)
             check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
             if value != "auto":  # torch and Python take no number of NumPy
                 object.__setattr__(self, name, int(value))

@@ -19,7 +19,15 @@ from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.device.backend import DeviceStreams, device_streams
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import (
+    BatchError,
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    check_callable,
+    checked_seed,
+)
 from lightning_fastdata.executors.columns import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
@@ -34,11 +42,8 @@ from lightning_fastdata.planning.facts import (
 from lightning_fastdata.planning.options import (
     Auto,
     LoaderOptions,
-    check,
     check_among,
-    check_callable,
     check_dataset,
-    checked_seed,
     given_options,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
@@ -235,7 +240,7 @@ class DataModule:
             fine = isinstance(place, str | int | None)
             check(name, place, fine, "None, a key of the samples and a position in them")
         self.guard: GuardPolicy = guard
-        self.chooses_batch_size = batch_size == "auto"
+        self.chooses_batch_size = isinstance(batch_size, str) and batch_size == "auto"
         if self.chooses_batch_size and guard == "off":
             raise OptionsError(
                 'batch_size="auto" and guard="off" contradict each other, as the guard '
@@ -310,11 +315,12 @@ class DataModule:
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
+        if trainer is not None:
+            self._warn_of_lost_arguments()  # first, as it says what a module is that was not made
         self._attach(trainer)
         if trainer is None:
             return
         seams.refuse_other_tree(self, trainer)
-        self._warn_of_lost_arguments()
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
@@ -512,10 +518,12 @@ class DataModule:
                 ``sampler`` or ``batch_size``.
 
         Raises:
+            OptionsError: There is no such stage, or an argument is impossible.
             DatasetError: The dataset is empty, or its first sample cannot be read.
             BatchError: A transform for images was registered and the samples hold none.
         """
         self._warn_of_lost_arguments()
+        check_among("stage", stage, STAGES)
         name = self._name_of(stage) if name is None else name
         spec, arguments = self._spec(dataset, stage, name, overrides)
         refuse_empty(spec)
@@ -564,6 +572,7 @@ class DataModule:
         Raises:
             DatasetError: The stage has no dataset, and Lightning runs it.
         """
+        self._warn_of_lost_arguments()
         datasets, by_name = self._named_datasets(stage)
         if is_missing(datasets):
             running = seams.running_stage(self._trainer)
@@ -571,7 +580,8 @@ class DataModule:
                 return [] if running is None else self._no_loaders([])
             raise DatasetError(
                 f"{type(self).__name__} has no {stage} dataset: {DATASET_METHOD[stage]}() "
-                f"returned {datasets!r}. Override it to return a dataset."
+                f"returned {datasets!r}. Override it to return a dataset, or give one: "
+                f"from_datasets({DATASET_METHOD[stage]}=...), from_loaders({stage}=...)."
             )
         loaders = []
         for name, item in by_name:
@@ -1031,7 +1041,9 @@ def joined_options(options: object, given: Mapping[str, Any]) -> LoaderOptions:
             f"options={options!r} is a {type(options).__name__}; pass LoaderOptions(...). For one "
             "stage, override its val_dataloader() to return self.make_loader(..., num_workers=1)."
         )
-    asked = {key: value for key, value in given.items() if value is not None and value != "auto"}
+    given = {key: value for key, value in given.items() if value is not None}
+    LoaderOptions(**given)  # what is impossible is named
+    asked = {key: value for key, value in given.items() if value != "auto"}
     for key, value in asked.items():
         other = getattr(options, key)
         if other not in ("auto", value):

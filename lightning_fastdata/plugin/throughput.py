@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, check
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -46,7 +46,6 @@ from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.mixture import Mixture
-from lightning_fastdata.planning.options import check
 from lightning_fastdata.plugin import boards, seams
 from lightning_fastdata.plugin.recording import LATER_EPOCHS, Recording, attach_tee
 from lightning_fastdata.plugin.transforms import augment_foreign_batches

@@ -11,7 +11,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fastdata.errors import DatasetError, OptionsError, printable
+from lightning_fastdata.errors import DatasetError, check, is_number, printable
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, StoredInBlocks
 
@@ -88,7 +88,8 @@ class SourceDataset(Dataset[Any]):
         timeout_s: Seconds to wait for a record before an error is raised.
 
     Raises:
-        OptionsError: ``timeout_s`` is not above 0.
+        OptionsError: ``source`` is no source, ``decode`` cannot be called, or ``timeout_s`` is not
+            above 0.
 
     Example:
         >>> photos = SourceDataset(TarSource("photos.tar"), decode)  # doctest: +SKIP
@@ -97,8 +98,10 @@ class SourceDataset(Dataset[Any]):
     def __init__(
         self, source: Source, decode: Callable[[Any, int], Any], *, timeout_s: float = 120.0
     ) -> None:
-        if not timeout_s > 0:
-            raise OptionsError(f"timeout_s is {timeout_s!r}; give seconds, above 0.")
+        fine = callable(getattr(source, "get_bytes", None)) and hasattr(source, "name_of")
+        check("source", source, fine, "sources, as those of lightning_fastdata.sources")
+        check("decode", decode, callable(decode), "functions that take a record and its number")
+        check("timeout_s", timeout_s, is_number(timeout_s, above=0), "seconds, above 0")
         self.source = source
         self.decode = decode
         self.timeout_s = timeout_s

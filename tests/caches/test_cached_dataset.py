@@ -248,7 +248,14 @@ class Endless(IterableDataset):
     ("arguments", "error", "named"),
     [
         ({"dataset": Endless()}, DatasetError, "Endless has no length"),
-        ({"max_bytes": 0}, OptionsError, "max_bytes is 0"),
+        *(
+            ({"max_bytes": value}, OptionsError, f"max_bytes is {value!r}")
+            for value in (0, "1GB", float("nan"), True, 1.5)
+        ),
+        ({"key": 3}, OptionsError, "key is 3"),
+        ({"key": b"a"}, OptionsError, "key is b'a'"),
+        ({"folder": "a\0b"}, OptionsError, r"The place of a cache is 'a\\x00b'"),
+        ({"transform": 3}, OptionsError, "transform is 3"),
         ({"key": "../x"}, OptionsError, r"key is '\.\./x'"),
         ({"key": ""}, OptionsError, "key is ''"),
     ],
@@ -256,6 +263,16 @@ class Endless(IterableDataset):
 def test_impossible_arguments_are_named(tmp_path, folder, arguments, error, named):
     with pytest.raises(error, match=named):
         ld.CachedDataset(**{"dataset": Made(folder), "folder": tmp_path, **arguments})
+
+
+def test_numbers_may_be_of_numpy_and_those_of_workers_are_checked(tmp_path, folder):
+    for most in (np.int64(10**6), 1e6):
+        cached = ld.CachedDataset(Made(folder), tmp_path / str(most), max_bytes=most)
+        cached.fill(np.int64(0))
+        assert cached.stored == 40
+    for number in ("auto", -1, 1.5, None):
+        with pytest.raises(OptionsError, match="num_workers is "):
+            cached.fill(number)
 
 
 def test_a_folder_that_cannot_be_made_is_named(folder):

@@ -110,9 +110,9 @@ def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
 
 
 def test_impossible_options_are_refused(root):
-    with pytest.raises(OptionsError, match="shorter_side is 0; give 1 or more"):
+    with pytest.raises(OptionsError, match=r"shorter_side is 0; .* from 1"):
         folder_of(root, shorter_side=0)
-    with pytest.raises(OptionsError, match="shorter_side is 32; give 37 or more"):
+    with pytest.raises(OptionsError, match=r"shorter_side is 32; .* from 37"):
         folder_of(root, crop="center", shorter_side=32)
 
 

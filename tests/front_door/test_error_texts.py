@@ -24,6 +24,7 @@ from lightning_fastdata import (
     FastDataModule,
     LoaderOptions,
 )
+from lightning_fastdata.errors import OptionsError
 
 torch.set_num_threads(1)
 
@@ -266,10 +267,34 @@ def test_a_list_of_hugging_face_datasets_is_a_list_of_datasets(tmp_path):
         train(FastDataModule.from_datasets(splits), tmp_path)
 
 
-def test_a_constructor_without_that_of_the_data_module_is_named():
+def test_a_constructor_without_that_of_the_data_module_is_named(tmp_path):
     class Own(FastDataModule):
         def __init__(self):
             pass
 
-    with pytest.raises(FastDataError, match=r"Own.__init__\(\) does not call super\(\).__init__"):
-        Own().explain()
+        def train_dataset(self):
+            return eight(torch.zeros(2))
+
+    named = r"Own.__init__\(\) does not call super\(\).__init__"
+    for use in (Own.explain, Own.train_dataloader, lambda own: train(own, tmp_path)):
+        with pytest.raises(FastDataError, match=named):
+            use(Own())
+
+
+def test_a_stage_that_is_none_is_told_which_there_are():
+    with pytest.raises(OptionsError, match="stage is 'training'; allowed are 'train', 'val'"):
+        FastDataModule().make_loader(eight(torch.zeros(2)), stage="training")
+
+
+@each("name", ["batch_size", "num_workers", "pin_memory"])
+def test_an_array_in_the_place_of_one_value_is_named(name):
+    with pytest.raises(OptionsError, match=rf"{name}.*array\(\[1, 2\]\)"):
+        FastDataModule(**{name: np.array([1, 2])})
+
+
+@each("made", ["from_datasets", "from_loaders"])
+def test_training_on_what_was_made_without_data_for_it_says_how_to_give_it(made, tmp_path):
+    data = eight(torch.zeros(2))
+    given = {"val_dataset": data} if made == "from_datasets" else {"val": DataLoader(data, 4)}
+    with pytest.raises(FastDataError, match=rf"or give one: .*{made}\(train"):
+        train(getattr(FastDataModule, made)(**given), tmp_path)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import fields
+from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -192,12 +194,27 @@ def test_only_training_and_validation_keep_their_workers() -> None:
         ("timeout", "5"),
         ("timeout", "never"),
         ("in_order", "auto"),
+        ("multiprocessing_context", 3),
+        *((name, np.array([1, 2])) for name in NAMES),
     ],
 )
 def test_an_impossible_value_is_named_and_quoted(option: str, value: object) -> None:
     with pytest.raises(OptionsError) as error:
         LoaderOptions(**{option: value})  # type: ignore[arg-type]
     assert str(error.value).startswith(f"{option} is {value!r}; allowed are ")
+    data = TensorDataset(torch.arange(4))
+    if option == "multiprocessing_context":
+        with pytest.raises(OptionsError, match="multiprocessing_context is "):
+            FastDataLoader(data, num_workers=1, multiprocessing_context=value)
+
+
+def test_numbers_and_methods_of_starting_may_be_objects_of_libraries() -> None:
+    data = TensorDataset(torch.arange(4))
+    options: Any = {"num_workers": np.int64(1), "timeout": np.float64(5)}
+    loader = FastDataLoader(data, multiprocessing_context=get_context("spawn"), **options)
+    context: Any = loader.multiprocessing_context
+    assert context.get_start_method() == "spawn"
+    assert LoaderOptions(**options).num_workers == 1
 
 
 @each(

@@ -8,6 +8,7 @@ import tarfile
 import threading
 
 import lmdb
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -279,6 +280,14 @@ def test_a_record_that_is_not_there_is_an_error(index):
         sources.SourceDataset(Slow(), decode)[index]
 
 
-def test_seconds_have_to_be_above_zero():
-    with pytest.raises(OptionsError, match="timeout_s is 0"):
-        sources.SourceDataset(Slow(), decode, timeout_s=0)
+def test_an_impossible_argument_is_named():
+    for wrong in (0, float("nan"), "x", None):
+        with pytest.raises(OptionsError, match=f"timeout_s is {wrong!r}"):
+            sources.SourceDataset(Slow(), decode, timeout_s=wrong)
+    for wrong in ([1, 2], ("a.tar", decode), "a.tar", None):
+        with pytest.raises(OptionsError, match="source is "):
+            sources.SourceDataset(wrong, decode)
+    for wrong in (None, "decode", 3):
+        with pytest.raises(OptionsError, match="decode is "):
+            sources.SourceDataset(Slow(), wrong)
+    assert sources.SourceDataset(Slow(), decode, timeout_s=np.float32(5))[1][2] == 1

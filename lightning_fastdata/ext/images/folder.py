@@ -14,7 +14,16 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.folders import CacheFolder
-from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, require
+from lightning_fastdata.errors import (
+    BatchError,
+    DatasetError,
+    check,
+    check_callable,
+    checked_seed,
+    is_number,
+    is_whole,
+    require,
+)
 from lightning_fastdata.ext.images.decoders import (
     MAX_PIXELS,
     Decoder,
@@ -143,13 +152,18 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             require(package, extra="images", what="FastImageFolder")
         self.rule = CropRule(size, crop, scale, ratio, horizontal_flip, resize)
         least = self.rule.shorter_side if crop == "center" else 1
-        if shorter_side is not None and shorter_side < least:
-            raise OptionsError(f"shorter_side is {shorter_side}; give {least} or more.")
+        fine = shorter_side is None or is_whole(shorter_side, least)
+        check("shorter_side", shorter_side, fine, f"None and whole numbers from {least}")
+        check("max_pixels", max_pixels, is_number(max_pixels, above=0), "numbers above 0")
+        for name, value in (("check_files", check_files), ("allow_empty", allow_empty)):
+            check(name, value, isinstance(value, bool | np.bool_), "True and False")
+        check_callable("is_valid_file", is_valid_file, "a path and returns whether it is a sample")
+        check("root", root, isinstance(root, str | os.PathLike), "paths")
         self.shorter_side = shorter_side
         self._tables = None if normalize is False else normalising_tables(normalize)
         self.resample = settle_resample(resample, crop)
-        self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
-        self.seed = seed
+        self.root = os.path.expanduser(os.fsdecode(root))  # noqa: PTH111  # as ImageFolder spells it
+        self.seed = checked_seed(seed)
         self._epoch = EpochCell()
         choose_decoder(decoder)  # a missing decoder is an error now, not in a worker
         self.classes, self.class_to_idx, samples = _find_files(
@@ -407,7 +421,7 @@ def _find_files(
         )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FolderError(
-            f"{root!r} cannot be used as an image folder: {error}. "
+            f"{root!r} cannot be used as an image folder: {str(error).rstrip('. ')}. "
             f"Put the images of each class into a folder of its own, {root}/<class>/<image>.jpg, "
             "or allow classes without images with allow_empty=True."
         ) from error

@@ -6,11 +6,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, check, is_number, is_whole
 from lightning_fastdata.ext.images.decoders import Box, Picture, Pixels, Scale
 from lightning_fastdata.types import SampleKey
 
@@ -55,13 +55,13 @@ class CropRule:
         flip, resize, crops = self.horizontal_flip, self.resize, get_args(Crop)
         if self.crop not in crops:
             raise OptionsError(f"Unknown crop {self.crop!r}; choose one of {', '.join(crops)}.")
-        if self.size < 1:
-            raise OptionsError(f"size is {self.size}; give the side of a sample in pixels, >= 1.")
-        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
-            if not 0 < low <= high:
-                raise OptionsError(f"{name} is {(low, high)}; give (min, max) with 0 < min <= max.")
-        if not 0 <= flip <= 1:
-            raise OptionsError(f"horizontal_flip is {flip}; give a probability from 0 to 1.")
+        check("size", self.size, is_whole(self.size, 1), "whole numbers of pixels from 1")
+        for name, pair in (("scale", self.scale), ("ratio", self.ratio)):
+            check(name, pair, _is_range(pair), "pairs (min, max) with 0 < min <= max")
+        fine = is_number(flip) and 0 <= flip <= 1
+        check("horizontal_flip", flip, fine, "probabilities from 0 to 1")
+        fine = resize is None or is_whole(resize)
+        check("resize", resize, fine, "None and whole numbers of pixels")
         if resize is not None and resize < self.size:
             raise OptionsError(
                 f"resize is {resize}, smaller than size {self.size}: the centre crop would "
@@ -96,6 +96,14 @@ class CropRule:
         # torchvision rounds half to even here, as Python's round does.
         top, left = round((rows - size) / 2), round((columns - size) / 2)
         return Placement(whole, rows, columns, top, left, flip)
+
+
+def _is_range(pair: Any) -> bool:
+    try:
+        low, high = map(float, pair)
+    except (TypeError, ValueError):
+        return False
+    return 0 < low <= high
 
 
 def keyed_uniform(key: SampleKey) -> Callable[[], float]:
@@ -303,7 +311,7 @@ def normalising_tables(
     except (TypeError, ValueError):
         fine = False
     else:
-        fine = bool(np.isfinite(means).all() and np.isfinite(stds).all() and (stds > 0).all())
+        fine = bool((abs(means) <= 1).all() and np.isfinite(stds).all() and (stds > 0).all())
     if not fine:
         raise OptionsError(
             f"normalize={normalize!r}: it is True, False or (mean, std) with three numbers each, "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import OptionsError
 
@@ -19,16 +19,38 @@ Paths: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """One path or several."""
 
 
+PATHS: Final = (str, bytes, os.PathLike)
+"""Types of what a list of paths may hold."""
+
+
 def as_list(paths: Paths) -> list[str]:
     """Return paths as a list of str.
 
     Raises:
-        OptionsError: There is no path.
+        OptionsError: There is no path, or something is no path.
     """
-    several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not several:
+    several = [paths] if isinstance(paths, str | os.PathLike) else paths
+    found = [os.fsdecode(path) for path in each_of("paths", several, "paths", *PATHS)]
+    if not found:
         raise OptionsError("There is no path; give at least one.")
-    return [os.fspath(path) for path in several]
+    return found
+
+
+def each_of(argument: str, given: Any, what: str, *kinds: type) -> Iterator[Any]:
+    """Yield each of the values that an argument lists.
+
+    Raises:
+        OptionsError: It is no list of values of these kinds. A text is none, as its letters would
+            be taken for values.
+    """
+    several = not isinstance(given, str | bytes) and any(
+        hasattr(given, name) for name in ("__iter__", "__getitem__")
+    )
+    for value in given if several else [given]:
+        if not (several and isinstance(value, kinds)):
+            such = f", such as [{given!r}]" if isinstance(given, str) else ""
+            raise OptionsError(f"{argument} is {given!r:.200}; give a list of {what}{such}.")
+        yield value
 
 
 _opened: weakref.WeakKeyDictionary[OpenedInEachProcess[Any], tuple[int, Any]]

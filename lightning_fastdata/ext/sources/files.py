@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, require
-from lightning_fastdata.ext.sources import OpenedInEachProcess, Paths, as_list
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, require
+from lightning_fastdata.ext.sources import PATHS, OpenedInEachProcess, Paths, as_list, each_of
 from lightning_fastdata.host.system_calls import started
 from lightning_fastdata.sources.files import ColdFiles, PackedStrings, begin_to_read
 from lightning_fastdata.sources.source import Raw
@@ -38,10 +38,14 @@ class FileSource:
     Args:
         paths: Paths of the files.
         parallel_reads: See :class:`Source`; give more than 1 for a network file system.
+
+    Raises:
+        OptionsError: ``paths`` is no list of paths.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], *, parallel_reads: int = 1) -> None:
-        self.paths = PackedStrings(os.fspath(path) for path in paths)
+        listed = each_of("paths", paths, "paths", *PATHS)
+        self.paths = PackedStrings(os.fsdecode(path) for path in listed)
         self.parallel_reads = parallel_reads
         self._cold = ColdFiles()
 
@@ -73,6 +77,7 @@ class TarSource(OpenedInEachProcess[list[int]]):
             by extension, and files without one are left out. None: each file is a record of bytes.
 
     Raises:
+        OptionsError: ``parts`` is empty, or no list of extensions.
         DatasetError: An archive cannot be read, is compressed, has a link that leads out of it, or
             has a record without a part.
     """
@@ -81,8 +86,12 @@ class TarSource(OpenedInEachProcess[list[int]]):
 
     def __init__(self, paths: Paths, parts: Sequence[str] | None = None) -> None:
         self.paths = as_list(paths)
+        self.parts = None
+        if parts is not None:
+            self.parts = tuple(each_of("parts", parts, "extensions", str))
+            if not self.parts:
+                raise OptionsError("parts is empty; give extensions, or leave it out.")
         found = [each for number, path in enumerate(self.paths) for each in _members(number, path)]
-        self.parts = None if parts is None else tuple(parts)
         if self.parts is not None:
             found = _grouped(found, self.parts, self.paths)
         self._names = PackedStrings(name for name, _ in found)
@@ -168,9 +177,11 @@ def _members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]
                 found.append((member.name, at))
                 archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
     except (OSError, tarfile.TarError) as error:
+        advice = "Give the paths of archives; patterns and folders are not searched."
+        if isinstance(error, tarfile.TarError) and Path(path).stat().st_size:
+            advice = "Unpack a compressed one: its files cannot be reached in any order."
         raise DatasetError(
-            f"{path} cannot be read as an uncompressed tar archive: {error}. Unpack a compressed "
-            "one: its files cannot be reached in any order."
+            f"{path} cannot be read as an uncompressed tar archive: {error}. {advice}"
         ) from error
     for name, own in found:
         place = _led_to(own, places)
@@ -236,6 +247,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
             ``retry_config``, ``credential_provider``, ...
 
     Raises:
+        OptionsError: ``keys`` is no list of texts.
         MissingPackageError: obstore is not installed (``lightning-fastdata[objects]``).
         DatasetError: The objects cannot be listed.
     """
@@ -263,7 +275,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
                     f"The objects of {self.url} cannot be listed: {error}. Check address and "
                     "rights, or give their keys."
                 ) from error
-        self.keys = PackedStrings(keys)
+        self.keys = PackedStrings(each_of("keys", keys, "keys", str))
 
     def __len__(self) -> int:
         return len(self.keys)

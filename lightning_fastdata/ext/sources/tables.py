@@ -20,6 +20,7 @@ from lightning_fastdata.ext.sources import (
     OpenedInEachProcess,
     Paths,
     as_list,
+    each_of,
 )
 from lightning_fastdata.sources.source import Raw
 
@@ -45,7 +46,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         keys: Keys of the values; None: all keys, in the order of the database.
 
     Raises:
-        OptionsError: lmdb is not installed.
+        OptionsError: lmdb is not installed, or ``keys`` is no list of bytes.
         DatasetError: The database cannot be read.
     """
 
@@ -56,7 +57,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         if keys is None:
             with self.open().begin() as transaction:
                 keys = list(transaction.cursor().iternext(values=False))
-        self.keys = list(keys)
+        self.keys = list(each_of("keys", keys, "bytes", bytes, bytearray, memoryview))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -120,15 +121,15 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         columns: Columns to read; None: all.
 
     Raises:
-        OptionsError: pyarrow is not installed, or ``columns`` is a text.
-        DatasetError: A file cannot be read, or has not all of the columns.
+        OptionsError: pyarrow is not installed, or ``columns`` is no list of names.
+        DatasetError: A file cannot be read, has not all of the columns, or has two of one name.
     """
 
     parallel_reads = 1
 
     def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
         self.paths = as_list(paths)
-        self.columns = None if columns is None else _as_names("columns", columns)
+        self.columns = None if columns is None else list(each_of("columns", columns, "names", str))
         groups = []
         for number, path in enumerate(self.paths):
             try:
@@ -181,19 +182,25 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
 
 
 def _check_columns(path: str, columns: Sequence[str], schema: pyarrow.ParquetSchema) -> None:
-    """Raise DatasetError if columns are missing, of which pyarrow would read nothing.
+    """Raise DatasetError if columns are missing or doubled.
 
+    Of one that is missing pyarrow would read nothing; of two of one name a row can hold only one.
     A column may also be a field within one: ``"box.left"``.
     """
     paths = [schema.column(number).path for number in range(len(schema))]
     missing = [
         name for name in columns if not any(f"{each}.".startswith(f"{name}.") for each in paths)
     ]
+    names = schema.to_arrow_schema().names
     if missing:
-        raise DatasetError(
-            f"{path} has no column {', '.join(map(repr, missing))}. It has "
-            f"{schema.to_arrow_schema().names}."
-        )
+        raise DatasetError(f"{path} has no column {', '.join(map(repr, missing))}. It has {names}.")
+    for name in set(names):
+        read = not columns or any(f"{each}.".startswith(f"{name}.") for each in columns)
+        if read and names.count(name) > 1:
+            raise DatasetError(
+                f"{path} has {names.count(name)} columns of the name {name!r}, and a row can hold "
+                "one. Rename them, or leave the name out of columns."
+            )
 
 
 def _parquet() -> Any:
@@ -231,13 +238,13 @@ class Hdf5Source(_Rows["h5py.File"]):
         names: Names of datasets in it, all of one length.
 
     Raises:
-        OptionsError: h5py is not installed, there is no name, or ``names`` is a text.
+        OptionsError: h5py is not installed, there is no name, or ``names`` is no list of names.
         DatasetError: The file cannot be read, or its datasets differ in length.
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         self.path = os.fspath(path)
-        self.names = _as_names("names", names)
+        self.names = list(each_of("names", names, "names", str))
         if not self.names:
             raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
         file = self.open()
@@ -291,7 +298,8 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         **storage_options: Options of ``zarr.open_group``.
 
     Raises:
-        OptionsError: zarr is not installed or older than version 3, or ``names`` is a text.
+        OptionsError: zarr is not installed or older than version 3, or ``names`` is no list of
+            names.
         DatasetError: The group cannot be read, or its arrays differ in length.
     """
 
@@ -304,7 +312,8 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         self.path = os.fspath(path)
         self.storage_options = storage_options
         group = self._group()
-        self.names = _as_names("names", sorted(dict(group.arrays())) if names is None else names)
+        names = sorted(dict(group.arrays())) if names is None else names
+        self.names = list(each_of("names", names, "names", str))
         if not self.names:
             raise DatasetError(f"{self.path} has no arrays; give a group that has some.")
         try:
@@ -363,13 +372,6 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
             raise DatasetError(
                 f"{self.path} cannot be read as a Zarr group: {type(error).__name__}: {error}."
             ) from error
-
-
-def _as_names(argument: str, names: Iterable[str]) -> list[str]:
-    """Return names as a list; a text is refused, as its letters would be taken for names."""
-    if isinstance(names, str):
-        raise OptionsError(f"{argument} is {names!r}; give a list of names, such as [{names!r}].")
-    return list(names)
 
 
 def _common_length(path: str, lengths: dict[str, int]) -> int:

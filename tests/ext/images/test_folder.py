@@ -53,7 +53,7 @@ def test_an_empty_folder_is_an_error_where_it_is_one_for_image_folder(lack, tmp_
         (root / "cats").mkdir()
     with pytest.raises(FileNotFoundError):
         ImageFolder(root)
-    with pytest.raises(FileNotFoundError, match=r"root.*<class>/<image>"):
+    with pytest.raises(FileNotFoundError, match=r"root.*[^. ]\. Put .*<class>/<image>"):
         FastImageFolder(root, size=32)
     with pytest.raises(DatasetError):
         FastImageFolder(root, size=32)
@@ -260,7 +260,29 @@ def test_impossible_options_are_refused_before_the_folder_is_read(tmp_path):
         {"size": 8, "decoder": "x"},
         {"size": 8, "normalize": (0.5, 0.5)},
         {"size": 8, "normalize": ((0, 0, 0), (1, 1, 0))},
+        {"size": 8, "normalize": ((123, 1, 1), (58, 1, 1))},
+        *({"size": size} for size in ("40", None, (40, 40), 40.5)),
+        *({"size": 8, "scale": scale} for scale in (0.5, "ab", (0.1, "x"), (0.5, 0.1))),
+        *({"size": 8, "seed": seed} for seed in ("a", None, 1.5)),
+        *({"size": 8, "max_pixels": most} for most in ("x", None, 0)),
+        {"size": 8, "ratio": 1},
+        {"size": 8, "resize": "x"},
+        {"size": 8, "horizontal_flip": "0.5"},
+        {"size": 8, "shorter_side": 50.5},
+        {"size": 8, "check_files": "no"},
+        {"size": 8, "allow_empty": "no"},
+        {"size": 8, "is_valid_file": "*.jpg"},
+        {"size": 8, "root": b"odd"},
     )
     for options in impossible:
         with pytest.raises(OptionsError):
-            FastImageFolder(tmp_path / "nowhere", **options)
+            FastImageFolder(**{"root": tmp_path / "nowhere", **options})
+
+
+def test_options_may_be_numbers_and_arrays_of_numpy(folder):
+    plain = {"size": 32, "scale": (0.25, 1.0), "horizontal_flip": 0.5, "shorter_side": 40}
+    plain |= {"seed": 3, "max_pixels": 10**8, "check_files": True}
+    theirs = {name: np.array(value)[()] for name, value in plain.items()}
+    assert isinstance(theirs["scale"], np.ndarray)
+    wanted = everything(FastImageFolder(folder, **plain))
+    torch.testing.assert_close(everything(FastImageFolder(folder, **theirs)), wanted)

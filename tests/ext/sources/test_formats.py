@@ -91,6 +91,26 @@ def test_a_compressed_archive_says_what_to_do(tmp_path):
         sources.TarSource(tmp_path / "s.tar.gz")
 
 
+def test_columns_of_one_name_are_refused_unless_they_are_left_out(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array([number]) for number in range(3)], [*"aba"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    for columns in (None, ["b", "a"]):
+        with pytest.raises(DatasetError, match="has 2 columns of the name 'a'"):
+            sources.ParquetSource(tmp_path / "x.parquet", columns)
+    assert sources.ParquetSource(tmp_path / "x.parquet", ["b"]).get_bytes([0]) == [{"b": 1}]
+
+
+def test_what_is_no_archive_says_what_to_give(tmp_path):
+    (tmp_path / "empty.tar").touch()
+    for name in ("nope.tar", "*.tar", "empty.tar", ""):
+        with pytest.raises(DatasetError, match=r"Give the paths of archives; patterns") as told:
+            sources.TarSource(tmp_path / name)
+        assert "compressed one" not in str(told.value)
+
+
 def test_a_file_that_is_not_stored_in_one_piece_is_refused(tmp_path):
     data = b"1\n0\n512\n".ljust(512, b"\0") + 512 * b"x"  # one part, and a hole behind it
     headers = {"major": "1", "minor": "0", "name": "a.bin", "realsize": "4096"}
@@ -207,6 +227,40 @@ def test_zarr_rows_are_those_of_zarr(tmp_path):
 def test_a_text_in_the_place_of_names_is_refused(tmp_path, kind, argument):
     with pytest.raises(OptionsError, match=f"{argument} is 'x'; give a list of names"):
         getattr(sources, kind)(tmp_path / "none", **{argument: "x"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "named"),
+    [
+        ("TarSource", {"paths": None}, "paths is None; give a list of paths"),
+        ("FileSource", {"paths": None}, "paths is None; give a list of paths"),
+        ("FileSource", {"paths": "a.jpg"}, r"paths is 'a.jpg'; .* such as \['a.jpg'\]"),
+        ("FileSource", {"paths": ["a.jpg", 3]}, "give a list of paths"),
+        ("ParquetSource", {"paths": 3}, "paths is 3; give a list of paths"),
+        ("ParquetSource", {"paths": "x", "columns": [3]}, "columns is .3.; give a list of names"),
+        ("TarSource", {"paths": "x", "parts": "jpg"}, r"list of extensions, such as \['jpg'\]"),
+        ("TarSource", {"paths": "x", "parts": ()}, "parts is empty"),
+        ("LmdbSource", {"path": "x", "keys": b"ab"}, "keys is b'ab'; give a list of bytes"),
+        ("LmdbSource", {"path": "x", "keys": ["b"]}, "give a list of bytes"),
+        ("Hdf5Source", {"path": "x", "names": None}, "names is None; give a list of names"),
+        ("ObjectSource", {"url": "file:///x", "keys": "a"}, "keys is 'a'; give a list of keys"),
+    ],
+)
+def test_what_is_no_list_is_refused_before_anything_is_read(kind, arguments, named):
+    with pytest.raises(OptionsError, match=named):
+        getattr(sources, kind)(**arguments)
+
+
+def test_lists_may_be_iterators_arrays_and_paths(tmp_path):
+    in_archives(tmp_path)
+    for paths in (
+        tmp_path.glob("*.tar"),
+        np.array([str(tmp_path / "0.tar"), str(tmp_path / "1.tar")]),
+        [os.fsencode(tmp_path / "0.tar"), tmp_path / "1.tar"],
+    ):
+        assert len(sources.TarSource(paths, np.array(["bin"]))) == COUNT
+    assert sources.FileSource(path for path in [tmp_path / "0.tar"]).name_of(0).endswith("0.tar")
+    assert len(sources.FileSource([])) == 0
 
 
 def test_lmdb_keys_that_are_missing_are_named(tmp_path):
