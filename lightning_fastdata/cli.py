@@ -514,26 +514,46 @@ def _open_datamodule(spec: str) -> Any:
             f"{spec!r} does not say where the data module is. Write MODULE:NAME, for example "
             "train:Data for `class Data(FastDataModule)` in train.py."
         )
-    known = vars(_imported(where))
-    if name not in known:
-        raise OptionsError(f"{where} has no {name!r}.")
-    made: Any = known[name]
-    if callable(made) and not isinstance(made, DataModule):
-        try:
-            made = made()
-        except TypeError as error:
+    with _called_without_arguments(where):
+        known = vars(_imported(where))
+        if name not in known:
+            raise OptionsError(f"{where} has no {name!r}.")
+        made: Any = known[name]
+        if callable(made) and not isinstance(made, DataModule):
+            try:
+                made = made()
+            except TypeError as error:
+                raise OptionsError(
+                    f"{name_of(known[name])} cannot be called without arguments: {error}. Name a "
+                    "function that returns the data module of the training."
+                ) from error
+        if not isinstance(made, DataModule):
             raise OptionsError(
-                f"{name_of(known[name])} cannot be called without arguments: {error}. Name a "
-                "function that returns the data module of the training."
-            ) from error
-    if not isinstance(made, DataModule):
-        raise OptionsError(
-            f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that returns "
-            "it."
-        )
-    made.prepare_data()  # type: ignore[attr-defined]  # Lightning's
-    made.setup("fit")  # type: ignore[attr-defined]
+                f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that "
+                "returns it."
+            )
+        made.prepare_data()  # type: ignore[attr-defined]  # Lightning's
+        made.setup("fit")  # type: ignore[attr-defined]
     return made
+
+
+@contextmanager
+def _called_without_arguments(name: str) -> Iterator[None]:
+    """Run the block, in which a user's module sees none of our arguments on the command line.
+
+    Raises:
+        OptionsError: The module ended the program, as a script does that misses its arguments.
+    """
+    ours, sys.argv = sys.argv, [name]
+    try:
+        yield
+    except SystemExit as error:
+        raise OptionsError(
+            f"{name} ended the program (SystemExit: {error.code}). It gets no arguments here; what "
+            'needs them has to stand under `if __name__ == "__main__":`.'
+        ) from error
+    finally:
+        sys.argv = ours
 
 
 def _imported(name: str) -> ModuleType:

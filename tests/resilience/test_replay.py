@@ -316,6 +316,33 @@ def test_a_module_finds_its_neighbours_by_its_name_and_by_its_file(folder, monke
         main(["replay", name, "--step", "0"])
 
 
+PARSES = """
+import argparse
+
+def parse(required):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", required=required)
+    parser.add_argument("--epoch", default="the script's")
+    assert parser.parse_args().epoch == "the script's"
+"""
+ASKS = {
+    "imported": "parse({required})\nmade = Folder",
+    "called": "def made():\n    parse({required})\n    return Folder()",
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_a_script_that_parses_arguments_gets_none_of_ours(folder, monkeypatch, asks) -> None:
+    given = ["fastdata", "replay", "train.py:made", "--epoch", "0", "--batch", "0"]
+    monkeypatch.setattr(sys, "argv", given)
+    (folder / "train.py").write_text(SCRIPT + PARSES + asks.format(required=False))
+    main()
+    (folder / "train.py").write_text(SCRIPT + PARSES + asks.format(required=True))
+    with refused("arguments are required: --lr\nfastdata: train.py ended the program.*__main__"):
+        main()
+    assert sys.argv == given
+
+
 REFUSED = {
     "train.py:Folder --epoch 0": "--epoch and --batch, or --step",
     "train.py:Folder --batch 0": "--epoch and --batch, or --step",
