@@ -52,6 +52,7 @@ _NOT_YET: Final = (
 )
 _SHOWN_LINES: Final = 15
 _INTERRUPTED: Final = 130
+_BY_CTRL_C: Final = "it was interrupted"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -277,18 +278,12 @@ def prove(
             "has begun. It logs nowhere and saves nothing; what it prints is kept from the "
             "terminal.\n"
         )
-        code, interrupted = _run_trial(program, _environment(settings, folder), folder, settings)
+        code, stopped = _run_trial(program, _environment(settings, folder), folder, settings)
         trial = _read_trial(file, script)
         _sweep(trial.facts.get("logs", []))
-        if not trial.blocks and not trial.stopped and not interrupted:
-            trial.stopped = (
-                f"the script ended with code {code} before a training began"
-                if code
-                else "the script made no Lightning Trainer that fits. A loop of its own is tried "
-                "if it reads its batches through StepTimer().batches(loader)"
-            )
-        if interrupted and not trial.ended:
-            trial.stopped = "it was interrupted"
+        if not trial.ended and (stopped or not trial.stopped):
+            trial.stopped = stopped or _ended_itself(code, began=file.exists())
+        interrupted = stopped == _BY_CTRL_C
         printed = Path(folder, "script.log").read_text("utf-8", "replace").splitlines()
     from lightning_fastdata.prove.trials import conclude
 
@@ -301,6 +296,17 @@ def prove(
         Path(json).write_text(json_lines.dumps(asdict(trial)), "utf-8")
     if interrupted or found.exit_code:
         raise SystemExit(_INTERRUPTED if interrupted else found.exit_code)
+
+
+def _ended_itself(code: int, *, began: bool) -> str:
+    """Return how a script ended that nothing stopped; ``began``: its training had begun."""
+    if code or began:
+        before = "the trial did" if began else "a training began"
+        return f"the script ended with code {code} before {before}"
+    return (
+        "the script made no Lightning Trainer that fits. A loop of its own is tried if it reads "
+        "its batches through StepTimer().batches(loader)"
+    )
 
 
 def _seconds_of(text: str) -> float:
@@ -351,11 +357,11 @@ def _environment(settings: ProveSettings, folder: str) -> dict[str, str]:
 
 def _run_trial(
     program: list[str], environ: dict[str, str], folder: str, settings: ProveSettings
-) -> tuple[int, bool]:
-    """Run the script to its end; return its exit code, and whether a user interrupted it."""
+) -> tuple[int, str]:
+    """Run the script to its end; return its exit code, and why it was stopped; empty: not."""
     with Path(folder, "script.log").open("wb") as log:
         child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
-        interrupted, said = False, ""
+        stopped = said = ""
         started_s, began_s = clock.monotonic(), math.inf
         told = False
         try:
@@ -365,6 +371,7 @@ def _run_trial(
                 if file.exists():
                     began_s = min(began_s, now_s)
                     if now_s > began_s + settings.budget_s + _OVER_S:
+                        stopped = f"it went on for {_OVER_S:.0f} s beyond its budget"
                         _stop(child)
                 elif not told and now_s > started_s + _BEFORE_S:
                     told = True
@@ -373,9 +380,9 @@ def _run_trial(
                     child.wait(_LOOK_EVERY_S)
                 said = _say(settings.file, said)
         except KeyboardInterrupt:
-            interrupted = True
+            stopped = _BY_CTRL_C
             _stop(child)
-    return child.returncode or 0, interrupted
+    return child.returncode or 0, stopped
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
