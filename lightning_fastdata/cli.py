@@ -264,11 +264,7 @@ def prove(
     _check_found_by_lightning()
     budget_s = _seconds_of(budget)
     program = _program_of(command, "prove", module=module)
-    if json is not None:
-        try:
-            Path(json).open("ab").close()
-        except OSError as error:  # found out now, before minutes are spent on the trial
-            raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
+    _check_can_be_written(json)
     script = " ".join(command)
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
         file = Path(folder, "trial.json")
@@ -296,6 +292,22 @@ def prove(
         Path(json).write_text(json_lines.dumps(asdict(trial)), "utf-8")
     if interrupted or found.exit_code:
         raise SystemExit(_INTERRUPTED if interrupted else found.exit_code)
+
+
+def _check_can_be_written(file: str | None) -> None:
+    """Raise OptionsError unless a file can be written, before time is spent on what it will hold.
+
+    A file that is not there is not left behind, as there may be nothing to write to it.
+    """
+    if file is None:
+        return
+    new = not os.path.lexists(file)
+    try:
+        Path(file).open("ab").close()
+    except OSError as error:
+        raise OptionsError(f"{file} cannot be written: {error.strerror or error}.") from error
+    if new:
+        Path(file).unlink()
 
 
 def _ended_itself(code: int, *, began: bool) -> str:
@@ -454,6 +466,7 @@ def replay(
     given = [each is not None for each in (epoch, batch, step)]
     if number is None or given not in ([True, True, False], [False, False, True]):
         raise OptionsError("Say which batch: --epoch and --batch, or --step alone.")
+    _check_can_be_written(save)
     saved, per_epoch = ({}, None) if datamodule is None else _saved_loader(named)
     found = replayed(
         _open_datamodule(named if datamodule is None else datamodule),
@@ -470,8 +483,8 @@ def replay(
         plain = {field.name: _as_plain(getattr(found, field.name)) for field in fields(found)}
         try:
             torch.save(plain, save)
-        except (OSError, RuntimeError) as error:  # torch raises the latter without the folder
-            raise OptionsError(f"{save} cannot be written: {error}.") from error
+        except (OSError, RuntimeError) as error:  # torch raises the latter, as of a full disk
+            raise OptionsError(f"{save} cannot be written: {error}") from error
         sys.stdout.write(f"{save} written.\n")
 
 

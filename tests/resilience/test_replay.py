@@ -348,8 +348,10 @@ REFUSED = {
     "train.py:Folder --batch 0": "--epoch and --batch, or --step",
     "train.py:Folder --epoch 0 --step 0": "--epoch and --batch, or --step",
     "train.py:Folder --batch 0 --step 0": "--epoch and --batch, or --step",
-    "train.py:Folder --step -1": "no batch -1",
-    "train.py:Folder --epoch -1 --batch 0": "no batch 0 in epoch -1",
+    "train.py:Folder --step -1": "no batch -1 .*, counted from 0",
+    "train.py:Folder --epoch -1 --batch 0": "epoch is -1; allowed are whole numbers from 0",
+    "missing.py:Folder --step 0 --save none/batch.pt": r"none/batch.pt cannot be [^.]*\.\n$",
+    "missing.py:Folder --step 0 --save new.pt": "missing.py cannot be imported",
     "text.ckpt --datamodule train.py:Folder --step 0": "is of no training",
     "none.ckpt --datamodule train.py:Folder --step 0": "cannot be read",
     "other.ckpt --datamodule train.py:Folder --step 0": "is of no training",
@@ -366,3 +368,4 @@ def test_what_says_no_batch_no_checkpoint_or_no_data_module_is_refused(folder, c
     torch.save("no checkpoint", "text.ckpt")
     with refused(said):
         main(["replay", *command.split()])
+    assert not Path("new.pt").exists()
