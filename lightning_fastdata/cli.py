@@ -52,6 +52,7 @@ _NOT_YET: Final = (
 )
 _SHOWN_LINES: Final = 15
 _INTERRUPTED: Final = 130
+_BY_CTRL_C: Final = "it was interrupted"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -263,11 +264,7 @@ def prove(
     _check_found_by_lightning()
     budget_s = _seconds_of(budget)
     program = _program_of(command, "prove", module=module)
-    if json is not None:
-        try:
-            Path(json).open("ab").close()
-        except OSError as error:  # found out now, before minutes are spent on the trial
-            raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
+    _check_can_be_written(json)
     script = " ".join(command)
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
         file = Path(folder, "trial.json")
@@ -277,18 +274,12 @@ def prove(
             "has begun. It logs nowhere and saves nothing; what it prints is kept from the "
             "terminal.\n"
         )
-        code, interrupted = _run_trial(program, _environment(settings, folder), folder, settings)
+        code, stopped = _run_trial(program, _environment(settings, folder), folder, settings)
         trial = _read_trial(file, script)
         _sweep(trial.facts.get("logs", []))
-        if not trial.blocks and not trial.stopped and not interrupted:
-            trial.stopped = (
-                f"the script ended with code {code} before a training began"
-                if code
-                else "the script made no Lightning Trainer that fits. A loop of its own is tried "
-                "if it reads its batches through StepTimer().batches(loader)"
-            )
-        if interrupted and not trial.ended:
-            trial.stopped = "it was interrupted"
+        if not trial.ended and (stopped or not trial.stopped):
+            trial.stopped = stopped or _ended_itself(code, began=file.exists())
+        interrupted = stopped == _BY_CTRL_C
         printed = Path(folder, "script.log").read_text("utf-8", "replace").splitlines()
     from lightning_fastdata.prove.trials import conclude
 
@@ -301,6 +292,33 @@ def prove(
         Path(json).write_text(json_lines.dumps(asdict(trial)), "utf-8")
     if interrupted or found.exit_code:
         raise SystemExit(_INTERRUPTED if interrupted else found.exit_code)
+
+
+def _check_can_be_written(file: str | None) -> None:
+    """Raise OptionsError unless a file can be written, before time is spent on what it will hold.
+
+    A file that is not there is not left behind, as there may be nothing to write to it.
+    """
+    if file is None:
+        return
+    new = not os.path.lexists(file)
+    try:
+        Path(file).open("ab").close()
+    except OSError as error:
+        raise OptionsError(f"{file} cannot be written: {error.strerror or error}.") from error
+    if new:
+        Path(file).unlink()
+
+
+def _ended_itself(code: int, *, began: bool) -> str:
+    """Return how a script ended that nothing stopped; ``began``: its training had begun."""
+    if code or began:
+        before = "the trial did" if began else "a training began"
+        return f"the script ended with code {code} before {before}"
+    return (
+        "the script made no Lightning Trainer that fits. A loop of its own is tried if it reads "
+        "its batches through StepTimer().batches(loader)"
+    )
 
 
 def _seconds_of(text: str) -> float:
@@ -351,11 +369,11 @@ def _environment(settings: ProveSettings, folder: str) -> dict[str, str]:
 
 def _run_trial(
     program: list[str], environ: dict[str, str], folder: str, settings: ProveSettings
-) -> tuple[int, bool]:
-    """Run the script to its end; return its exit code, and whether a user interrupted it."""
+) -> tuple[int, str]:
+    """Run the script to its end; return its exit code, and why it was stopped; empty: not."""
     with Path(folder, "script.log").open("wb") as log:
         child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
-        interrupted, said = False, ""
+        stopped = said = ""
         started_s, began_s = clock.monotonic(), math.inf
         told = False
         try:
@@ -365,6 +383,7 @@ def _run_trial(
                 if file.exists():
                     began_s = min(began_s, now_s)
                     if now_s > began_s + settings.budget_s + _OVER_S:
+                        stopped = f"it went on for {_OVER_S:.0f} s beyond its budget"
                         _stop(child)
                 elif not told and now_s > started_s + _BEFORE_S:
                     told = True
@@ -373,9 +392,9 @@ def _run_trial(
                     child.wait(_LOOK_EVERY_S)
                 said = _say(settings.file, said)
         except KeyboardInterrupt:
-            interrupted = True
+            stopped = _BY_CTRL_C
             _stop(child)
-    return child.returncode or 0, interrupted
+    return child.returncode or 0, stopped
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
@@ -447,6 +466,7 @@ def replay(
     given = [each is not None for each in (epoch, batch, step)]
     if number is None or given not in ([True, True, False], [False, False, True]):
         raise OptionsError("Say which batch: --epoch and --batch, or --step alone.")
+    _check_can_be_written(save)
     saved, per_epoch = ({}, None) if datamodule is None else _saved_loader(named)
     found = replayed(
         _open_datamodule(named if datamodule is None else datamodule),
@@ -463,8 +483,8 @@ def replay(
         plain = {field.name: _as_plain(getattr(found, field.name)) for field in fields(found)}
         try:
             torch.save(plain, save)
-        except (OSError, RuntimeError) as error:  # torch raises the latter without the folder
-            raise OptionsError(f"{save} cannot be written: {error}.") from error
+        except (OSError, RuntimeError) as error:  # torch raises the latter, as of a full disk
+            raise OptionsError(f"{save} cannot be written: {error}") from error
         sys.stdout.write(f"{save} written.\n")
 
 
@@ -514,26 +534,46 @@ def _open_datamodule(spec: str) -> Any:
             f"{spec!r} does not say where the data module is. Write MODULE:NAME, for example "
             "train:Data for `class Data(FastDataModule)` in train.py."
         )
-    known = vars(_imported(where))
-    if name not in known:
-        raise OptionsError(f"{where} has no {name!r}.")
-    made: Any = known[name]
-    if callable(made) and not isinstance(made, DataModule):
-        try:
-            made = made()
-        except TypeError as error:
+    with _called_without_arguments(where):
+        known = vars(_imported(where))
+        if name not in known:
+            raise OptionsError(f"{where} has no {name!r}.")
+        made: Any = known[name]
+        if callable(made) and not isinstance(made, DataModule):
+            try:
+                made = made()
+            except TypeError as error:
+                raise OptionsError(
+                    f"{name_of(known[name])} cannot be called without arguments: {error}. Name a "
+                    "function that returns the data module of the training."
+                ) from error
+        if not isinstance(made, DataModule):
             raise OptionsError(
-                f"{name_of(known[name])} cannot be called without arguments: {error}. Name a "
-                "function that returns the data module of the training."
-            ) from error
-    if not isinstance(made, DataModule):
-        raise OptionsError(
-            f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that returns "
-            "it."
-        )
-    made.prepare_data()  # type: ignore[attr-defined]  # Lightning's
-    made.setup("fit")  # type: ignore[attr-defined]
+                f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that "
+                "returns it."
+            )
+        made.prepare_data()  # type: ignore[attr-defined]  # Lightning's
+        made.setup("fit")  # type: ignore[attr-defined]
     return made
+
+
+@contextmanager
+def _called_without_arguments(name: str) -> Iterator[None]:
+    """Run the block, in which a user's module sees none of our arguments on the command line.
+
+    Raises:
+        OptionsError: The module ended the program, as a script does that misses its arguments.
+    """
+    ours, sys.argv = sys.argv, [name]
+    try:
+        yield
+    except SystemExit as error:
+        raise OptionsError(
+            f"{name} ended the program (SystemExit: {error.code}). It gets no arguments here; what "
+            'needs them has to stand under `if __name__ == "__main__":`.'
+        ) from error
+    finally:
+        sys.argv = ours
 
 
 def _imported(name: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import weakref
 from functools import partial
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Rows
+from misses import each
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
@@ -120,6 +122,62 @@ def test_any_iterable_will_do_and_samples_are_counted(batches):
     seen = list(timer.batches(batches))
     assert seen[0] is batches[0]
     assert columns(timer)["samples"].tolist() == [2]
+
+
+class HasNoLength:
+    """Says that it is sized, and is not."""
+
+    def __len__(self):
+        raise TypeError("unsized")
+
+
+class HasNoAttributes:
+    """Raises whatever it is asked for."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class HasNoItems(collections.UserDict):
+    """A mapping whose values cannot be read."""
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+
+def ragged():
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+def within_itself():
+    found = []
+    found.append(found)
+    return found
+
+
+SIZES = {
+    "a number": (lambda: torch.tensor(1.0), 1),
+    "a number of numpy": (lambda: np.array(1.0), 1),
+    "nested": (ragged, 2),
+    "a dict of nested": (lambda: {"a": ragged()}, 2),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), 2),
+    "no length": (HasNoLength, 0),
+    "no attributes": (HasNoAttributes, 0),
+    "no items": (lambda: HasNoItems(a=1), 0),
+    "within itself": (within_itself, 0),
+}
+
+
+@each("name", SIZES)
+def test_a_batch_whose_size_nobody_can_tell_is_a_step_without_samples(name):
+    make, samples = SIZES[name]
+    batch, timer = make(), StepTimer("cpu")
+    for given in timer.batches([batch] * 3):
+        assert given is batch
+        pass_ms(10)
+    assert columns(timer)["samples"].tolist() == [samples] * 3
+    assert timer.report().stages[0].steps == 3
+    assert ("data/throughput_samples_per_s" in timer.metrics()) == (samples > 0)
 
 
 @pytest.mark.parametrize("ended", [False, True])

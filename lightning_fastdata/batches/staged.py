@@ -140,11 +140,11 @@ def batch_samples(batch: Batch) -> int:
 
     For packed documents it is their number, as ``cu_seqlens`` says, and for lists that were not
     stacked, as ``tuple(zip(*samples))`` makes them, their length. Without any tensor it is the
-    length of the batch, or 1 where it has none.
+    length of the batch, or 1 where it has none, as a single number.
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of these
-        return first.shape[0]
+        return first.size(0)  # nested tensors have no shape
     packed = packed_documents(batch)
     if packed is not None:
         return packed
@@ -153,8 +153,8 @@ def batch_samples(batch: Batch) -> int:
         return unstacked
     for leaf in leaves(batch):
         if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
-            return len(leaf)
-    return len(batch) if isinstance(batch, Sized) else 1
+            return leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf)
+    return len(batch) if isinstance(batch, Sized) and getattr(batch, "ndim", True) else 1
 
 
 def _length_of_columns(batch: Batch) -> int | None:

@@ -10,6 +10,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
@@ -90,9 +91,11 @@ class StageMeter:
 
     def size_of(self, batch: Batch) -> tuple[int, float]:
         """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
-        parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
-        samples = sum(map(batch_samples, parts or [batch]))
-        return samples, self.padding.tokens_of(batch)
+        with suppress(Exception):  # a batch may be anything, and its own methods may raise
+            parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
+            samples = sum(map(batch_samples, parts or [batch]))
+            return samples, self.padding.tokens_of(batch)
+        return 0, 0.0
 
     def step_ended(self, samples: int, tokens: float = 0.0) -> None:
         """End the step, in which the model got so many samples, and tokens; 0 tokens: not known."""
@@ -216,12 +219,12 @@ def window_means(totals: StepTotals, newest: Columns, prefix: str = "data") -> d
         if totals.counts[time]
     }
     total_ms = totals.sums["step_ms"]
-    if total_ms > 0:
+    if total_ms > 0 and totals.samples:
         scalars[f"{prefix}/throughput_samples_per_s"] = totals.samples * 1e3 / total_ms
     if totals.counts["stall_ms"] and total_ms > 0:
         stalled_ms = totals.sums["stall_ms"]
         scalars[f"{prefix}/stall_percent"] = 100.0 * stalled_ms / total_ms
-        if total_ms > stalled_ms:
+        if total_ms > stalled_ms and totals.samples:
             free = totals.samples * 1e3 / (total_ms - stalled_ms)
             scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
     stalls = measured(newest["stall_ms"])

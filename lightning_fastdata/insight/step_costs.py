@@ -6,6 +6,7 @@ A few batches show how many tokens all have, and how much of them is padding.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -104,7 +105,9 @@ class PaddingMeter:
         """Look at a batch as its loader gave it, if it is worth a look."""
         if not self.looks:
             return
-        seen = next(_shown(tensors_in(batch)), None)
+        seen = None
+        with suppress(Exception):  # a batch may be anything, and its own methods may raise
+            seen = next(_shown(tensors_in(batch)), None)
         if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):
             self._others += 1
         else:

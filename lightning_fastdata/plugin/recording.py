@@ -11,7 +11,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -326,8 +326,7 @@ class _LooksAtBatches:
 
     def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
         if self.meter.looks and self.trainer.training:
-            with suppress(Exception):  # a batch may be anything
-                self.meter.look(batch)
+            self.meter.look(batch)
         return self.move(batch, *where, **named)
 
 

@@ -77,6 +77,7 @@ def replayed(
         OptionsError: There is no such batch, the order of the training is none that follows from
             seed and epoch, or the training had batches or a dataset of another size.
     """
+    check("epoch", epoch, epoch is None or epoch >= 0, "whole numbers from 0")
     fine = per_epoch is None or (type(per_epoch) is int and per_epoch > 0)
     check("batches_per_epoch", per_epoch, fine, "None and whole numbers of at least 1")
     with kept_random_state(), torch.no_grad():
@@ -105,10 +106,10 @@ def replayed(
         if epoch is None and number >= 0:
             epoch, number = divmod(number, per_epoch or max(1, len(order)))
             order = _order_of(loader, epoch, rank, ranks)
-        if epoch is None or epoch < 0 or number not in range(len(order)):
+        if epoch is None or number not in range(len(order)):
             raise OptionsError(
                 f"Rank {rank} of {ranks} got no batch {number} in epoch {epoch or 0}, which has "
-                f"{len(order)}."
+                f"{len(order)}, counted from 0."
             )
         indices: list[int] = order.batch(number).tolist()
         cpu = torch.device("cpu")

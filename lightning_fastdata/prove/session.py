@@ -325,10 +325,11 @@ class Session:
 
     def ended_by(self, error: BaseException) -> None:
         """Note that the training has ended by an error."""
-        if isinstance(error, TrialEndedError | KeyboardInterrupt):
+        if isinstance(error, TrialEndedError):
             return
         text = str(error).strip().partition("\n")[0]
-        self.trial.stopped = f"the script ended by {type(error).__name__}: {text:.300}"
+        said = f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
+        self.trial.stopped = f"the script ended by {said}"
         self._write()
 
     # -- the first parts: how long a step takes, and what steps change -----------------------------

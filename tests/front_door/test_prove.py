@@ -138,6 +138,18 @@ def test_a_script_finds_a_folder_for_its_own_files_and_may_overfit(tried, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"trial"}
 
 
+def test_a_ctrl_c_of_the_scripts_own_is_told_as_what_ended_it(tried):
+    def interrupts():
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        found = tried(training(Slow(), each_step=interrupts))
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning turns it off
+    assert found.trial.stopped == "the script ended by KeyboardInterrupt"
+
+
 def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, tmp_path):
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "best.ckpt").write_text("mine")
@@ -265,14 +277,24 @@ def prove(folder, *arguments, code):
     return done
 
 
+LOOP = """
+from lightning_fastdata import StepTimer
+for batch in StepTimer().batches([1, 2, 3]):
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "why", "shown"),
     [
         ("print('hello')", "no Lightning Trainer that fits", "hello"),
-        ("raise ValueError('wrong config')", "code 1", "wrong config"),
+        ("raise ValueError('wrong config')", "code 1 before a training began", "wrong config"),
+        (f"{LOOP}    break\nprint('left')", "code 0 before the trial did", "left"),
+        (f"{LOOP}    raise KeyError('far')", "before the trial did", "far"),
     ],
 )
-def test_a_script_that_trains_nothing_is_told_so_with_what_it_printed(tmp_path, script, why, shown):
+def test_how_a_script_ends_before_anything_is_known_is_told_with_what_it_printed(
+    tmp_path, script, why, shown
+):
     (tmp_path / "train.py").write_text(script)
     done = prove(tmp_path, "--json", "found.json", "train.py", code=2)
     assert why in done.stdout

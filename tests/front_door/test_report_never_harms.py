@@ -15,7 +15,7 @@ from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset
-from trainers import Learner, quiet_trainer
+from trainers import Learner, quiet_trainer, trained
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning
@@ -51,6 +51,13 @@ class Model(Learner):
 
     def validation_step(self, batch, _):
         pass
+
+
+class HasNoLength:
+    """A batch that says that it is sized, and is not."""
+
+    def __len__(self):
+        raise TypeError("unsized")
 
 
 def fit(tmp_path, callback, *, model=None, dataset=None, logger=False, val=None, more=()):
@@ -230,3 +237,12 @@ def test_any_loader_may_be_measured_and_none_is_harmed(tmp_path):
     trainer = quiet_trainer(str(tmp_path), callbacks=[DataThroughputCallback(summary=False)])
     trainer.fit(model, loader)
     assert len(model.seen) == 2
+
+
+@pytest.mark.parametrize("samples", [torch.zeros(8), [HasNoLength()] * 8], ids=["0-d", "unsized"])
+def test_batches_of_any_kind_are_steps_that_are_measured(tmp_path, samples):
+    callback = DataThroughputCallback(summary=False, report=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        trained(DataLoader(samples, batch_size=None), folder=tmp_path, callbacks=[callback])
+    assert callback.report.stages[0].steps == 8

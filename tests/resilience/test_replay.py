@@ -316,13 +316,42 @@ def test_a_module_finds_its_neighbours_by_its_name_and_by_its_file(folder, monke
         main(["replay", name, "--step", "0"])
 
 
+PARSES = """
+import argparse
+
+def parse(required):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", required=required)
+    parser.add_argument("--epoch", default="the script's")
+    assert parser.parse_args().epoch == "the script's"
+"""
+ASKS = {
+    "imported": "parse({required})\nmade = Folder",
+    "called": "def made():\n    parse({required})\n    return Folder()",
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_a_script_that_parses_arguments_gets_none_of_ours(folder, monkeypatch, asks) -> None:
+    given = ["fastdata", "replay", "train.py:made", "--epoch", "0", "--batch", "0"]
+    monkeypatch.setattr(sys, "argv", given)
+    (folder / "train.py").write_text(SCRIPT + PARSES + asks.format(required=False))
+    main()
+    (folder / "train.py").write_text(SCRIPT + PARSES + asks.format(required=True))
+    with refused("arguments are required: --lr\nfastdata: train.py ended the program.*__main__"):
+        main()
+    assert sys.argv == given
+
+
 REFUSED = {
     "train.py:Folder --epoch 0": "--epoch and --batch, or --step",
     "train.py:Folder --batch 0": "--epoch and --batch, or --step",
     "train.py:Folder --epoch 0 --step 0": "--epoch and --batch, or --step",
     "train.py:Folder --batch 0 --step 0": "--epoch and --batch, or --step",
-    "train.py:Folder --step -1": "no batch -1",
-    "train.py:Folder --epoch -1 --batch 0": "no batch 0 in epoch -1",
+    "train.py:Folder --step -1": "no batch -1 .*, counted from 0",
+    "train.py:Folder --epoch -1 --batch 0": "epoch is -1; allowed are whole numbers from 0",
+    "missing.py:Folder --step 0 --save none/batch.pt": r"none/batch.pt cannot be [^.]*\.\n$",
+    "missing.py:Folder --step 0 --save new.pt": "missing.py cannot be imported",
     "text.ckpt --datamodule train.py:Folder --step 0": "is of no training",
     "none.ckpt --datamodule train.py:Folder --step 0": "cannot be read",
     "other.ckpt --datamodule train.py:Folder --step 0": "is of no training",
@@ -339,3 +368,4 @@ def test_what_says_no_batch_no_checkpoint_or_no_data_module_is_refused(folder, c
     torch.save("no checkpoint", "text.ckpt")
     with refused(said):
         main(["replay", *command.split()])
+    assert not Path("new.pt").exists()
