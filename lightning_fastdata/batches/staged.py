@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -241,7 +242,7 @@ class StagingCollate(HandsOn):
         with suppress(Exception), self._own.undone():
             waiting = self.transform.waiting_in(samples, drawn)
             with Descent(itertools.chain(*waiting)) as descent:
-                batch = self._collate_handed_on(samples)
+                batch = self._collate_handed_on([_twin(sample) for sample in samples])
             stacks = batch is not None and self.transform.stacks(samples, drawn, batch)
             if not stacks or not descent.has_only(len(waiting[0]), batch):
                 raise BatchError("The images are not in the batch as they were, or not they alone.")
@@ -252,6 +253,16 @@ class StagingCollate(HandsOn):
         batch = self.collate_fn(samples)
         draws = None if batch is None else self.transform.collate(drawn)
         return StagedBatch(batch, draws, self.stage)
+
+
+def _twin(sample: Batch) -> Batch:
+    """Return a sample of the same values, out of which a collate_fn may take what it likes."""
+    parts = tree.children(sample)
+    if parts is None:
+        return sample
+    return tree.rebuilt(
+        sample, [copy(p) if isinstance(p, list | MutableMapping) else p for _, p in parts]
+    )
 
 
 class FirstOfPairs(HandsOn):

@@ -5,6 +5,7 @@ The oracle is ``augment_on="cpu"``: Albumentations makes all pixels before sampl
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -190,13 +191,17 @@ def outcome(
     samples: list[Any], augment: Any, collate_fn: Callable[[list[Any]], Any] | None, place: str
 ) -> list[Any] | type[Exception]:
     """Return the batches of an epoch, or the class of the error that ended it."""
-    how = {"augment": augment, "augment_on": place, "collate_fn": collate_fn, "seed": 3}
-    how["options"] = LoaderOptions(executor="inline")
     dataset = Samples(lambda index: dict(samples[index]), len(samples))
     try:
-        return trained(FastDataModule.from_datasets(dataset, batch_size=4, **how))
+        return batches_of(dataset, augment, collate_fn, place)
     except Exception as error:
         return type(error)
+
+
+def batches_of(dataset: Any, augment: Any, collate_fn: Any, place: str) -> list[Any]:
+    how = {"augment": augment, "augment_on": place, "collate_fn": collate_fn, "seed": 3}
+    how["options"] = LoaderOptions(executor="inline")
+    return trained(FastDataModule.from_datasets(dataset, batch_size=4, **how))
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -298,3 +303,18 @@ def test_a_collate_fn_that_stacks_images_however_it_does_is_called_once(collate_
     found = outcome(*case, "gpu")
     assert calls == len(found) == 2
     assert_equal(found, outcome(*case, "cpu"))
+
+
+def taking_out(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    labels = [sample.pop("label") for sample in samples]
+    levels = [sample["notes"].pop("level") for sample in samples]
+    return {"image": stacked(samples) / 2, "label": labels, "level": levels}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_collate_fn_may_take_fields_out_of_samples():
+    images = enumerate(PHOTOGRAPHS)
+    samples = [{"image": i, "label": n, "notes": {"level": n}} for n, i in images]
+    fresh = Samples(lambda index: copy.deepcopy(samples[index]), len(samples))
+    wanted, found = (batches_of(fresh, A.Compose(FLIPS), taking_out, p) for p in ("cpu", "gpu"))
+    assert_equal(found, wanted)
