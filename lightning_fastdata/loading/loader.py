@@ -41,6 +41,7 @@ from lightning_fastdata.loading.source import (
     tuner_for,
 )
 from lightning_fastdata.order import samplers
+from lightning_fastdata.order.epoch_order import Counted
 from lightning_fastdata.order.indices import EpochIndices, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
@@ -393,9 +394,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         begun = self._next_pass()
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
-        if self.epoch is not None or self.run is not None:
-            # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            samplers.tell_samplers(epoch, self.sampler, self.batch_sampler)
+        # Lightning sets the epoch only after it has made the iterator of a resumed run.
+        number = Counted(epoch) if self.epoch is None and self.run is None else epoch
+        samplers.tell_samplers(number, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         if self.keeps and begun.state is not None and begun.state.dataset_state is not None:
