@@ -26,7 +26,7 @@ from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
 from lightning_fastdata.loading import position
-from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
+from lightning_fastdata.loading.position import GivenSize, Pass, Passes, Position, Run, StateWatch
 from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
@@ -42,6 +42,7 @@ from lightning_fastdata.loading.source import (
     tuner_for,
 )
 from lightning_fastdata.order import samplers
+from lightning_fastdata.order.epoch_order import Counted
 from lightning_fastdata.order.indices import EpochIndices, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
@@ -342,6 +343,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._epoch_cell = EpochCell()
         self._passes = Passes()
         self._told_loose = False
+        self.sized_by: GivenSize | None = None
+        """Size of the batches of another loader, in whose place this one reads; None: of none."""
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -371,6 +374,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         order = order_of(self)
         ahead = self.num_workers or self.chosen or type(order) is BatchSampler
         ahead_of = order if ahead else None
+        if self.sized_by is not None:
+            ahead_of = self.sized_by.sampler
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         return position.CountedBatches(
@@ -398,9 +403,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         begun = self._next_pass()
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
-        if self.epoch is not None or self.run is not None:
-            # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            samplers.tell_samplers(epoch, self.sampler, self.batch_sampler)
+        if self.sized_by is not None and self.sized_by.has_changed():
+            self._take_size(self.sized_by.rows())
+        # Lightning sets the epoch only after it has made the iterator of a resumed run.
+        number = Counted(epoch) if self.epoch is None and self.run is None else epoch
+        samplers.tell_samplers(number, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         if self.keeps and begun.state is not None and begun.state.dataset_state is not None:
@@ -419,6 +426,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             batches = self.ahead(batches)
         self._passes.settle(begun)
         return begun, batches
+
+    def _take_size(self, rows: int) -> None:
+        for one in (self.batch_sampler, samplers.share_in(self.batch_sampler)):
+            if one is not None:
+                cast("BatchSampler", one).batch_size = rows
+        if self.batch_size is not None:
+            vars(self)["batch_size"] = rows  # torch refuses to set it
 
     @property
     def draws(self) -> bool | None:

@@ -25,7 +25,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.source import workers_of
-from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.epoch_order import Counted, dataset_length
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, tells_state
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.order.samplers import (
@@ -340,6 +340,24 @@ class CountedBatches(Around):
 
     def __len__(self) -> int:
         return len(self._loader)  # torch's iterators have a length, too
+
+
+class GivenSize:
+    """The size of the batches of another loader, in whose place one reads; steps may change it.
+
+    Args:
+        sampler: The batch sampler of the other loader.
+        rows: Returns the samples of a batch of the loader that reads.
+    """
+
+    def __init__(self, sampler: BatchSampler, rows: Callable[[], int]) -> None:
+        self.sampler, self.rows = sampler, rows
+        self._last = rows()
+
+    def has_changed(self) -> bool:
+        """Return whether the size has changed since this was asked last."""
+        before, self._last = self._last, self.rows()
+        return before != self._last
 
 
 class NamedBatches(Around):
@@ -836,13 +854,14 @@ def restore_dataset(dataset: object, state: Position) -> None:
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
-    """Return the epoch that was set on a loader's sampler; None: the sampler has no epoch.
+    """Return the epoch that was set on a loader's sampler; None: it has none, or none was set.
 
     Lightning sets it after it has made the iterator of a resumed run.
     """
     for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
         epoch: int | None = getattr(sampler, "epoch", None)
-        if isinstance(sampler, SetsEpoch) and epoch is not None:
+        counted = epoch is None or isinstance(epoch, Counted)
+        if isinstance(sampler, SetsEpoch) and not counted:
             return epoch
     return None
 

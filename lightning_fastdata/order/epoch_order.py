@@ -310,6 +310,10 @@ def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
     return steps_in(length, batch_size * world_size, drop_last=False) * world_size <= length
 
 
+class Counted(int):
+    """An epoch that nobody has set on a sampler: loaders count it on in a plain loop."""
+
+
 def dataset_length(dataset: object) -> int | None:
     """Return the length of a dataset or a loader; None: it has none, as most streams."""
     try:

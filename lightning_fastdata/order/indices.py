@@ -119,6 +119,8 @@ class EpochIndices:
         self._began_at = Start()
         self._drawn = self._to_draw()
         self._drawn_epoch: int | None = None
+        self._plan: AnyOrder | None = None
+        """Plan of the epoch that began last, as it was then; None: it was not known ahead."""
         self._hashed: tuple[AnyOrder, int, int] | None = None
 
     def _to_draw(self) -> Drawn:
@@ -134,6 +136,7 @@ class EpochIndices:
         if start.drawn and epoch_order(self.source) is not None:
             _restore(deciding(self.source), start.drawn)
         whole, left = epoch_order(self.source), epoch_order(self.source, start=start.samples)
+        self._plan, self._plan_epoch = None if left is None else whole, self.epoch
         if whole is None or left is None:
             # An order that ranks share is continued by samples, unless late batches come first.
             by_steps = self._share is None or bool(start.late) or not start.batches
@@ -142,7 +145,7 @@ class EpochIndices:
             return self._watched(start, self._taken, again=again)
         self._drawn = self._to_draw()
         if start.digest is not None and start.samples <= _CHECKED:
-            _check(start, self.digest(whole.epoch, start.samples, 0), deciding(self.source))
+            _check(start, self.digest(self.epoch, start.samples, 0), deciding(self.source))
         late = map(whole.batch, start.late if start.same_batches else ())
         batches = chain(late, left.batches())
         return batches if self.arrays else (batch.tolist() for batch in batches)
@@ -172,7 +175,7 @@ class EpochIndices:
         from (seed, epoch), only the epoch that began last is known. If it does, no digest is made
         beyond the most samples that are checked, as that would take longer than ten seconds.
         """
-        order = epoch_order(self.source, epoch)
+        order = self._order(epoch)
         if order is None:
             return self._taken.before(batches)[0]
         if samples > _CHECKED:
@@ -192,10 +195,16 @@ class EpochIndices:
         begun = self._began_at
         if batches < begun.batches or self.epoch != epoch:
             begun = Start()
-        left = epoch_order(self.source, epoch, begun.samples)
+        left = self._order(epoch, begun.samples)
         if left is None:
             return self._taken.before(batches)[1]
         return left.samples_before(min(batches - begun.batches, len(left)))
+
+    def _order(self, epoch: int, start: int = 0) -> AnyOrder | None:
+        """Return the plan of an epoch, whatever was set on the sampler since it began."""
+        if self._plan is None or epoch != self._plan_epoch:
+            return epoch_order(self.source, epoch, start)
+        return replace(self._plan, start=start)
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
         """Return how many batches an epoch has after a position; None: not known."""

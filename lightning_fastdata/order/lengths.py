@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.epoch_order import (
+    Counted,
     Ints,
     Rank,
     SharedOrder,
@@ -220,7 +221,7 @@ class BucketShare(DistributedSampler[Any]):
     def __init__(self, plan: BucketOrder, together: int | None, given: Rank | None) -> None:
         # No super().__init__(): it asks for the ranks, which may not be known yet.
         self._plan, self._given, self.together = plan, given, together
-        self.seed, self.epoch, self.shuffle = plan.buckets.seed, 0, True
+        self.seed, self.epoch, self.shuffle = plan.buckets.seed, Counted(), True
         self.drop_last = plan.drop_last
 
     @property

@@ -25,6 +25,7 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import (
     BlockOrder,
     Blocks,
+    Counted,
     EpochOrder,
     Ints,
     Order,
@@ -69,10 +70,10 @@ class ShuffleSampler(RandomSampler):
     def __init__(self, data_source: Sized, seed: int = 0) -> None:
         super().__init__(data_source)
         self.seed = seed
-        self.epoch = 0
+        self.epoch: int = Counted()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of ``epoch``, counted from 0; Lightning calls it every epoch."""
+        """Choose the permutation of ``epoch``, counted from 0; loaders and Lightning call it."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -126,7 +127,7 @@ class BlockShuffleSampler(Sampler[int]):
         self._cut = block, blocks_at_once
         self._blocks = blocks_of(data_source, *self._cut)
         self.seed = seed
-        self.epoch = 0
+        self.epoch: int = Counted()
 
     @property
     def blocks(self) -> Blocks:
@@ -253,6 +254,7 @@ class SharedSampler(DistributedSampler[Any]):
             )
         everything = cast("Any", range(dataset_length(source) or 0))
         super().__init__(everything, num_replicas, rank, shuffle=False, seed=seed)
+        self.epoch = Counted()
         self.source = source
         self.batch_size = batch_size
         said = getattr(source, "drop_last", False) if drop_last is None else drop_last
@@ -471,9 +473,13 @@ def rows_in(batch_sampler: object) -> int | None:
 
 
 def tell_samplers(epoch: int, *sources: object) -> None:
-    """Set the epoch of samplers, batch samplers and the samplers in these, if they have one."""
+    """Set the epoch of samplers, batch samplers and the samplers in these, if they have one.
+
+    A :class:`Counted` one is for samplers of this package alone, on which nobody has set another.
+    """
     for one in chain.from_iterable((source, sampler_in(source)) for source in sources):
-        if isinstance(one, SetsEpoch):
+        counts = isinstance(getattr(one, "epoch", None), Counted)
+        if isinstance(one, SetsEpoch) and (counts or not isinstance(epoch, Counted)):
             one.set_epoch(epoch)
 
 

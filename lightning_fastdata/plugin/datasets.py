@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -188,6 +189,15 @@ class GivenLoader:
     """Samples in a batch; None where a batch sampler decides it, or samples come as they are."""
     base: int | None = None
     """Data module's ``batch_size`` for which this loader's holds; with another one it is scaled."""
+    batches: BatchSampler | None = None
+    """Batch sampler that torch made of ``batch_size``, which steps may change there; None: none."""
+
+    def rows(self, batch_size: int) -> int | None:
+        """Return the samples in a batch now, where the data module's ``batch_size`` is this."""
+        rows = self.batch_size if self.batches is None else self.batches.batch_size
+        if rows is None or self.base is None:
+            return rows
+        return max(1, round(rows * batch_size / self.base))
 
 
 def taken_apart(
@@ -201,10 +211,7 @@ def taken_apart(
         return item, {}
     known = dict(item.arguments)
     if "batch_sampler" not in known:
-        rows = item.batch_size
-        if rows is not None and item.base is not None:
-            rows = max(1, round(rows * batch_size / item.base))
-        known["batch_size"] = rows
+        known["batch_size"] = item.rows(batch_size)
     chosen = () if options is None else options.set_by_user()
     return item.dataset, {name: value for name, value in known.items() if name not in chosen}
 
@@ -258,7 +265,9 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
         arguments["drop_last"] = True
     if isinstance(loader, FastDataLoader):
         arguments["seed"] = loader.seed
-    return GivenLoader(loader.dataset, arguments, loader.batch_size)
+    sized = loader.batch_size is not None and not isinstance(loader.dataset, IterableDataset)
+    sizes = cast("BatchSampler", loader.batch_sampler) if sized else None
+    return GivenLoader(loader.dataset, arguments, loader.batch_size, batches=sizes)
 
 
 def _order(loader: DataLoader[Any]) -> dict[str, object]:

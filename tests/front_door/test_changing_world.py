@@ -715,6 +715,43 @@ def test_another_size_of_batches_that_keep_theirs_is_warned_of(workers) -> None:
         next(begun)
 
 
+class Resizes(Callback):
+    """Changes the size of a loader's batches, within an epoch or behind it."""
+
+    def __init__(self, loader: DataLoader, *, within: bool) -> None:
+        self.loader, self.within = loader, within
+
+    def _change(self, trainer: Trainer) -> None:
+        batches: Any = self.loader.batch_sampler
+        batches.batch_size = (3, 4, 2)[trainer.current_epoch]
+
+    def on_train_batch_end(self, trainer: Trainer, _: object, *rest: object) -> None:
+        if self.within and rest[-1] == 1:
+            self._change(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, _: object) -> None:
+        if not self.within:
+            self._change(trainer)
+
+
+@pytest.mark.parametrize("workers", [None, 1, "auto"])
+@pytest.mark.parametrize("within", [False, True])
+def test_another_size_of_a_given_loaders_batches_holds_from_the_next_epoch_on(
+    workers, within
+) -> None:
+    given = DataLoader(Rows(lambda *_: 0), 2, sampler=list(range(12)))
+    resizes, model = Resizes(given, within=within), Learner(len)
+    data = FastDataModule.from_loaders(given, num_workers=workers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(max_epochs=3, callbacks=[resizes]).fit(model, datamodule=data)
+    told = [str(each.message) for each in caught if "batch_size was" in str(each.message)]
+    assert [text.partition(" since")[0][-14:] for text in told] == (
+        ["was 2 and is 3", "was 3 and is 4", "was 4 and is 2"] if within else []
+    )
+    assert model.seen == [2] * 6 + [3] * 4 + [4] * 3
+
+
 def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:
     def seen(kind: Any, workers: int | str) -> list[int]:
         subset = SubsetRandomSampler(list(range(20)), torch.Generator().manual_seed(1))

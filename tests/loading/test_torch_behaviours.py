@@ -654,3 +654,54 @@ def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn() -> None:
     )
     assert all(loader)
     assert sorted(os.sched_getaffinity(0)) == allowed
+
+
+# -- rows of "What differs from torch's DataLoader" ------------------------------------------------
+
+
+@each("executor", ENGINE)
+def test_integers_and_floats_of_one_batch_are_collated_wherever_it_is_read(executor) -> None:
+    mixed = Made(lambda i: torch.tensor([i + 0.5] if i else [i]), 2)
+    wanted = next(iter(DataLoader(mixed, 2)))
+    how = {"num_workers": int(executor == "workers"), "executor": executor}
+    assert alike(next(iter(FastDataLoader(mixed, 2, **how))), wanted)
+
+
+def test_an_epoch_without_workers_draws_from_a_generator_with_its_first_batch() -> None:
+    shared = torch.Generator().manual_seed(3)
+    iterators = [iter(FastDataLoader(range(6), 6, True, generator=shared)) for _ in range(2)]
+    found = [next(one).tolist() for one in iterators]
+    apart = torch.Generator().manual_seed(3)
+    loaders = (DataLoader(range(6), 6, True, generator=apart) for _ in range(2))
+    assert found == [next(iter(loader)).tolist() for loader in loaders]
+
+
+@each("executor", [*ENGINE, "torch"])
+def test_a_batch_sampler_is_begun_once_in_an_epoch(executor) -> None:
+    class Begun(Sampler):
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            return iter([[0], [1]])
+
+        def __len__(self) -> int:
+            return 2
+
+    batches = Begun()
+    how = {"num_workers": int(executor != "inline"), "executor": executor}
+    loader = FastDataLoader(range(2), batch_sampler=batches, **how)
+    for epoch in range(2):
+        list(loader)
+        assert batches.times == epoch + 1
+
+
+@each("executor", ["workers", "torch"])
+def test_another_collate_fn_holds_from_the_next_epoch_on_though_workers_stay(executor) -> None:
+    loader = FastDataLoader(range(2), 1, num_workers=1, executor=executor, persistent_workers=True)
+    first = iter(loader)
+    assert next(first).tolist() == [0]
+    loader.collate_fn = len
+    assert next(first).tolist() == [1]
+    assert list(loader) == [1, 1]
+    loader.close()

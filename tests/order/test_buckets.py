@@ -193,7 +193,7 @@ def test_epochs_and_seeds_differ_in_companions_and_order_but_not_in_number() -> 
     assert len(together[0] & together[2]) < few
     sampler.set_epoch(0)
     assert list(sampler) == first
-    assert len(pickle.dumps(sampler)) == size  # orders are drawn anew there
+    assert len(pickle.dumps(sampler)) <= size  # orders are drawn anew there
     assert list(pickle.loads(pickle.dumps(sampler))) == first
     assert list(copy.deepcopy(sampler)) == first
     order = [lengths[batch].max() for batch in first]

@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
+from ragged import stopped_epoch
 from thoroughness import max_examples
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_fastdata import FastDataLoader
+from lightning_fastdata import BucketBatchSampler, FastDataLoader
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
 from lightning_fastdata.order.samplers import (
+    BlockShuffleSampler,
     RankBatchSampler,
     SharedSampler,
     ShuffleSampler,
@@ -131,3 +134,67 @@ def test_a_position_behind_more_samples_than_are_checked_goes_on_without_a_diges
     again.load_state_dict(state)
     rest = iter(again)
     assert [next(rest).tolist() for _ in range(2)] == expected[1:]
+
+
+ROWS = torch.arange(20)
+OWN = {
+    "shuffle": lambda: {"batch_size": 3, "sampler": ShuffleSampler(ROWS, 1)},
+    "blocks": lambda: {"batch_size": 3, "sampler": BlockShuffleSampler(ROWS, seed=1)},
+    "shuffle=": lambda: {"batch_size": 3, "shuffle": "blocks"},
+    "buckets": lambda: {"batch_sampler": BucketBatchSampler(range(1, 21), tokens=30)},
+    "shared": lambda: {
+        "batch_size": 3,
+        "sampler": SharedSampler(RandomSampler(ROWS), batch_size=3, num_replicas=2, rank=1),
+    },
+}
+
+
+def tell(loader, epoch):
+    """Set the epoch by hand, where Lightning does."""
+    getattr(loader.batch_sampler, "set_epoch", loader.sampler.set_epoch)(epoch)
+
+
+@each("name", OWN)
+def test_a_plain_loop_has_another_order_in_each_epoch_and_goes_on_in_any(name) -> None:
+    loader, by_hand = (FastDataLoader(ROWS, **OWN[name]()) for _ in range(2))
+    epochs = []
+    for epoch in range(3):
+        tell(by_hand, epoch)
+        epochs.append([batch.tolist() for batch in loader])
+        assert [batch.tolist() for batch in by_hand] == epochs[-1]
+        rest = stopped_epoch(lambda: FastDataLoader(ROWS, **OWN[name]()), 2, epoch)
+        assert [batch.tolist() for batch in rest] == epochs[-1]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+@each("name", [name for name in OWN if name != "shared"])  # it is keyed by the pass
+def test_an_epoch_that_is_set_by_hand_stays_until_another_is_and_its_position_is_known(
+    name,
+) -> None:
+    loader, again = (FastDataLoader(ROWS, **OWN[name]()) for _ in range(2))
+    tell(loader, 4)
+    tell(again, 4)
+    first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+    assert first == second
+    begun = iter(loader)
+    taken = [next(begun).tolist() for _ in range(2)]
+    tell(loader, 5)  # holds from the next epoch on
+    state = loader.state_dict()
+    assert state["samples"] == sum(map(len, taken))
+    again.load_state_dict(state)
+    assert taken + [batch.tolist() for batch in again] == first
+
+
+def test_a_sampler_that_counts_epochs_does_so_for_each_loader() -> None:
+    sampler = ShuffleSampler(ROWS, 1)
+    first, other = (FastDataLoader(ROWS, 3, sampler=sampler) for _ in range(2))
+    epochs = [[batch.tolist() for batch in first] for _ in range(2)]
+    assert [[batch.tolist() for batch in other] for _ in range(2)] == epochs
+
+
+def test_torchs_sampler_of_a_rank_is_told_no_epoch_as_by_torch() -> None:
+    sampler = DistributedSampler(ROWS, 2, 1)
+    loader = FastDataLoader(ROWS, 3, sampler=sampler)
+    assert [[batch.tolist() for batch in loader] for _ in range(2)] == [
+        [batch.tolist() for batch in DataLoader(ROWS, 3, sampler=sampler)]
+    ] * 2

@@ -10,7 +10,7 @@ import torch
 from conformance.pieces import RowsModule, make_trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.order.samplers import RankBatchSampler
@@ -62,6 +62,16 @@ def test_ranks_have_batches_of_our_own(tmp_path):
     unshared = ranks_of(tmp_path, use_distributed_sampler=False)
     for trainer in (make_trainer(tmp_path), unshared, None):
         assert kinds(trainer) == theirs
+
+
+def test_ranks_take_over_another_size_of_a_given_loaders_batches(tmp_path):
+    given = DataLoader(torch.arange(12), 2)
+    data = FastDataModule.from_loaders(given, num_workers=0)
+    data.trainer = ranks_of(tmp_path)
+    loader = data.train_dataloader()
+    for size, own in ((2, [[0, 1], [4, 5], [8, 9]]), (3, [[0, 1, 2], [6, 7, 8]])):
+        given.batch_sampler.batch_size = size
+        assert [batch.tolist() for batch in loader] == own
 
 
 class Split:
