@@ -691,7 +691,10 @@ def _with_header(path: str, data: bytes, decoder: Decoder, max_pixels: int) -> E
 
 
 def decode_crop(
-    data: bytes, box: tuple[int, int, int, int], *, decoder: DecoderName = "auto"
+    data: bytes | bytearray | memoryview,
+    box: tuple[int, int, int, int],
+    *,
+    decoder: DecoderName = "auto",
 ) -> Pixels:
     """Return the pixels of an encoded image within a box, ``[height, width, 3]`` uint8 RGB.
 
@@ -700,12 +703,13 @@ def decode_crop(
     lightning-fastdata[jpeg]``); damage outside the box then stays unseen.
 
     Args:
-        data: A file of any format that Pillow reads.
+        data: A file of any format that Pillow reads: bytes, or any buffer of them.
         box: ``(top, left, height, width)`` in pixels.
         decoder: As for :class:`~lightning_fastdata.FastImageFolder`; Pillow decodes no parts.
 
     Raises:
-        OptionsError: If the box is empty or reaches beyond the picture.
+        OptionsError: If the data is no buffer of bytes, or the box is empty or reaches beyond the
+            picture.
         MissingPackageError: If Pillow is not installed (``lightning-fastdata[images]``).
         DatasetError: If the data is damaged where it was read, or no image.
 
@@ -713,7 +717,14 @@ def decode_crop(
         >>> from pathlib import Path
         >>> crop = decode_crop(Path("photo.jpg").read_bytes(), (0, 0, 224, 224))  # doctest: +SKIP
     """
-    image = _with_header("in memory", data, choose_decoder(decoder), MAX_PIXELS)
+    try:
+        encoded = data if isinstance(data, bytes) else bytes(memoryview(data))
+    except TypeError as error:
+        raise OptionsError(
+            f"data is {type(data).__name__}, and no bytes of an image file. Read the file, or give "
+            "the record of a source."
+        ) from error
+    image = _with_header("in memory", encoded, choose_decoder(decoder), MAX_PIXELS)
     top, left, height, width = (int(side) for side in box)
     inside = top >= 0 and left >= 0 and height > 0 and width > 0
     if not inside or top + height > image.height or left + width > image.width:

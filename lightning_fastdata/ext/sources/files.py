@@ -76,6 +76,8 @@ class TarSource(OpenedInEachProcess[list[int]]):
             convention that they share their name up to its first dot: a record is a dict of bytes
             by extension, and files without one are left out. None: each file is a record of bytes.
 
+    An archive that ends without its last block, as one that was cut off does, is a warning.
+
     Raises:
         OptionsError: ``parts`` is empty, or no list of extensions.
         DatasetError: An archive cannot be read, is compressed, has a link that leads out of it, or
@@ -176,6 +178,17 @@ def _members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]
                 places[name] = at
                 found.append((member.name, at))
                 archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
+            end = archive.offset  # behind the last member
+        with Path(path).open("rb") as file:
+            file.seek(end)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                warnings.warn(
+                    f"{path} has no end behind its {len(found):,} members: it may have been cut "
+                    "off, or be damaged there, and more files may be missing. Compare it with the "
+                    "original; `tar` writes an end.",
+                    FastDataWarning,
+                    stacklevel=3,
+                )
     except (OSError, tarfile.TarError) as error:
         advice = "Give the paths of archives; patterns and folders are not searched."
         if isinstance(error, tarfile.TarError) and Path(path).stat().st_size:

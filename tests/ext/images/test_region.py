@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -85,6 +86,20 @@ def test_what_is_no_jpeg_can_be_decoded_in_part(china, encode, decoder):
     data = encode(china, format="PNG")
     part = decode_crop(data, (100, 50, 30, 20), decoder=decoder)
     np.testing.assert_array_equal(part, np.asarray(china)[100:130, 50:70])
+
+
+@each("buffer", [memoryview, bytearray, partial(np.frombuffer, dtype=np.uint8)])
+@each("decoder", ["pillow", "simplejpeg"])
+def test_any_buffer_of_a_file_is_decoded(jpegs, decoder, buffer):
+    data, box = jpegs["420"], (100, 50, 30, 20)
+    part = decode_crop(buffer(data), box, decoder=decoder)
+    np.testing.assert_array_equal(part, decode_crop(data, box, decoder=decoder))
+
+
+@each("data", [None, "photo.jpg", 5])
+def test_what_is_no_file_in_memory_is_named(data):
+    with pytest.raises(OptionsError, match=rf"data is {type(data).__name__}, and no bytes"):
+        decode_crop(data, (0, 0, 1, 1))
 
 
 @each("box", [(0, 0, 0, 5), (-1, 0, 5, 5), (250, 0, 8, 5), (0, 330, 5, 4)])

@@ -14,7 +14,7 @@ from alike import alike
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from tests.sources.test_source_dataset import COUNT, decode, in_archives, in_database, record
 
 
@@ -128,6 +128,17 @@ def test_an_archive_that_has_become_shorter_is_named(tmp_path):
     os.truncate(tmp_path / "1.tar", 2000)
     with pytest.raises(DatasetError, match=r"1\.tar:deep/047\.bin ends early"):
         pickle.loads(pickle.dumps(source)).get_bytes([47])
+
+
+@pytest.mark.parametrize(("cut_at", "left"), [(3072, 2), (3100, 2), (4608, 3)])
+def test_an_archive_that_was_cut_off_behind_a_file_is_told(tmp_path, cut_at, left):
+    members = [(name, 700 * b"x") for name in "abc"]  # each takes 1,536 bytes
+    whole = in_archive(tmp_path / "s.tar", members).read_bytes()
+    (tmp_path / "s.tar").write_bytes(whole[:cut_at])
+    with pytest.warns(FastDataWarning, match=rf"s\.tar has no end behind its {left} members"):
+        assert len(sources.TarSource(tmp_path / "s.tar")) == left
+    (tmp_path / "s.tar").write_bytes(whole[:5120])  # the first of the zero blocks is enough
+    assert len(sources.TarSource(tmp_path / "s.tar")) == 3
 
 
 def test_parquet_rows_are_those_of_pyarrow(tmp_path):
