@@ -217,7 +217,7 @@ class CachedDataset(Dataset[Any]):
         check("num_workers", num_workers, is_whole(num_workers, 0), "whole numbers from 0")
         notice_changes(self)
         untransformed, at_once = copy.copy(self), _FILLED_AT_ONCE
-        untransformed.transform = None
+        untransformed.transform, untransformed._noticed = None, True
         loader = DataLoader(untransformed, at_once, num_workers=int(num_workers), collate_fn=len)
         for number, count in enumerate(loader):
             file, start = self._seen(), number * at_once
