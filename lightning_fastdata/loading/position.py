@@ -224,8 +224,6 @@ class Pass:
     """Position at which the pass began; None: the start of the epoch."""
     before: int = 0
     """Batches of earlier passes in the same epoch, where the loader is shorter than others."""
-    sampler_epoch: int | None = None
-    """Epoch that was set on the sampler from outside; None: none was."""
     handed: int = 0
     """Batches that were handed out, including those before the pass began."""
     exhausted: bool = False
@@ -410,10 +408,8 @@ class Passes:
             number = max(self._epochs, sampler_epoch or 0)
         self._epochs = max(self._epochs, number + 1)
         if pending is None or pending.epoch != number:
-            return Pass(epoch=number, sampler_epoch=sampler_epoch)
-        return Pass(
-            epoch=number, state=pending, handed=pending.batches, sampler_epoch=sampler_epoch
-        )
+            return Pass(epoch=number)
+        return Pass(epoch=number, state=pending, handed=pending.batches)
 
     def next_pass_of(self, run: Run, loader: object, epoch: Callable[[], int] | None) -> Pass:
         """Return the pass whose batches a run is going to take next.
