@@ -148,6 +148,11 @@ class EpochCell:
         # A tensor is sent as shared memory, but a NumPy array as a copy.
         return {"_shared": self._shared, "_number": None, "_is_own": False}
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        if not self._shared.is_shared():  # a copy that was not sent to a process: it has workers
+            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+
     def _here(self) -> NDArray[np.int64]:
         # Read for each sample: a NumPy view takes a tenth of a tensor's time.
         if self._number is None or self._is_own is not _epochs_are_own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -204,10 +205,10 @@ def test_a_pickled_copy_gives_the_same_samples_and_leaves_the_lists_behind(folde
     before = len(pickle.dumps(dataset))
     assert len(dataset.samples) == 12
     assert len(pickle.dumps(dataset)) == before
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.epoch == 4
-    assert copy.samples == dataset.samples
-    torch.testing.assert_close(everything(copy), everything(dataset), rtol=0, atol=0)
+    twin = pickle.loads(pickle.dumps(dataset))
+    assert twin.epoch == 4
+    assert twin.samples == dataset.samples
+    torch.testing.assert_close(everything(twin), everything(dataset), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -225,6 +226,31 @@ def test_workers_that_outlive_an_epoch_draw_the_next_one(folder, context):
         dataset.set_epoch(epoch)
         images = torch.cat([images for images, _ in loader])
         torch.testing.assert_close(images, everything(dataset), rtol=0, atol=0)
+
+
+COPIES = [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))]
+
+
+@each("copied", COPIES)
+def test_workers_of_a_copy_that_outlive_an_epoch_draw_the_next_one(folder, copied):
+    dataset = copied(FastImageFolder(folder, size=32, horizontal_flip=0.5))
+    loader = DataLoader(dataset, 5, num_workers=1, persistent_workers=True)
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        images = torch.cat([images for images, _ in loader])
+        torch.testing.assert_close(images, everything(dataset), rtol=0, atol=0)
+
+
+@each("copied", COPIES)
+def test_workers_of_a_copy_are_kept_as_those_of_the_original(folder, copied):
+    dataset = copied(FastImageFolder(folder, size=32, horizontal_flip=0.5))
+    loader = FastDataLoader(dataset, 5, num_workers=1, persistent_workers="unchanged")
+    readers = []
+    for _ in range(4):
+        images = torch.cat([images for images, _ in loader])
+        torch.testing.assert_close(images, everything(dataset), rtol=0, atol=0)
+        readers.append(loader._iterator)
+    assert len(set(map(id, readers))) == 1
 
 
 def test_a_damaged_file_is_named_and_the_next_one_still_reads(folder):
