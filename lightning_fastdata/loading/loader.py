@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
@@ -26,7 +27,7 @@ from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
 from lightning_fastdata.loading import position
-from lightning_fastdata.loading.position import GivenSize, Pass, Passes, Position, Run, StateWatch
+from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
 from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
@@ -79,6 +80,12 @@ _NOTHING_STARTS: Final = (
     "The training process reads, so that worker_init_fn is not called: a worker would run this "
     "script once more as it starts. Put what the script does under if __name__ == '__main__'."
 )
+TAKEN_OVER: Final = ("batch_size", "drop_last", "collate_fn")
+"""Settings that a loader takes over from the one in whose place it reads, epoch by epoch."""
+_NOT_TAKEN_OVER: Final = (
+    "The {name} of the DataLoader that was given to from_loaders() was replaced, and the one that "
+    "it had then is still used. Give the loader to from_loaders() once more."
+)
 
 
 class _Both(deque[BatchStamps]):
@@ -92,6 +99,65 @@ class _Both(deque[BatchStamps]):
         """Append the stamps to both."""
         for each in self._others:
             each.append(stamps)
+
+
+class Original:
+    """A DataLoader in whose place another one reads. A program may go on to change it.
+
+    It is not kept alive, and a copy of this knows none: the program has no copy to change.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader: Callable[[], DataLoader[Any] | None] = weakref.ref(loader)
+        self._seen = self._settings()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_loader": _no_loader, "_seen": {}}
+
+    def seen_by_another(self) -> Original:
+        """Return the same loader, as one that reads in its place has seen it: as this has."""
+        loader = self._loader()
+        if loader is None:
+            return self
+        other = Original(loader)
+        other._seen = self._seen
+        return other
+
+    @property
+    def batches(self) -> BatchSampler | None:
+        """Batch sampler that torch made of its ``batch_size``; None: it made none."""
+        loader = self._loader()
+        if loader is None or loader.batch_size is None:
+            return None
+        return cast("BatchSampler", loader.batch_sampler)
+
+    def unseen(self) -> dict[str, Any]:
+        """Return what was set since its settings were seen last."""
+        return {
+            name: value
+            for name, value in self._settings().items()
+            if value is not self._seen[name] and value != self._seen[name]
+        }
+
+    def see(self) -> dict[str, Any]:
+        """Return what was set since its settings were seen last, and see them."""
+        unseen, self._seen = self.unseen(), self._settings()
+        return unseen
+
+    def _settings(self) -> dict[str, Any]:
+        loader, batches = self._loader(), self.batches
+        found: dict[str, Any] = {}
+        if loader is not None:
+            found.update(collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn)
+        if loader is not None and batches is not None:
+            found.update(batch_size=batches.batch_size, sampler=batches.sampler)
+            if not isinstance(loader.dataset, IterableDataset):  # torch reads a stream's elsewhere
+                found["drop_last"] = batches.drop_last
+        return found
+
+
+def _no_loader() -> None:
+    return None
 
 
 class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
@@ -343,8 +409,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._epoch_cell = EpochCell()
         self._passes = Passes()
         self._told_loose = False
-        self.sized_by: GivenSize | None = None
-        """Size of the batches of another loader, in whose place this one reads; None: of none."""
+        self.original: Original | None = None
+        """Loader in whose place this one reads, which a program may change; None: there is none."""
+        self.scaled: Callable[[int], int] = int
+        """Returns the size of this loader's batches for a size of the original's."""
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -374,8 +442,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         order = order_of(self)
         ahead = self.num_workers or self.chosen or type(order) is BatchSampler
         ahead_of = order if ahead else None
-        if self.sized_by is not None:
-            ahead_of = self.sized_by.sampler
+        if self.original is not None and self.original.batches is not None:
+            ahead_of = self.original.batches
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         return position.CountedBatches(
@@ -403,8 +471,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         begun = self._next_pass()
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
-        if self.sized_by is not None and self.sized_by.has_changed():
-            self._take_size(self.sized_by.rows())
+        if self.original is not None:
+            self._take_over(self.original.see())
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and self.run is None else epoch
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
@@ -427,12 +495,16 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._passes.settle(begun)
         return begun, batches
 
-    def _take_size(self, rows: int) -> None:
-        for one in (self.batch_sampler, samplers.share_in(self.batch_sampler)):
-            if one is not None:
-                cast("BatchSampler", one).batch_size = rows
-        if self.batch_size is not None:
-            vars(self)["batch_size"] = rows  # torch refuses to set it
+    def _take_over(self, settings: Mapping[str, Any]) -> None:
+        """Read as the original loader would since a program has set these."""
+        for name, value in settings.items():
+            if name not in TAKEN_OVER:
+                warnings.warn(_NOT_TAKEN_OVER.format(name=name), FastDataWarning, stacklevel=2)
+                continue
+            own, share = self.batch_sampler, samplers.share_in(self.batch_sampler)
+            for one in (self,) if name == "collate_fn" else (self, own, share):
+                if one is not None:  # torch refuses to set some of its own
+                    vars(one)[name] = self.scaled(value) if name == "batch_size" else value
 
     @property
     def draws(self) -> bool | None:

@@ -340,24 +340,6 @@ class CountedBatches(Around):
         return len(self._loader)  # torch's iterators have a length, too
 
 
-class GivenSize:
-    """The size of the batches of another loader, in whose place one reads; steps may change it.
-
-    Args:
-        sampler: The batch sampler of the other loader.
-        rows: Returns the samples of a batch of the loader that reads.
-    """
-
-    def __init__(self, sampler: BatchSampler, rows: Callable[[], int]) -> None:
-        self.sampler, self.rows = sampler, rows
-        self._last = rows()
-
-    def has_changed(self) -> bool:
-        """Return whether the size has changed since this was asked last."""
-        before, self._last = self._last, self.rows()
-        return before != self._last
-
-
 class NamedBatches(Around):
     """The batches of torch's iterator without workers; an error names the sample."""
 

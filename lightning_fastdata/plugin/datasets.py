@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -36,7 +35,7 @@ from lightning_fastdata.caches.cached import (
 from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.loader import TAKEN_OVER, FastDataLoader, Original
 from lightning_fastdata.loading.source import order_of
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import (
@@ -183,21 +182,29 @@ class GivenLoader:
     """What a DataLoader says of its batches."""
 
     dataset: Dataset[Any]
-    arguments: Mapping[str, object]
+    arguments: Mapping[str, Any]
     """Arguments of ``make_loader`` that the loader settles, except for the batch size."""
     batch_size: int | None
     """Samples in a batch; None where a batch sampler decides it, or samples come as they are."""
     base: int | None = None
     """Data module's ``batch_size`` for which this loader's holds; with another one it is scaled."""
-    batches: BatchSampler | None = None
-    """Batch sampler that torch made of ``batch_size``, which steps may change there; None: none."""
+    original: Original | None = None
+    """The loader itself, which a program may change."""
 
-    def rows(self, batch_size: int) -> int | None:
-        """Return the samples in a batch now, where the data module's ``batch_size`` is this."""
-        rows = self.batch_size if self.batches is None else self.batches.batch_size
-        if rows is None or self.base is None:
-            return rows
-        return max(1, round(rows * batch_size / self.base))
+    def scaled(self, rows: int, batch_size: int) -> int:
+        """Return a size of batches where the data module's ``batch_size`` is this."""
+        return rows if self.base is None else max(1, round(rows * batch_size / self.base))
+
+    def now(self, batch_size: int) -> dict[str, Any]:
+        """Return the arguments as they are now, where the data module's ``batch_size`` is this."""
+        known = dict(self.arguments)
+        if self.original is not None:
+            unseen = self.original.unseen()
+            known |= {name: unseen[name] for name in TAKEN_OVER if name in unseen}
+        if "batch_sampler" in known:
+            return known
+        rows = known.get("batch_size", self.batch_size)
+        return {**known, "batch_size": None if rows is None else self.scaled(rows, batch_size)}
 
 
 def taken_apart(
@@ -209,9 +216,7 @@ def taken_apart(
     """
     if not isinstance(item, GivenLoader):
         return item, {}
-    known = dict(item.arguments)
-    if "batch_sampler" not in known:
-        known["batch_size"] = item.rows(batch_size)
+    known = item.now(batch_size)
     chosen = () if options is None else options.set_by_user()
     return item.dataset, {name: value for name, value in known.items() if name not in chosen}
 
@@ -265,9 +270,7 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
         arguments["drop_last"] = True
     if isinstance(loader, FastDataLoader):
         arguments["seed"] = loader.seed
-    sized = loader.batch_size is not None and not isinstance(loader.dataset, IterableDataset)
-    sizes = cast("BatchSampler", loader.batch_sampler) if sized else None
-    return GivenLoader(loader.dataset, arguments, loader.batch_size, batches=sizes)
+    return GivenLoader(loader.dataset, arguments, loader.batch_size, original=Original(loader))
 
 
 def _order(loader: DataLoader[Any]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
 
 from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
@@ -30,7 +30,7 @@ from lightning_fastdata.errors import (
 )
 from lightning_fastdata.executors.columns import gatherable
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.position import VERSION, GivenSize, Place, Position, of_other_rank
+from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
 from lightning_fastdata.planning.facts import (
@@ -589,9 +589,9 @@ class DataModule:
             if stage == "train" and isinstance(item, GivenLoader) and known.get("num_workers") == 0:
                 self._tell(name, _CAME_WITHOUT)
             loader = self.make_loader(dataset, stage=stage, name=name, **known)
-            if isinstance(item, GivenLoader) and item.batches is not None:
-                rows = cast("Callable[[], int]", partial(item.rows, self.batch_size))
-                loader.sized_by = GivenSize(item.batches, rows)
+            if isinstance(item, GivenLoader) and item.original is not None:
+                loader.original = item.original.seen_by_another()
+                loader.scaled = partial(item.scaled, batch_size=self.batch_size)
             loaders.append(loader)
         return in_form_of(datasets, loaders)
 

@@ -150,8 +150,8 @@ class EpochCell:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        if not self._shared.is_shared():  # a copy that was not sent to a process: it has workers
-            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        # A copy that was made here is not shared yet with the workers that it will have.
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     def _here(self) -> NDArray[np.int64]:
         # Read for each sample: a NumPy view takes a tenth of a tensor's time.

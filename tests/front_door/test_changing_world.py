@@ -10,13 +10,16 @@ In place of another batch a warning may come, before the first one.
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import itertools
 import math
 import multiprocessing
 import threading
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
@@ -39,6 +42,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    get_worker_info,
 )
 from trainers import Learner, quiet_trainer
 
@@ -750,6 +754,70 @@ def test_another_size_of_a_given_loaders_batches_holds_from_the_next_epoch_on(
         ["was 2 and is 3", "was 3 and is 4", "was 4 and is 2"] if within else []
     )
     assert model.seen == [2] * 6 + [3] * 4 + [4] * 3
+
+
+def _plus_hundred(samples: list[int]) -> torch.Tensor:
+    return torch.tensor(samples) + 100
+
+
+class Counts(IterableDataset[int]):
+    """A stream that splits itself among workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, 11, step))
+
+
+SET: dict[str, Callable[[Any], None]] = {
+    "collate_fn": lambda loader: setattr(loader, "collate_fn", _plus_hundred),
+    "batch_size": lambda loader: setattr(loader.batch_sampler, "batch_size", 3),
+    "drop_last": lambda loader: setattr(loader.batch_sampler, "drop_last", True),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [range(11), Counts()], ids=["range", "stream"])
+@pytest.mark.parametrize("name", SET)
+def test_what_is_set_of_a_given_loader_between_epochs_is_read_as_by_torch(
+    name, dataset, workers
+) -> None:
+    def batches(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    given = DataLoader(dataset, 2, num_workers=workers)
+    data = FastDataModule.from_loaders(given)
+    loader = data.train_dataloader()
+    assert batches(loader) == batches(given)
+    SET[name](given)
+    assert batches(loader) == batches(given)
+    assert batches(data.train_dataloader()) == batches(given)
+
+
+@pytest.mark.parametrize("name", ["sampler", "worker_init_fn"])
+def test_what_is_set_of_a_given_loader_and_not_taken_over_is_warned_of(name) -> None:
+    given = DataLoader(range(4), 2)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    before = [batch.tolist() for batch in loader]
+    if name == "sampler":
+        given.batch_sampler.sampler = [3, 2, 1, 0]
+    else:
+        given.worker_init_fn = print
+    with pytest.warns(FastDataWarning, match=f"The {name} of the DataLoader .* was replaced"):
+        assert [batch.tolist() for batch in loader] == before
+
+
+def test_a_given_loader_is_not_kept_alive_and_copies_follow_none() -> None:
+    given = DataLoader(range(4), 2)
+    data = FastDataModule.from_loaders(given)
+    copied = copy.deepcopy(data).train_dataloader()
+    given.batch_sampler.batch_size = 3
+    assert [len(batch) for batch in copied] == [2, 2]
+    loader, watched = data.train_dataloader(), weakref.ref(given)
+    del given
+    gc.collect()
+    assert watched() is None
+    assert [len(batch) for batch in loader] == [3, 1]
 
 
 def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:
