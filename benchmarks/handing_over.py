@@ -7,7 +7,7 @@ CPU time of the training process and of the workers for each batch, from which a
 batch sizes gives a part for each batch and one for each row; what the training process itself
 spends on reading and collating is taken off the workers'. The lowest of the rounds counts. Then the
 time that a worker more makes an epoch longer that starts its workers anew. Put the figures into
-``planning/plan_for.py`` (and the known work into ``planning/facts.py``).
+``loading/plan_for.py`` (and the known work into ``loading/facts.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from turns import arguments, write
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.planning.facts import known_work
+from lightning_fastdata.loading.facts import known_work
 from lightning_fastdata.randomness.global_generators import GENERATORS
 from lightning_fastdata.randomness.seeds import seed_global_generators
 

@@ -33,9 +33,9 @@ from whatif import _runqueue_s, spin
 
 from lightning_fastdata.host.cpu import read_affinity
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.plan_for import look_ahead_batches
+from lightning_fastdata.loading.simulate import BatchCost, LoaderSetup, TrainingTimes, batch_costs
 from lightning_fastdata.loading.source import setup_of
-from lightning_fastdata.planning.plan_for import look_ahead_batches
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, TrainingTimes, batch_costs
 
 BATCH, SETTLED, STEPS = 16, 20, 40
 RECORDED = 2

@@ -4,7 +4,7 @@
     python benchmarks/scale_sim.py --check    # small cases, simulated beside real runs here
     python benchmarks/scale_sim.py --measure  # what one rank costs here: CPU, memory, files
 
-The simulation is that of the package (``tuning/simulate.py``), which knows a training process with
+The simulation is that of the package (``loading/simulate.py``), which knows a training process with
 its loader: one for each rank here, and a step ends when the slowest rank has ended it. The ranks of
 a node share its CPUs and its links in equal parts, since none of them can get ahead of the others.
 Random numbers have fixed seeds. docs/scaling.md explains the tables.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import turns
 
-from lightning_fastdata.tuning.simulate import BatchCost, EventModel, LoaderSetup
+from lightning_fastdata.loading.simulate import BatchCost, EventModel, LoaderSetup
 
 MS = 1e6
 GPUS_A_NODE = 8

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from turns import arguments, in_turn, machine, ratio, write
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.tuning.tuner import Tuner
+from lightning_fastdata.loading.tuner import Tuner
 
 STEP_S = 0.006
 OURS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)

@@ -33,8 +33,8 @@ from turns import arguments, write
 
 from lightning_fastdata.host.cpu import read_affinity, read_cpu_limit
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.simulate import TrainingTimes, batch_costs, simulate
 from lightning_fastdata.loading.source import setup_of
-from lightning_fastdata.tuning.simulate import TrainingTimes, batch_costs, simulate
 
 RECORDED = 2
 """Workers, and whether in order."""

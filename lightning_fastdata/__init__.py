@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.ext.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.insight.report import RunReport as RunReport
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
+    from lightning_fastdata.loading.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.order.lengths import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.lengths import pack as pack
     from lightning_fastdata.order.mixture import Mixture as Mixture
-    from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
     from lightning_fastdata.sources.shared import share as share
@@ -47,7 +47,7 @@ _HOME = {
     "FastDataModule": "plugin.bindings",
     "FastDataWarning": "errors",
     "FastImageFolder": "ext.images.folder",
-    "LoaderOptions": "planning.options",
+    "LoaderOptions": "loading.options",
     "MixUp": "augment.mixing",
     "Mixture": "order.mixture",
     "RunReport": "insight.report",

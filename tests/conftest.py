@@ -116,7 +116,7 @@ def nobody_counts_other_programs(monkeypatch, request):
     """Leave open what other programs of this machine take: a training is judged by itself."""
     if "realtime" not in request.keywords:
         monkeypatch.setattr(cpu, "read_cpu_use", lambda *_, **__: None)
-        monkeypatch.setattr("lightning_fastdata.planning.facts._MOST_CROWDED", 0.0)
+        monkeypatch.setattr("lightning_fastdata.loading.facts._MOST_CROWDED", 0.0)
 
 
 @pytest.fixture(autouse=True)

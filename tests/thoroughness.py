@@ -34,7 +34,7 @@ LONGEST = (
     *("front_door/test_notebook.py", "front_door/test_loggers.py"),
     *("conformance/test_missing_packages.py", "plugin/test_guard_on_ranks.py"),
     *("ext/sources/test_objects.py", "executors/test_kills.py", "caches/test_cached_dataset.py"),
-    *("executors/test_stream.py", "caches/test_cached_source.py", "planning/test_facts.py"),
+    *("executors/test_stream.py", "caches/test_cached_source.py", "loading/test_facts.py"),
     *("resilience/test_resumed_again.py",),
     *("conformance/test_running.py", "executors/test_fault_races.py", "device/test_late_copies.py"),
     *("front_door/test_several_loaders.py",),

@@ -37,7 +37,7 @@ def below(room: Path) -> list[str]:
     (layers,) = (
         each["layers"] for each in contracts["contracts"] if each["name"] == "rooms only look down"
     )
-    named = [[name.strip() for name in layer.split("|")] for layer in layers]
+    named = [[name.strip() for name in layer.replace(":", "|").split("|")] for layer in layers]
     own = room.relative_to(PACKAGE).parts[0]
     (place,) = (
         place for place, names in enumerate(named) if any(n.split(".")[0] == own for n in names)

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.simulate import GOOD_ENOUGH
 from lightning_fastdata.order.lengths import BucketBatchSampler
-from lightning_fastdata.tuning.simulate import GOOD_ENOUGH
 
 E = TypeVar("E")
 

@@ -33,8 +33,7 @@ from lightning_fastdata.insight.waits import (
     lock_between_processes,
     where_text,
 )
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tuning.simulate import (
+from lightning_fastdata.loading.simulate import (
     WORKERS,
     BatchCost,
     LoaderSetup,
@@ -44,6 +43,7 @@ from lightning_fastdata.tuning.simulate import (
     scaled,
     simulate,
 )
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
 _MOST_WORKERS: Final = 32
 _BATCHES_AHEAD: Final = 2

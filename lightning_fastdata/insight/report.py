@@ -23,7 +23,7 @@ from lightning_fastdata.insight.steps import MOST_RECENT, Columns, StageSummary
 from lightning_fastdata.insight.verdict import Verdict
 from lightning_fastdata.insight.waits import cause_lines
 from lightning_fastdata.insight.wall import WallTime, wall_text
-from lightning_fastdata.tuning.tuner import Move
+from lightning_fastdata.loading.tuner import Move
 from lightning_fastdata.types import STAGE_WORDS
 
 SCHEMA_VERSION = 11

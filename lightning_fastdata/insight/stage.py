@@ -36,10 +36,10 @@ from lightning_fastdata.insight.steps import (
 )
 from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.simulate import TrainingTimes
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tree import Path, at_path, held
-from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:

@@ -26,8 +26,11 @@ from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
-from lightning_fastdata.loading import position
+from lightning_fastdata.loading import options, position
+from lightning_fastdata.loading.facts import may_start_processes
+from lightning_fastdata.loading.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.loading.position import Pass, Passes, Position, Run, StateWatch
+from lightning_fastdata.loading.simulate import LoaderSetup
 from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
@@ -42,6 +45,8 @@ from lightning_fastdata.loading.source import (
     splits_batches,
     tuner_for,
 )
+from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order import samplers
 from lightning_fastdata.order.epoch_order import Counted
 from lightning_fastdata.order.indices import EpochIndices, tells_state
@@ -51,15 +56,9 @@ from lightning_fastdata.order.samplers import (
     is_in_blocks,
     rows_in,
 )
-from lightning_fastdata.planning import options
-from lightning_fastdata.planning.facts import may_start_processes
-from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.tree import find_composes
-from lightning_fastdata.tuning.simulate import LoaderSetup
-from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.source import workers_of
+from lightning_fastdata.loading.stamped import Around
 from lightning_fastdata.order.epoch_order import Counted, dataset_length
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, tells_state
 from lightning_fastdata.order.mixture import Mixture
@@ -37,7 +38,6 @@ from lightning_fastdata.order.samplers import (
     split_of,
 )
 from lightning_fastdata.randomness.seeds import lasting
-from lightning_fastdata.stamps.stamped import Around
 from lightning_fastdata.torch_internals import being_read, under_way
 from lightning_fastdata.tree import find_composes, held, leaves
 from lightning_fastdata.types import Batch, SetsEpoch

@@ -62,16 +62,16 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
+from lightning_fastdata.loading.plan_for import LoaderPlan, look_ahead_batches, most_workers
+from lightning_fastdata.loading.simulate import LoaderSetup, Scheduling
+from lightning_fastdata.loading.stamped import WatchedSampler, show_dataset, stamped
+from lightning_fastdata.loading.tuner import Tuner, log
 from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import deciding, is_drawn_at_start
-from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches, most_workers
 from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
-from lightning_fastdata.stamps.stamped import WatchedSampler, show_dataset, stamped
 from lightning_fastdata.tree import find_composes
-from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
-from lightning_fastdata.tuning.tuner import Tuner, log
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from lightning_fastdata.caches.cached import (
 from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.facts import Tell, try_apart
 from lightning_fastdata.loading.loader import TAKEN_OVER, FastDataLoader, Original
 from lightning_fastdata.loading.source import order_of
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -51,7 +52,6 @@ from lightning_fastdata.order.samplers import (
     rows_in,
     split_of,
 )
-from lightning_fastdata.planning.facts import Tell, try_apart
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.prove.session import is_shuffled, own_method
 from lightning_fastdata.tree import find_instances, held_by, is_a, loaded_classes
@@ -60,8 +60,8 @@ from lightning_fastdata.types import STAGES, Shuffle, Stage, has_own_order
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.planning.options import LoaderOptions
-    from lightning_fastdata.planning.plan_for import LoaderSpec
+    from lightning_fastdata.loading.options import LoaderOptions
+    from lightning_fastdata.loading.plan_for import LoaderSpec
     from lightning_fastdata.plugin.module import DataModule
 
 DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}

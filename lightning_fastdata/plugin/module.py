@@ -29,24 +29,24 @@ from lightning_fastdata.errors import (
     checked_seed,
 )
 from lightning_fastdata.executors.columns import gatherable
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
-from lightning_fastdata.loading.source import tuner_for
-from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
-from lightning_fastdata.planning.facts import (
+from lightning_fastdata.loading.facts import (
     DatasetFacts,
     Questions,
     inspect_dataset,
     refuse_empty,
 )
-from lightning_fastdata.planning.options import (
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.options import (
     Auto,
     LoaderOptions,
     check_among,
     check_dataset,
     given_options,
 )
-from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_for
+from lightning_fastdata.loading.plan_for import LoaderPlan, LoaderSpec, plan_for
+from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
+from lightning_fastdata.loading.source import tuner_for
+from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
@@ -87,8 +87,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment import StageTransform
+    from lightning_fastdata.loading.tuner import Tuner
     from lightning_fastdata.plugin.replay import ReplayedBatch
-    from lightning_fastdata.tuning.tuner import Tuner
 
 KEY: Final = "lightning_fastdata"
 """Key of this package's state within the state of the data module."""

@@ -35,15 +35,15 @@ from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.loading.facts import Tell, reads_one, spread_indices, try_apart
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.facts import Tell, reads_one, spread_indices, try_apart
 from lightning_fastdata.types import PixelPlace, SampleKey, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec
+    from lightning_fastdata.loading.plan_for import LoaderPlan, LoaderSpec
     from lightning_fastdata.plugin.transforms import StageTransforms
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]

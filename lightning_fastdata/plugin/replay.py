@@ -19,9 +19,9 @@ from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import OptionsError, check
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
 from lightning_fastdata.order.samplers import deciding, epoch_order, tell_samplers
-from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.module import DataModule
 from lightning_fastdata.plugin.placing import Placing

@@ -45,12 +45,12 @@ from lightning_fastdata.insight.step_costs import StepCosts
 from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin import boards, seams
 from lightning_fastdata.plugin.recording import LATER_EPOCHS, Recording, attach_tee
 from lightning_fastdata.plugin.transforms import augment_foreign_batches
 from lightning_fastdata.randomness.seeds import global_seed
-from lightning_fastdata.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -28,7 +28,7 @@ from lightning_fastdata.batches.staged import StagedBatch, batch_samples, move
 from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning, TransformError
-from lightning_fastdata.planning.options import check_among
+from lightning_fastdata.loading.options import check_among
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 from lightning_fastdata.randomness.global_generators import DrawWatch

@@ -18,7 +18,7 @@ from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.errors import DatasetError, FastDataWarning
-from lightning_fastdata.planning.facts import try_apart
+from lightning_fastdata.loading.facts import try_apart
 
 
 def fit(dataset, epochs: int = 2, **options) -> FastDataModule:
@@ -134,7 +134,7 @@ def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, workers, t
 def test_threads_that_a_fork_loses_are_got_round(tmp_path, monkeypatch):
     # What hangs after a fork never ends, so that there is no need to wait for half a minute.
     quick = partial(try_apart, deadline_s=1.0)
-    monkeypatch.setattr("lightning_fastdata.planning.facts.try_apart", quick)
+    monkeypatch.setattr("lightning_fastdata.loading.facts.try_apart", quick)
     with pytest.warns(FastDataWarning, match=r"took more than .*here it is read as by torch"):
         data = fit(WithRuntime(tmp_path, at_once=True), epochs=1)
     assert "here it is read as by torch" in data.explain()

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.tuning.tuner import Tuner
+from lightning_fastdata.loading.tuner import Tuner
 
 pytestmark = pytest.mark.usefixtures("machine")
 

@@ -11,8 +11,8 @@ from stamps.made_up import MS, batch, ns_of, task
 from thoroughness import max_examples
 
 from lightning_fastdata.insight.waits import CauseTotals, WaitParts
+from lightning_fastdata.loading.simulate import batch_costs
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
-from lightning_fastdata.tuning.simulate import batch_costs
 
 
 def parts(stamps: BatchStamps) -> dict[str, float]:

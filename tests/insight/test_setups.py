@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loading.planned import Stream
 from misses import each
-from planning.planned import Stream
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import (
@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.simulate import TrainingTimes
 from lightning_fastdata.loading.source import setup_of
-from lightning_fastdata.tuning.simulate import TrainingTimes
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from executors import test_pool_on_machine as pool
+from loading import test_tuned_loader as tuned
 from rig.machine import DeadlockError
-from tuning import test_tuned_loader as tuned
 from verdicts import test_planted as planted
 
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.watches import CrewTrial, StallWatch
 from lightning_fastdata.insight import late_batches
+from lightning_fastdata.loading import tuner
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
-from lightning_fastdata.tuning import tuner
 from mutants.mutant import Mutant
 
 

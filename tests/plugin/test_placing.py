@@ -16,7 +16,7 @@ from albumentations.pytorch import ToTensorV2
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
-from planning.planned import Stream
+from loading.planned import Stream
 from torch import nn
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
@@ -24,7 +24,7 @@ from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.clock import Clocks
-from lightning_fastdata.planning.plan_for import LoaderSpec
+from lightning_fastdata.loading.plan_for import LoaderSpec
 from lightning_fastdata.plugin.placing import (
     PlaceCosts,
     Placing,

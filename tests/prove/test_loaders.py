@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planning.planned import Stream
+from loading.planned import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader

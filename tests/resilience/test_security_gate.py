@@ -15,7 +15,7 @@ PIPE = "messages between our own processes, over pipes that have no name"
 ALLOWED = {
     ("augment/torchvision/forms.py", "pickle.loads"): f"what was drawn for a batch: {PIPE}",
     ("executors/pool/protocol.py", "pickle.loads"): PIPE,
-    ("planning/facts.py", "pickle.loads"): f"{PIPE}, and what it has just pickled itself",
+    ("loading/facts.py", "pickle.loads"): f"{PIPE}, and what it has just pickled itself",
     ("batches/memory.py", "pickle.Unpickler"): f"batches: {PIPE}",
     ("ext/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
     ("sources/shared.py", "pickle.loads"): "memory that this user has sealed",

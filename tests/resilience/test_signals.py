@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.ext.sources import files
-from lightning_fastdata.planning.facts import try_apart
+from lightning_fastdata.loading.facts import try_apart
 
 armed: dict[str, int] = {}
 

@@ -27,7 +27,7 @@ from lightning_fastdata.stamps.lines import LineWatch, look_at_thread, place_of,
 
 def test_modules_that_read_are_where_stacks_are_compared_with() -> None:
     package = Path(line_names._PACKAGE)
-    for name in (line_names._DATASETS, "executors", "stamps/stamped.py"):
+    for name in (line_names._DATASETS, "executors", "loading/stamped.py"):
         assert (package / name).exists()
 
 

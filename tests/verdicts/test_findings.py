@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loading.made_up import cost, setup
 from misses import each
 from thoroughness import max_examples
-from tuning.made_up import cost, setup
 
 import lightning_fastdata
 from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall

@@ -41,8 +41,8 @@ from lightning_fastdata.insight.steps import StageSummary, StepHistory
 from lightning_fastdata.insight.verdict import COSTS, findings
 from lightning_fastdata.insight.waits import CauseTotals, WaitParts
 from lightning_fastdata.insight.wall import Activity, WallTime
+from lightning_fastdata.loading.tuner import Move, Tuner
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.tuner import Move, Tuner
 from verdicts.healthy import Stream
 from verdicts.known import evidence_with, judge
 from verdicts.test_findings import CODES, RULES, TABLE, late

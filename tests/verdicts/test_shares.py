@@ -6,14 +6,14 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from tuning import made_up
-from tuning.made_up import cost
+from loading import made_up
+from loading.made_up import cost
 
 from lightning_fastdata.insight.finding import LoaderFacts
 from lightning_fastdata.insight.verdict import findings
 from lightning_fastdata.insight.waits import WaitParts
+from lightning_fastdata.loading.simulate import simulate
 from lightning_fastdata.plugin.seams import labelled
-from lightning_fastdata.tuning.simulate import simulate
 from verdicts.known import evidence_with
 
 COSTS = (cost(blocked=40.0, samples=4),) * 40

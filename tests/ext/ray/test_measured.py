@@ -29,10 +29,10 @@ from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.steps import StepHistory, StepTiming
 from lightning_fastdata.insight.verdict import Evidence, findings
 from lightning_fastdata.insight.waits import CauseTotals, WaitCutter
+from lightning_fastdata.loading.simulate import LoaderSetup
 from lightning_fastdata.loading.source import setup_of
+from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.simulate import LoaderSetup
-from lightning_fastdata.tuning.tuner import Tuner
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("cluster")

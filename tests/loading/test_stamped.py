@@ -23,8 +23,8 @@ from virtual_time import virtual_time
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.stamped import Envelope
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
-from lightning_fastdata.stamps.stamped import Envelope
 
 
 class Draws(Dataset):

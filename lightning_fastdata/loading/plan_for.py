@@ -27,11 +27,11 @@ from lightning_fastdata.executors.kinds import (
 )
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory, size_text
+from lightning_fastdata.loading.facts import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import tells_state
 from lightning_fastdata.order.samplers import is_drawn_at_start
-from lightning_fastdata.planning.facts import DatasetFacts, Questions, inspect_dataset
-from lightning_fastdata.planning.options import LoaderOptions
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.kinds import ExecutorKind
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
-    from lightning_fastdata.planning.facts import SampleCost
+    from lightning_fastdata.loading.facts import SampleCost
     from lightning_fastdata.types import Stage
 
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as

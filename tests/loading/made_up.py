@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
+from lightning_fastdata.loading.simulate import BatchCost, LoaderSetup
 
 MS = 1e6
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from loading.planned import Stream
 from misses import each
-from planning.planned import Stream
 from torch.utils.data import TensorDataset, default_collate
 
 from lightning_fastdata.errors import OptionsError
@@ -18,7 +18,7 @@ from lightning_fastdata.executors.kinds import (
     kind_of,
     open_executor,
 )
-from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.loading.options import LoaderOptions
 
 NAMES = get_args(ExecutorName)
 

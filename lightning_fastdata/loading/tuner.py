@@ -27,8 +27,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter, SpentTime
 from lightning_fastdata.host.cpu import CpuThrottling, read_cpu_throttling
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.simulate import (
+from lightning_fastdata.loading.simulate import (
     GOOD_ENOUGH,
     WORKERS,
     BatchCost,
@@ -39,6 +38,7 @@ from lightning_fastdata.tuning.simulate import (
     scaled,
     simulate,
 )
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.types import Batch
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")

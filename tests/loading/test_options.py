@@ -11,17 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
+from loading.planned import GIB, cpus, memory, plan
 from misses import each
-from planning.planned import GIB, cpus, memory, plan
 from thoroughness import max_examples
 from torch.utils.data import TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.ray import Ray, options_of_actors
-from lightning_fastdata.planning.facts import DatasetFacts
-from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import ExecutorChoice
+from lightning_fastdata.loading.facts import DatasetFacts
+from lightning_fastdata.loading.options import LoaderOptions
+from lightning_fastdata.loading.plan_for import ExecutorChoice
 from lightning_fastdata.types import STAGES
 
 NAMES = [field.name for field in fields(LoaderOptions)]

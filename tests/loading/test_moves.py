@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loading import made_up
+from loading.made_up import MS, setup
 from misses import each
-from tuning import made_up
-from tuning.made_up import MS, setup
 
-from lightning_fastdata.tuning.simulate import simulate
-from lightning_fastdata.tuning.tuner import (
+from lightning_fastdata.loading.simulate import simulate
+from lightning_fastdata.loading.tuner import (
     ALL_NUMBERS,
     Move,
     Window,

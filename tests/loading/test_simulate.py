@@ -10,21 +10,21 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loading import made_up
+from loading.made_up import MS
 from misses import each
 from stamps import made_up as stamped
 from stamps.made_up import batch
 from thoroughness import max_examples
-from tuning import made_up
-from tuning.made_up import MS
 
-from lightning_fastdata.stamps.batch_stamps import Way
-from lightning_fastdata.tuning.simulate import (
+from lightning_fastdata.loading.simulate import (
     LoaderSetup,
     batch_costs,
     scaled,
     simulate,
     slowdowns,
 )
+from lightning_fastdata.stamps.batch_stamps import Way
 
 SCHEDULINGS = ("batch", "queue", "sample")
 few = max_examples(30)

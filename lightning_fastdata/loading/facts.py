@@ -64,7 +64,7 @@ from lightning_fastdata.torch_internals import set_worker_info, watch_worker_inf
 from lightning_fastdata.tree import bytes_in, find_instances, held, held_by, is_a, loaded_classes
 
 if TYPE_CHECKING:
-    from lightning_fastdata.planning.plan_for import LoaderSpec
+    from lightning_fastdata.loading.plan_for import LoaderSpec
 
 Tell: TypeAlias = Callable[[str, object], None]
 """Function that sends a finding to the training process: its name, and a value to be pickled."""

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata.host.cpu import CpuLimit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.planning.facts import DatasetFacts, SampleCost
-from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import (
+from lightning_fastdata.loading.facts import DatasetFacts, SampleCost
+from lightning_fastdata.loading.options import LoaderOptions
+from lightning_fastdata.loading.plan_for import (
     TORCH,
     ExecutorChoice,
     LoaderPlan,

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loading.planned import Planted, machine
 from misses import each
 from open_files import open_files
-from planning.planned import Planted, machine
 from thoroughness import LONG
 from torch.utils.data import (
     BatchSampler,
@@ -41,7 +41,7 @@ from virtual_time import virtual_time
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
-from lightning_fastdata.planning.facts import (
+from lightning_fastdata.loading.facts import (
     DatasetFacts,
     Questions,
     StreamSplit,
@@ -51,7 +51,7 @@ from lightning_fastdata.planning.facts import (
     read_as_worker,
     try_apart,
 )
-from lightning_fastdata.planning.plan_for import LoaderSpec, Planner, plan_for, waits
+from lightning_fastdata.loading.plan_for import LoaderSpec, Planner, plan_for, waits
 
 EVERYTHING = Questions(sample=True, further=3, cost=True)
 
@@ -445,7 +445,7 @@ def test_a_dataset_that_asks_for_the_number_of_its_worker_is_read_as_by_one(work
 
 def test_how_much_longer_others_made_it_take_is_told(monkeypatch, virtual):
     # Which other tests leave out.
-    monkeypatch.setattr("lightning_fastdata.planning.facts._MOST_CROWDED", 20.0)
+    monkeypatch.setattr("lightning_fastdata.loading.facts._MOST_CROWDED", 20.0)
 
     def kept_from_a_cpu(seconds):
         virtual.work(0.01)

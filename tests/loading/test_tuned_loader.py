@@ -13,14 +13,14 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from planning.planned import Stream
+from loading.planned import Stream
 from rig.machine import VirtualLock, sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError, WorkerError
-from lightning_fastdata.tuning.tuner import Phase, Pressure, Tuner
+from lightning_fastdata.loading.tuner import Phase, Pressure, Tuner
 
 
 class Drawn(Dataset):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loading.planned import GIB, Planted, Stream, WithoutLength, cost, cpus, machine, memory, plan
 from misses import each
-from planning.planned import GIB, Planted, Stream, WithoutLength, cost, cpus, machine, memory, plan
 from thoroughness import max_examples
 from torch.utils.data import BatchSampler, RandomSampler, Subset, TensorDataset
 
@@ -23,16 +23,16 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.facts import (
+from lightning_fastdata.loading.facts import (
     DatasetFacts,
     Questions,
     SampleCost,
     inspect_dataset,
     may_start_processes,
 )
-from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import (
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.options import LoaderOptions
+from lightning_fastdata.loading.plan_for import (
     ExecutorChoice,
     LoaderSpec,
     Planner,

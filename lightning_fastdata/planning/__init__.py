@@ -1,1 +1,0 @@
-"""Which loader fits a dataset and this machine, and why."""
