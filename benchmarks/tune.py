@@ -210,7 +210,7 @@ def measure(work: Workload, scratch: Path, *, rounds: int, numbers: Any) -> Foun
         if number >= TUNED_STEPS or time.perf_counter() > until:
             break
     lasted_s = time.perf_counter() - began
-    tuner = auto.tuner if isinstance(auto.tuner, Tuner) else None
+    tuner = auto.training.tuner if isinstance(auto.training.tuner, Tuner) else None
     best = {
         "auto": running,
         "sweep": steps(our_loader(work, data, int(min(ours, key=ours.__getitem__)))),
@@ -256,10 +256,11 @@ def changed(name: str, scratch: Path, numbers: Any) -> dict[str, Any]:
     set_wait(file, after_ms)
     at_once_ms = mean_ms(running, skip=12, take=20)
     later_ms = mean_ms(running, skip=AFTER_CHANGE - 32, take=100)
+    moves = auto.training.tuner.moves if isinstance(auto.training.tuner, Tuner) else ()
     found = {
         "before": started_as,
         "after": f"{auto.executor} {auto.num_workers}",
-        "moves": [str(move) for move in auto.tuner.moves] if isinstance(auto.tuner, Tuner) else [],
+        "moves": [str(move) for move in moves],
         "at_once_ms": at_once_ms,
         "later_ms": later_ms,
         "sweep_ms": best,

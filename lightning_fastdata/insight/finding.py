@@ -151,8 +151,8 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     found = {}
     if plan is not None:
         found = dict.fromkeys(sorted(_DECIDED - plan.asked.set_by_user()), _CHOSEN)
-    if ours is not None and ours.tuner is not None:
-        back = [move for move in ours.tuner.moves if move.outcome == "taken back"]
+    if ours is not None and ours.training.tuner is not None:
+        back = [move for move in ours.training.tuner.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
     if ours is None or ours.draws is not False:
         found["cache"] = _DRAWN

@@ -1,1 +1,1 @@
-"""FastDataLoader: chosen for a dataset and this machine, read, timed, and tuned while it is read."""
+"""FastDataLoader: chosen for a dataset and this machine, read, timed, and tuned meanwhile."""

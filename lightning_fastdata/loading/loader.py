@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
@@ -159,6 +159,40 @@ def _no_loader() -> None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a FastDataModule says to its loader of the training that takes the batches."""
+
+    run: Run | None = None
+    """The run that takes them, which tells in place of ``epoch`` which epoch it is in and how many
+    batches of it were taken; None: a plain loop does."""
+    goes_on: Callable[[], bool] | None = None
+    """Says whether the run goes on that finishes batches on the device. Behind it, batches come as
+    without ``staged``, ``on_device`` and ``ahead``. None: it always does."""
+    ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None
+    """Takes the iterator of each epoch and returns the one that is handed out, which may send
+    batches to the device before they are asked for."""
+    tuner: Tuner | None = None
+    """Changes the number of workers while the loader is read, if that pays; None: nobody does."""
+    chosen: bool = False
+    """Whether ``num_workers`` was chosen for ``"auto"``."""
+    standby: bool = False
+    """Whether the training process reads, too, if that gives the same samples and is quicker."""
+    original: Original | None = None
+    """Loader in whose place this one reads, which a program may change; None: there is none."""
+    scaled: Callable[[int], int] = int
+    """Returns the size of this loader's batches for a size of the original's."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is over that would have finished the batches on the device."""
+        return self.goes_on is not None and not self.goes_on()
+
+    def of_source(self) -> Training:
+        """Return the part that decides which batches the source of a loader gives."""
+        return Training(run=self.run, chosen=self.chosen, standby=self.standby)
+
+
 class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
@@ -212,20 +246,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             in a script that cannot be imported again. An iterable dataset, which has no index, is
             read by ``"workers"`` in place of ``"gather"`` and ``"ray"``; DataPipes are always read
             by torch.
-        ahead: Takes the iterator of each epoch and returns the one that is handed out, which may
-            send batches to the device before they are asked for.
-        lasts: Says whether the run still goes on that finishes batches on the device. Behind it,
-            batches come as without ``staged``, ``on_device`` and ``ahead``.
-        run: The run that takes the batches, if it is no plain loop: it tells, in place of
-            ``epoch``, which epoch it is in and how many batches of it were taken.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
         split: With ``num_workers="auto"``, whether a stream divides itself among workers; see
             :class:`LoaderOptions`.
-        tuner: Changes the number of workers during the training, if that pays. None: a tuner of the
-            loader's own with ``num_workers="auto"``, otherwise none.
-        chosen: Whether ``num_workers`` was chosen for ``"auto"`` by somebody else.
-        standby: The training process reads, too, if that gives the same samples and is quicker.
+        training: What :class:`FastDataModule` says of the training that takes the batches.
 
     Raises:
         DatasetError: ``dataset`` is no dataset, or has neither length nor sampler.
@@ -265,18 +290,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         on_device: bool = False,
         staged: Stage | None = None,
         executor: AnyExecutor | Literal["auto"] | None = None,
-        ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        lasts: Callable[[], bool] | None = None,
-        run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         split: bool | Literal["auto"] = "auto",
-        tuner: Tuner | None = None,
-        chosen: bool = False,
-        standby: bool = False,
+        training: Training = Training(),
     ) -> None:
         executor, num_workers, alone = _asked(executor, num_workers, worker_init_fn)
-        self.chosen = chosen or num_workers == "auto"
-        """Whether ``num_workers`` was ``"auto"``, here or where this loader was made."""
+        chosen, tuner = training.chosen or num_workers == "auto", training.tuner
+        standby = training.standby
         options.check_dataset(
             dataset,
             "FastDataLoader's dataset",
@@ -308,8 +328,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 "collate_fn": (collate_fn, "the samples of a batch and returns the batch"),
                 "worker_init_fn": (worker_init_fn, "the number of a worker"),
                 "epoch": (epoch, "nothing and returns the epoch"),
-                "ahead": (ahead, "an iterator and returns one"),
-                "lasts": (lasts, "nothing and returns whether the run goes on"),
             },
         )
         sampler = samplers.as_given(sampler)
@@ -332,13 +350,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 sampler=sampler,
                 batch_sampler=batch_sampler,
                 worker_init_fn=worker_init_fn,
-                keeps=self.chosen,
+                keeps=chosen,
             )
             self.plan = plan = plan_for(spec)
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.loader_arguments().get("persistent_workers", False)
-            self.chosen &= num_workers > 0 or not plan.only_here
+            chosen &= num_workers > 0 or not plan.only_here
             if multiprocessing_context is None:
                 multiprocessing_context = plan.start_method
         if not num_workers:
@@ -352,7 +370,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             workers=num_workers or 0,
             asked=self.faults.is_asked and not isinstance(dataset, IterableDataset),
         )
-        self.standby = standby
         self.keeps: Keeps = persistent_workers or False
         """Whether workers are kept between epochs, as it was asked for or chosen."""
         self._keep(None)
@@ -381,11 +398,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self.transform = transform
         self.on_device = on_device
         self.staged = staged
-        self.ahead = ahead
-        self.lasts = lasts
         self.timeout = timeout
-        self.run = run
-        self.tuner = tuner
+        self.training = replace(training, chosen=chosen, standby=standby, tuner=tuner)
         self._nothing_is_read_yet()
         if tuner is not None:
             self.set_workers(tuner.workers or self.num_workers)
@@ -408,10 +422,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._epoch_cell = EpochCell()
         self._passes = Passes()
         self._told_loose = False
-        self.original: Original | None = None
-        """Loader in whose place this one reads, which a program may change; None: there is none."""
-        self.scaled: Callable[[int], int] = int
-        """Returns the size of this loader's batches for a size of the original's."""
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -435,14 +445,15 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
         Order and randomness are those of ``epoch()``.
         """
-        if self.run is not None:
+        run, original = self.training.run, self.training.original
+        if run is not None:
             # Lightning counts batches from here on; its count of taken ones may need correction.
-            self.run.resumed(self)
+            run.resumed(self)
         order = order_of(self)
-        ahead = self.num_workers or self.chosen or type(order) is BatchSampler
+        ahead = self.num_workers or self.training.chosen or type(order) is BatchSampler
         ahead_of = order if ahead else None
-        if self.original is not None and self.original.batches is not None:
-            ahead_of = self.original.batches
+        if original is not None and original.batches is not None:
+            ahead_of = original.batches
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         return position.CountedBatches(
@@ -454,7 +465,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         here = kind_of(self.executor).gathers or not self.num_workers
         given = () if self.transform is None else self.transform.made_of()
         caches = caches_in(self.dataset) if here else []
-        if here and (self.chosen or self.num_workers):
+        if here and (self.training.chosen or self.num_workers):
             text = _CHANGED_WHILE_READ.format(name=type(self.dataset).__name__)
             source = order_of(self)
             order = () if is_drawn_at_start(source) else (source,)
@@ -467,13 +478,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
     def _begin(self) -> tuple[Pass, Iterator[Batch]]:
-        begun = self._next_pass()
+        begun, training = self._next_pass(), self.training
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
-        if self.original is not None:
-            self._take_over(self.original.see())
+        if training.original is not None:
+            self._take_over(training.original.see())
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
-        number = Counted(epoch) if self.epoch is None and self.run is None else epoch
+        number = Counted(epoch) if self.epoch is None and training.run is None else epoch
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
@@ -487,10 +498,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             inner.told = told
         settle_ranks(self.dataset)
         batches = self._batches(begun)
-        if self.tuner is not None and not begun.aside:
-            batches = self.tuner.batches(batches, self)
-        if self.ahead is not None and not self._run_is_over():
-            batches = self.ahead(batches)
+        if training.tuner is not None and not begun.aside:
+            batches = training.tuner.batches(batches, self)
+        if training.ahead is not None and not training.is_over:
+            batches = training.ahead(batches)
         self._passes.settle(begun)
         return begun, batches
 
@@ -503,7 +514,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             own, share = self.batch_sampler, samplers.share_in(self.batch_sampler)
             for one in (self,) if name == "collate_fn" else (self, own, share):
                 if one is not None:  # torch refuses to set some of its own
-                    vars(one)[name] = self.scaled(value) if name == "batch_size" else value
+                    vars(one)[name] = self.training.scaled(value) if name == "batch_size" else value
 
     @property
     def draws(self) -> bool | None:
@@ -523,16 +534,15 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         that is over.
         """
         taken = copy.copy(self)
-        if self._run_is_over():
+        if self.training.is_over:
             vars(taken).update(staged=None, on_device=False)
         vars(taken).update(
-            dict.fromkeys(_OF_WHO_TAKES), sampler=samplers.as_given(self.sampler), **changes
+            dict.fromkeys(_OF_WHO_TAKES),
+            training=self.training.of_source(),
+            sampler=samplers.as_given(self.sampler),
+            **changes,
         )
         return taken
-
-    def _run_is_over(self) -> bool:
-        """Return whether the run is over that would have finished the batches on the device."""
-        return self.lasts is not None and not self.lasts()
 
     def _rests_on(self) -> tuple[Any, ...]:
         # A tuple is compared by identity first: a dataset may have any ``==``.
@@ -747,7 +757,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return indices_of(self.as_set_up()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
-        goes_on = self.run is None or (self.run.began and not self.run.over)
+        run = self.training.run
+        goes_on = run is None or (run.began and not run.over)
         run = self._run_now()
         if run is not None and goes_on:
             return self._passes.next_pass_of(run, self, self.epoch)
@@ -757,7 +768,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _run_now(self) -> Run | None:
         """Return the run that takes the batches of this loader; None: a plain loop takes them."""
-        run = self.run
+        run = self.training.run
         return run if run is not None and run.began and run.takes(self) else None
 
     def _go_on(self, begun: Pass) -> int:
@@ -813,13 +824,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             "_indices",
             "records",
             "tuning_records",
-            "tuner",
         )
-        return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
+        training = replace(self.training, tuner=None)
+        return {**self.__dict__, **dict.fromkeys(gone), "training": training, "_ledger": Ledger()}
 
 
-_OF_WHO_TAKES: Final = ("epoch", "ahead", "lasts", "plan", "_passes")
-_NOT_OF_SOURCE: Final = {"self", "shuffle", "split", "tuner", *_OF_WHO_TAKES}
+_OF_WHO_TAKES: Final = ("epoch", "plan", "_passes")
+_NOT_OF_SOURCE: Final = {"self", "shuffle", "split", *_OF_WHO_TAKES}
 _RESTS_ON: Final = (
     *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),
     *("asked_prefetch_factor", "keeps", "faults"),

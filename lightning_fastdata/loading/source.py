@@ -558,7 +558,7 @@ def indices_of(settings: Loader) -> EpochIndices | None:
     """Return the indices of a loader's epochs; None for a stream."""
     if isinstance(settings.dataset, IterableDataset):
         return None
-    seed = None if settings.run is None else settings.seed
+    seed = None if settings.training.run is None else settings.seed
     return EpochIndices(order_of(settings), arrays=kind_of(settings.executor).gathers, seed=seed)
 
 
@@ -667,7 +667,7 @@ def _open_executor(
         gathered=gathered,
         compared=() if streamed else (settings.dataset, settings.collate_fn),
         transform=worker_part,
-        at_start=settings.chosen and is_drawn_at_start(order_of(settings)),
+        at_start=settings.training.chosen and is_drawn_at_start(order_of(settings)),
         standby=_stands_by(settings),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
@@ -710,7 +710,7 @@ def _stands_by(settings: Loader) -> bool:
     """
     works = settings.worker_init_fn or settings.timeout != "auto"
     sure = is_drawn_at_start(order_of(settings)) and settings.in_order
-    return settings.standby and sure and not works and settings.transform is None
+    return settings.training.standby and sure and not works and settings.transform is None
 
 
 def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:

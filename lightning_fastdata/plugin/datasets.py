@@ -297,7 +297,7 @@ def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
         taken["timeout"] = loader.timeout
     if not loader.in_order:
         taken["in_order"] = False
-    left_open = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
+    left_open = chosen or (isinstance(loader, FastDataLoader) and loader.training.chosen)
     # Reading in the training process sees what steps change. Which batches a stream gives depends
     # on how many workers share it out. A sampler of the user's may look at what steps write, and is
     # asked ahead for each worker.

@@ -35,7 +35,7 @@ from lightning_fastdata.loading.facts import (
     inspect_dataset,
     refuse_empty,
 )
-from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.loader import FastDataLoader, Training
 from lightning_fastdata.loading.options import (
     Auto,
     LoaderOptions,
@@ -547,19 +547,24 @@ class DataModule:
             "drop_last": self.drop_last and stage == "train" and spec.batch_size is not None,
             "seed": seed,
             "epoch": seams.first_epoch if run is None else run.epoch,
-            "run": run,
-            "tuner": self._tuner(spec, plan),
-            "chosen": spec.options.num_workers == "auto" and not plan.only_here,
-            "standby": plan.standby,
-            "ahead": self._prefetching.look_ahead(self._trainer, stage, self._transforms),
             **self.placing.settings(
                 spec, plan, transform, self._transforms, seed=seed, trainer=self._trainer
             ),
             **plan.loader_arguments(),
             "on_bad_sample": bad_samples_of(plan.options.on_bad_sample, self._trainer),
         }
-        if self._trainer is not None and (settings["staged"] or settings["ahead"]):
-            settings["lasts"] = seams.run_of(self._trainer)
+        ahead = self._prefetching.look_ahead(self._trainer, stage, self._transforms)
+        goes_on = None
+        if self._trainer is not None and (settings["staged"] or ahead is not None):
+            goes_on = seams.run_of(self._trainer)
+        settings["training"] = Training(
+            run=run,
+            goes_on=goes_on,
+            ahead=ahead,
+            tuner=self._tuner(spec, plan),
+            chosen=spec.options.num_workers == "auto" and not plan.only_here,
+            standby=plan.standby,
+        )
         settings = shared_out(spec, settings, arguments, self._trainer)
         loader = FastDataLoader(spec.dataset, **settings)
         loader.plan = plan
@@ -590,8 +595,11 @@ class DataModule:
                 self._tell(name, _CAME_WITHOUT)
             loader = self.make_loader(dataset, stage=stage, name=name, **known)
             if isinstance(item, GivenLoader) and item.original is not None:
-                loader.original = item.original.seen_by_another()
-                loader.scaled = partial(item.scaled, batch_size=self.batch_size)
+                loader.training = replace(
+                    loader.training,
+                    original=item.original.seen_by_another(),
+                    scaled=partial(item.scaled, batch_size=self.batch_size),
+                )
             loaders.append(loader)
         return in_form_of(datasets, loaders)
 

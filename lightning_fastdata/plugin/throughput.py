@@ -562,8 +562,8 @@ class MeasuredRun:
     def _tuned(self) -> Iterator[tuple[FastDataLoader, Tuner]]:
         """Yield the loaders whose workers are tuned, and what tunes them."""
         for loader in seams.flattened(self.recording.loaders()):
-            if isinstance(loader, FastDataLoader) and loader.tuner is not None:
-                yield loader, loader.tuner
+            if isinstance(loader, FastDataLoader) and loader.training.tuner is not None:
+                yield loader, loader.training.tuner
 
     def _mixture_scalars(self) -> dict[str, float]:
         """Return the percentage of each part of mixtures since the last call, and its epochs.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.host import clock
+from lightning_fastdata.loading.loader import Training
 
 EPOCHS = 5
 STEPS = 10
@@ -114,7 +115,7 @@ def rows_loader(executor, workers, gates):
     rows = GatedRows(gates)
     if executor == "gather":
         rows = TensorDataset(torch.zeros(2 * STEPS, 4), torch.arange(2 * STEPS))
-        arguments["ahead"] = late(gates)
+        arguments["training"] = Training(ahead=late(gates))
     return FastDataLoader(rows, executor=executor, **arguments)
 
 

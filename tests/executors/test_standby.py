@@ -33,6 +33,7 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors import standby
 from lightning_fastdata.executors.standby import Ways
 from lightning_fastdata.loading import source
+from lightning_fastdata.loading.loader import Training
 from lightning_fastdata.tree import leaves
 
 LENGTH = 60
@@ -61,7 +62,9 @@ def standing_by(dataset, **given):
         "executor": "workers",
         "persistent_workers": "unchanged",
     }
-    return FastDataLoader(dataset, **{**how, "chosen": True, "standby": True, **given})
+    return FastDataLoader(
+        dataset, **{**how, "training": Training(chosen=True, standby=True), **given}
+    )
 
 
 def shuffled(data=None, **given):

@@ -80,8 +80,8 @@ def assert_same(ours, theirs, count):
 
 def tuner_of(trainer):
     loader = trainer.train_dataloader
-    assert isinstance(loader.tuner, Tuner)
-    return loader.tuner
+    assert isinstance(loader.training.tuner, Tuner)
+    return loader.training.tuner
 
 
 class Storage(Waiting):
@@ -177,7 +177,7 @@ def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*num_workers=2, but")
 def test_explicit_settings_stay(tmp_path):
     trainer, _ = fit(tmp_path, data_of(Waiting(BATCH * 80, quick=0), num_workers=2))
-    assert trainer.train_dataloader.tuner is None
+    assert trainer.train_dataloader.training.tuner is None
     assert trainer.train_dataloader.num_workers == 2
 
 
@@ -185,7 +185,7 @@ def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
     two = {"slow": Waiting(BATCH * 100, quick=0), "quick": Waiting(BATCH * 100, wait_s=0.001)}
     calm = fit(tmp_path, data_of(two, **CALM))[1]
     trainer, tuned = fit(tmp_path, data_of(two))
-    tuners = [loader.tuner for loader in trainer.train_dataloader.values()]
+    tuners = [loader.training.tuner for loader in trainer.train_dataloader.values()]
     assert all(isinstance(each, Tuner) for each in tuners)
     assert tuners[0] is not tuners[1]
     assert_same(tuned.seen, calm.seen, 100)

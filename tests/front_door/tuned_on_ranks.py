@@ -44,7 +44,7 @@ def run(folder, name, **given):
     options = LoaderOptions(executor="workers", **given)
     trainer = quiet_trainer(devices=2, strategy="ddp")
     trainer.fit(module, Data(batch_size=BATCH, seed=5, options=options))
-    tuner = trainer.train_dataloader.tuner
+    tuner = trainer.train_dataloader.training.tuner
     moves = [] if tuner is None else [str(move) for move in tuner.moves]
     found = {"seen": module.seen, "moves": moves}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(found))

@@ -223,7 +223,7 @@ def test_a_worker_in_the_place_of_a_dead_one_that_reads_something_else_is_told_o
 def test_loaders_without_workers_are_given_none_unless_that_is_asked_for() -> None:
     given = DataLoader(Rows(), 2)
     kept = FastDataModule.from_loaders(given).train_dataloader()
-    assert (kept.num_workers, kept.chosen) == (0, False)
+    assert (kept.num_workers, kept.training.chosen) == (0, False)
     options = {"options": LoaderOptions(executor="workers")}
     asked = FastDataModule.from_loaders(given, num_workers="auto", **options).train_dataloader()
     assert asked.num_workers > 0

@@ -437,7 +437,7 @@ def test_a_dataset_that_asks_for_the_number_of_its_worker_is_read_as_by_one(work
     assert (facts.warnings, facts.here, get_worker_info()) == ((), None, None)
     loader = FastDataModule.from_datasets(OfWorker(), num_workers=workers).train_dataloader()
     assert loader.num_workers > 0
-    assert not loader.standby
+    assert not loader.training.standby
 
 
 # What is measured

@@ -15,6 +15,7 @@ from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.device.prefetch import is_ready
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors import standby
+from lightning_fastdata.loading.loader import Training
 
 torch.set_num_threads(1)
 BATCH, BATCHES = 2, 6
@@ -188,7 +189,9 @@ def test_what_is_read_while_workers_stand_by_is_pinned_when_it_is_its_turn(monke
         monkeypatch.setattr(standby, bound, LONG_S)
     seen = []
     with watched_pins(lambda batch: seen.append(("pinned", batch))):
-        loader = loader_of(Rows(), persistent_workers="unchanged", chosen=True, standby=True)
+        loader = loader_of(
+            Rows(), persistent_workers="unchanged", training=Training(chosen=True, standby=True)
+        )
         for number, batch in enumerate(way(loader)):
             assert batch.is_cuda if way is ahead else batch.is_pinned()
             seen.append(("step", number))

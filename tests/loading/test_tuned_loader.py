@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError, WorkerError
+from lightning_fastdata.loading.loader import Training
 from lightning_fastdata.loading.tuner import Phase, Pressure, Tuner
 
 
@@ -71,7 +72,12 @@ def run(dataset, epochs=1, step_s=0.002, *, workers=1, tune=None, programs=0, ba
         machine.programs(programs)
         mine = tuner() if tune is None else tune()
         loader = how.pop("kind", FastDataLoader)(
-            dataset, batch, executor="workers", num_workers=workers, tuner=mine, **how
+            dataset,
+            batch,
+            executor="workers",
+            num_workers=workers,
+            training=Training(tuner=mine),
+            **how,
         )
         for _ in range(epochs):
             for each in loader:
@@ -259,7 +265,7 @@ def test_workers_that_do_not_come_and_go_are_refused(how, workers):
     with pytest.raises(OptionsError, match="Make a new loader"):
         loader.set_workers(workers)
     with pytest.raises(OptionsError, match="Make a new loader"):
-        FastDataLoader(Drawn(), 4, tuner=tuner(), executor="inline")
+        FastDataLoader(Drawn(), 4, training=Training(tuner=tuner()), executor="inline")
     loader.close()
 
 
@@ -345,7 +351,9 @@ def test_the_moves_that_are_told_are_those_that_were_made(refused):
 def test_a_loader_that_takes_the_place_of_another_begins_as_that_one_ended():
     mine = tuner()
     mine.workers = 3
-    loader = FastDataLoader(Drawn(), 4, executor="workers", num_workers=1, tuner=mine)
+    loader = FastDataLoader(
+        Drawn(), 4, executor="workers", num_workers=1, training=Training(tuner=mine)
+    )
     assert loader.num_workers == 3
     assert len(list(loader)) == 24
     loader.close()
@@ -353,7 +361,12 @@ def test_a_loader_that_takes_the_place_of_another_begins_as_that_one_ended():
 
 def test_who_tunes_does_not_keep_a_loader_alive():
     loader = FastDataLoader(
-        Drawn(), 4, executor="workers", num_workers=2, persistent_workers=True, tuner=tuner()
+        Drawn(),
+        4,
+        executor="workers",
+        num_workers=2,
+        persistent_workers=True,
+        training=Training(tuner=tuner()),
     )
     next(iter(loader))
     processes = [child.process for child in loader._iterator.children.values()]
@@ -365,9 +378,11 @@ def test_who_tunes_does_not_keep_a_loader_alive():
 
 
 def test_copies_are_not_tuned():
-    loader = FastDataLoader(Drawn(), 4, executor="workers", num_workers=2, tuner=tuner())
+    loader = FastDataLoader(
+        Drawn(), 4, executor="workers", num_workers=2, training=Training(tuner=tuner())
+    )
     for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert other.tuner is None
+        assert other.training.tuner is None
         assert len(list(other)) == 24
         other.close()
 
@@ -388,7 +403,7 @@ def test_copies_are_not_tuned():
 )
 def test_what_is_not_tuned_says_why(dataset, how, why):
     loader = FastDataLoader(dataset, 4, executor="auto", **how)
-    assert loader.tuner is None
+    assert loader.training.tuner is None
     (row,) = [one for one in loader.plan.explain().splitlines() if one.startswith("num_workers")]
     assert why in row
     assert "not tuned" in row or " you " in row
@@ -397,6 +412,6 @@ def test_what_is_not_tuned_says_why(dataset, how, why):
 def test_what_is_tuned_says_so():
     with on_machine():
         loader = FastDataLoader(Costly(64, waits(0.004)), 4, num_workers="auto")
-    assert isinstance(loader.tuner, Tuner)
+    assert isinstance(loader.training.tuner, Tuner)
     assert "; tuned as the steps show" in loader.plan.explain()
-    assert loader.tuner.phase is Phase.MEASURING
+    assert loader.training.tuner.phase is Phase.MEASURING

@@ -41,6 +41,7 @@ from lightning_fastdata.insight.steps import StageSummary, StepHistory
 from lightning_fastdata.insight.verdict import COSTS, findings
 from lightning_fastdata.insight.waits import CauseTotals, WaitParts
 from lightning_fastdata.insight.wall import Activity, WallTime
+from lightning_fastdata.loading import loader as loading
 from lightning_fastdata.loading.tuner import Move, Tuner
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from verdicts.healthy import Stream
@@ -167,9 +168,10 @@ def test_of_a_given_number_of_workers_it_is_seen_as_they_read():
 
 
 def test_what_this_run_has_tried_is_not_told_again():
-    loader = FastDataLoader(Fixed(), 4, num_workers=2, executor="workers")
-    loader.tuner = Tuner(most_workers=8, cpus=8.0)
-    loader.tuner.moves.append(
+    mine = Tuner(most_workers=8, cpus=8.0)
+    training = loading.Training(tuner=mine)
+    loader = FastDataLoader(Fixed(), 4, num_workers=2, executor="workers", training=training)
+    mine.moves.append(
         Move(batch=51, before=2, after=4, step_before_ms=10.0, wait_before_ms=5.0,
              step_expected_ms=6.0, step_seen_ms=11.0, why="late", outcome="taken back")
     )  # fmt: skip

@@ -673,7 +673,8 @@ def _spread_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
             num_workers=1,
             persistent_workers=False,
         )
-    loader.ahead = None  # steps are tried on it several times
+    # Steps are tried on its batch several times.
+    loader.training = replace(loader.training, ahead=None)
     if kind_of(loader.executor).caller_reads:
         loader.executor = "workers"
     try:

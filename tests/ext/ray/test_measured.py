@@ -188,10 +188,10 @@ def test_without_a_number_there_are_as_many_actors_as_free_cpus_but_one() -> Non
     loader = planned()
     assert loader.plan.num_workers == 4
     assert "CPUs for 4" in loader.plan.explain()
-    assert isinstance(loader.tuner, Tuner)
-    assert loader.tuner.most_workers == 4
+    assert isinstance(loader.training.tuner, Tuner)
+    assert loader.training.tuner.most_workers == 4
     few = FastDataLoader(Kinds(), 4, executor="ray", num_workers=3)
-    assert (few.num_workers, few.tuner) == (3, None)
+    assert (few.num_workers, few.training.tuner) == (3, None)
     assert few.plan is None
 
 
