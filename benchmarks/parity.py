@@ -27,7 +27,7 @@ from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import TransformError
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -209,9 +209,9 @@ def both_ways(
     for row, image in enumerate(images):
         own = key._replace(index=key.index + row)
         # Copies: Albumentations writes to a gray image that it equalizes.
-        reseed((compose,), own)
+        reseeder(compose)(own)
         wanted.append(np.asarray(compose(image=image.copy())["image"]))
-        reseed((recorder.compose,), own)
+        reseeder(recorder.compose)(own)
         result, tape = recorder({"image": image.copy()})
         left.append(torch.from_numpy(np.array(result["image"])))
         tapes.append(tape)

@@ -39,7 +39,7 @@ from v2_pipelines import PIPELINES, Kind, Pipeline
 from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.types import SampleKey
 
 Place = Literal["workers", "device"]
@@ -213,8 +213,7 @@ def eager_batches(
         samples = []
         for index in range(first, min(first + BATCH, len(data))):
             sample = data[index]
-            seed_global_generators(seed, 0, index)
-            with Drawn() as seen:
+            with keyed_draws(SampleKey(seed, 0, index)), Drawn() as seen:
                 samples.append(_transformed(pipeline, sample, data.kind))
             drawn.append(seen.numbers)
         yield collate(samples)

@@ -7,6 +7,7 @@ transform of batches, or None if that is no pipeline of its library. Albumentati
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
-from lightning_fastdata.randomness.seeds import lasting
+from lightning_fastdata.randomness.seeds import derived_seed, lasting
 from lightning_fastdata.tree import copy_of_compose, is_a
 from lightning_fastdata.types import Batch, SampleKey
 
@@ -71,6 +72,8 @@ _FRONT_ENDS: Final = (
     ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )
 """For each library: the module that its pipelines have imported, and its front end's module."""
+_NUMBERS: Final = itertools.count()
+"""Numbers of the objects that draw without a key, so that each draws for itself."""
 
 
 def as_batch_transform(
@@ -139,6 +142,8 @@ class BatchTransform(PipelineTransform):
     plan: Plan
     _drawn = 0
     """Number of samples for which calls without a key have drawn."""
+    _number: int | None = None
+    """Number of the object among those called without a key; None: it was not called so yet."""
 
     def __init__(self, compose: Node, fields: Fields, *, on_cpu: OnCpu = "albumentations") -> None:
         import albumentations
@@ -208,9 +213,10 @@ class BatchTransform(PipelineTransform):
                 takes, ``[n, H, W, C]``, ``[n, C, H, W]`` or ``[n, H, W]``, on any device; or a dict
                 or tuple that holds them.
             masks: ``[n, H, W]``, ``[n, H, W, C]`` or ``[n, C, H, W]``, if ``images`` is a tensor.
-            key: sample ``i`` draws with ``key.index + i``. None: with the seed of torch
-                (``torch.initial_seed()``), epoch 0 and a number that counts all samples this object
-                has drawn for, from 0. Ranks of one seed then draw alike: give each its own key.
+            key: sample ``i`` draws with ``key.index + i``. None: with a seed that follows from
+                torch's (``torch.initial_seed()``) and from how many such objects were called
+                before without a key, epoch 0, and a number that counts all samples this object has
+                drawn for, from 0. Ranks of one seed then draw alike: give each its own key.
 
         Returns:
             The images, or images and masks, or a batch like the one that was given. Images come
@@ -231,7 +237,9 @@ class BatchTransform(PipelineTransform):
         fields = Fields() if bare else self._fields
         samples = len(get_field(batch, find_fields(batch, fields, batched=True).image))
         if key is None:
-            key = SampleKey(torch.initial_seed(), 0, self._drawn)
+            self._number = next(_NUMBERS) if self._number is None else self._number
+            seed = derived_seed(torch.initial_seed(), "BatchTransform", self._number)
+            key = SampleKey(seed, 0, self._drawn)
             self._drawn += samples
         done = self._run_collated(batch, key, fields)
         if not bare:

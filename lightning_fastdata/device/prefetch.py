@@ -28,7 +28,7 @@ from lightning_fastdata.device.backend import (
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.order.samplers import tell_samplers
 from lightning_fastdata.randomness.global_generators import kept_random_state
-from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.randomness.seeds import derived_seed, seed_global_generators
 from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import AroundLoader, B, Batch, Batch_co, SampleKey
 
@@ -189,7 +189,8 @@ class _Work:
     def __init__(self, owner: Prefetched[Any], epoch: int, start: _Count, *, aside: bool) -> None:
         self._device = owner.device
         self._aside = aside
-        self._seed, self._epoch = owner.seed, epoch
+        self._seed = derived_seed(owner.seed, "prefetch")
+        self._epoch = epoch
         loader: Any = owner.loader
         on_device = getattr(loader, "on_device", False)
         self._prepared: StageTransform | None = loader.transform if on_device else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 import os
@@ -24,6 +23,7 @@ from lightning_fastdata.order.epoch_order import (
     check_whole,
     dataset_length,
 )
+from lightning_fastdata.randomness.seeds import derived_seed
 from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -310,7 +310,7 @@ class _Order:
         shuffle: bool,
     ) -> None:
         self.names, self.lengths = tuple(lengths), tuple(lengths.values())
-        self.seeds = [_seed_of(seed, name) if shuffle else None for name in lengths]
+        self.seeds = [derived_seed(seed, name) if shuffle else None for name in lengths]
         """Seed of the order of each part; None: the part keeps its own order."""
         self.segments: list[_Segment] = []
         for first, weights in sorted(schedule.items()):
@@ -357,11 +357,6 @@ def _together(order: _Order, number: int) -> tuple[list[int], list[int], list[in
     start = number * _TOGETHER
     parts, rows, passes = order.at(np.arange(start, start + _TOGETHER))
     return parts.tolist(), rows.tolist(), passes.tolist()
-
-
-def _seed_of(seed: int, name: str) -> int:
-    text = f"{seed},{name}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)

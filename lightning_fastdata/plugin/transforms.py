@@ -32,6 +32,7 @@ from lightning_fastdata.loading.options import check_among
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 from lightning_fastdata.randomness.global_generators import DrawWatch
+from lightning_fastdata.randomness.seeds import derived_seed
 from lightning_fastdata.tree import children, held, leaves, rebuilt
 from lightning_fastdata.types import STAGES, Batch, PixelPlace, SampleKey, Stage
 
@@ -219,7 +220,9 @@ def augment_foreign_batches(
             return batch
         if trainer.current_epoch != epoch:
             epoch, samples = trainer.current_epoch, 0
-        key = SampleKey(seed, epoch, samples)
+        # Other callbacks and the loader draw for other samples of these numbers.
+        own = derived_seed(seed, "callback", steps.index(augment))
+        key = SampleKey(own, epoch, samples)
         samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
@@ -228,11 +231,11 @@ def augment_foreign_batches(
         return trainer.precision_plugin.convert_input(batch)
 
     earlier = getattr(owner, _HOOK)
-    steps: list[Callable[[Batch], Batch]] | None = held(earlier, _STEPS)
-    if steps is not None:  # of another callback, which comes first
-        steps.append(augment)
+    others: list[Callable[[Batch], Batch]] | None = held(earlier, _STEPS)
+    steps = [] if others is None else others  # of other callbacks, which come first
+    steps.append(augment)
+    if others is not None:
         return
-    steps = [augment]
 
     # A plain function without __wrapped__: Lightning compares its code with the default hook's.
     def on_after_batch_transfer(batch: Batch, dataloader_idx: int) -> Batch:

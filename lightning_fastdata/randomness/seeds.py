@@ -51,12 +51,14 @@ _Generator: TypeAlias = (
     np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 )
 GENERATOR_CLASSES: Final = get_args(_Generator)
+_OF_AUGMENT: Final = -1
+"""Place of the pipeline of ``augment=`` among pipelines; those of the dataset count from 0."""
 _MOST_BITS: Final = 64
 """Most bits of a seed that counts as chosen; without one NumPy takes 128 bits from the system."""
 
 
 def reseed(composes: Sequence[Any], key: SampleKey) -> None:
-    """Give each top-level pipeline the random state that belongs to one sample.
+    """Give each top-level pipeline of a dataset the random state that belongs to one sample.
 
     All transforms of one pipeline share one pair of generators, so they draw one after the other
     from the same stream; different pipelines of one dataset get different streams. NumPy's
@@ -95,7 +97,9 @@ def lasting(composes: Sequence[Any]) -> dict[int, tuple[type, dict[str, Any]]]:
 
 
 def reseeder(compose: Any) -> Callable[[SampleKey], None]:
-    """Return a function that reseeds one pipeline as :func:`reseed` does, at less cost.
+    """Return a function that gives the pipeline of ``augment=`` the random state of a sample.
+
+    It draws by the same key as pipelines of the dataset (:func:`reseed`), but other numbers.
 
     Args:
         compose: a pipeline that nothing else reseeds, and whose transforms do not change: it is
@@ -103,10 +107,10 @@ def reseeder(compose: Any) -> Callable[[SampleKey], None]:
     """
     generator, python = np.random.Generator(np.random.Philox(key=0)), random.Random(0)
     compose.set_random_state(generator, python)
-    return lambda key: python.seed(_seed(generator, key))
+    return lambda key: python.seed(_seed(generator, key, _OF_AUGMENT))
 
 
-def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> int:
+def _seed(generator: np.random.Generator, key: SampleKey, position: int) -> int:
     """Seed NumPy's generator, and return the seed for Python's."""
     text = b"%d,%d,%d,%d" % (*key, position)
     first, second, rest = struct.unpack("<QQ16s", hashlib.blake2b(text, digest_size=32).digest())
@@ -125,6 +129,17 @@ def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> 
 def global_seed() -> int:
     """Return the seed that Lightning's ``seed_everything`` has set for this process, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def derived_seed(seed: int, *apart: object) -> int:
+    """Return a seed whose draws are independent of those of the seed that it comes from.
+
+    Args:
+        seed: a seed of the run.
+        apart: what tells the draws from others of the same seed; at least one value.
+    """
+    text = ",".join(map(str, (seed, *apart))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 class EpochCell:
@@ -189,19 +204,24 @@ def seed_global_generators(
 
 
 def torch_seed(key: SampleKey) -> int:
-    """Return the seed of torch's CPU generator for a sample."""
-    return _torch_seed(_digest(*key))
+    """Return the seed of torch's CPU generator with which ``augment=`` draws for a sample."""
+    return _torch_seed(_digest(*_of_augment(key)))
 
 
 @contextmanager
 def keyed_draws(key: SampleKey, names: Collection[str] = GENERATORS) -> Iterator[None]:
-    """Seed global generators for one sample in the block, and restore them afterwards.
+    """Seed global generators in the block for what ``augment=`` draws for a sample.
 
-    Only one thread at a time runs such a block, as the generators belong to the process.
+    They are restored afterwards. The dataset's own draws for the sample are others. Only one thread
+    at a time runs such a block, as the generators belong to the process.
     """
     with _KEYED, kept_random_state(names):
-        seed_global_generators(*key, names)
+        seed_global_generators(*_of_augment(key), names)
         yield
+
+
+def _of_augment(key: SampleKey) -> tuple[int, int, object]:
+    return key.seed, key.epoch, ("augment", key.index)
 
 
 def _digest(seed: int, epoch: int, index: object) -> bytes:

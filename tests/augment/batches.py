@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.augment.fields import Fields
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def by_albumentations(compose, samples, own_keys):
     """Return what Albumentations makes of samples, each drawn under its key."""
     made = []
     for one, key in zip(samples, own_keys, strict=True):
-        reseed((compose,), key)
+        reseeder(compose)(key)
         made.append(compose(**one))
     return made
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import pickle
 
 import albumentations as A
@@ -148,10 +149,21 @@ def test_masks_with_channels_keep_their_layout_unless_the_pipeline_turns_them(tr
 
 def test_without_a_key_each_sample_draws_once_from_torchs_seed() -> None:
     aug = explicit(PIPELINE)
+    before = aug(IMAGES)
+    twin, other = copy.copy(aug), copy.copy(aug)
     with torch.random.fork_rng():
         torch.manual_seed(2**35 + 1)
-        drawn = [aug(IMAGES[:2]), aug((IMAGES[2:3], 0))[0], aug(IMAGES[3:])]
-    same(torch.cat(drawn), oracle(PIPELINE, SampleKey(2**35 + 1, 0, 0), image=IMAGES)["image"])
+        drawn = torch.cat([aug(IMAGES[:2]), aug((IMAGES[2:3], 0))[0], aug(IMAGES[3:])])
+        same(drawn, twin(IMAGES))
+        torch.manual_seed(2)
+        assert not torch.equal(drawn, other(IMAGES))
+    assert not torch.equal(drawn, before)
+
+
+def test_objects_without_a_key_draw_for_themselves() -> None:
+    one, other = explicit(PIPELINE), explicit(PIPELINE)
+    assert not torch.equal(one(IMAGES), other(IMAGES))
+    same(one(IMAGES, key=KEY), other(IMAGES, key=KEY))
 
 
 def test_a_pipeline_with_boxes_says_who_moves_them() -> None:

@@ -9,7 +9,7 @@ from misses import each
 from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.albumentations.plan import Size, analyse, size_after
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 
@@ -198,7 +198,7 @@ def test_what_is_said_of_the_size_after_a_transform_holds(name, size):
     said = size_after(transform, Size(size, size)).exact
     found = set()
     for index in range(4):
-        reseed((pipeline,), SampleKey(0, 0, index))
+        reseeder(pipeline)(SampleKey(0, 0, index))
         result = np.asarray(pipeline(image=image.copy(), **more)["image"])
         found.add(result.shape[1:] if name.startswith("ToTensor") else result.shape[:2])
     assert said is None or found == {said}

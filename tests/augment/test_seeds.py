@@ -24,17 +24,17 @@ def flips(**options):
     )
 
 
-def test_a_pipeline_with_generators_of_its_own_draws_what_it_draws_reseeded() -> None:
+def test_what_is_reseeded_once_or_for_each_sample_draws_the_same() -> None:
     def pipeline():
         return A.Compose([A.GaussNoise(p=1), A.OneOf([A.Rotate(), A.Affine()], p=0.5)])
 
-    common, own = pipeline(), pipeline()
+    anew, own = pipeline(), pipeline()
     seed = reseeder(own)
     for key in (SampleKey(0, 0, 5), SampleKey(3, 2, 1), SampleKey(-1, 0, 2**70)):
-        reseed((common,), key)
+        reseeder(anew)(key)
         seed(key)
         for _ in range(3):
-            assert np.array_equal(common(image=IMAGE)["image"], own(image=IMAGE)["image"])
+            assert np.array_equal(anew(image=IMAGE)["image"], own(image=IMAGE)["image"])
 
 
 def test_two_pipelines_of_one_dataset_draw_different_streams() -> None:

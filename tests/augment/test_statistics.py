@@ -14,7 +14,7 @@ import torch
 from misses import each
 from scipy import stats
 
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def drawn(compose, keys):
     """Return which transforms were applied ``[keys, transforms]``, and their two numbers."""
     applied, numbers = [], []
     for key in keys:
-        reseed((compose,), key)
+        reseeder(compose)(key)
         compose(image=IMAGE)
         params = [transform.params for transform in compose.transforms]
         applied.append([bool(one) for one in params])

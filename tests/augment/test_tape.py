@@ -9,7 +9,7 @@ from augment.batches import keys
 from lightning_fastdata.augment.albumentations.plan import analyse
 from lightning_fastdata.augment.albumentations.tape import Recorder, phantom
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 
 SHAPE = (24, 24, 3)
 
@@ -28,7 +28,7 @@ def test_only_samples_that_draw_a_barrier_need_pixels_and_they_need_them_once() 
             calls.append(1)
             return image
 
-        reseed((recorder.compose,), key)
+        reseeder(recorder.compose)(key)
         _, tape = recorder({"image": phantom(SHAPE, np.dtype(np.uint8))}, {"image": fetch})
         fetched.append(len(calls))
         left = [noted.name for noted in tape["image"].ops]

@@ -11,7 +11,7 @@ from thoroughness import max_examples
 
 from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 SEEDS = st.integers(0, 2**40)
@@ -85,7 +85,7 @@ def test_everything_that_was_drawn_is_left_to_the_device_where_it_has_a_form_for
     lengths = set()
     for index in range(40):
         sample = some_samples(1)[0]
-        reseed((real,), SampleKey(0, 0, index))
+        reseeder(real)(SampleKey(0, 0, index))
         log.clear()
         real(**sample)
         _, tape = part(sample, SampleKey(0, 0, index))

@@ -27,7 +27,7 @@ from lightning_fastdata import SampleKey, prefetch
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError, TransformError
-from lightning_fastdata.randomness.seeds import torch_seed
+from lightning_fastdata.randomness.seeds import derived_seed, seed_global_generators, torch_seed
 
 torch.set_num_threads(1)
 
@@ -76,15 +76,18 @@ def test_an_epoch_that_is_resumed_goes_on_with_the_same_draws():
 
 
 @each("workers", [0, 2])
-def test_in_a_collate_fn_it_draws_the_same(workers):
+def test_in_a_collate_fn_it_draws_by_the_key_of_the_batch_other_numbers(workers):
     def collate(samples):
         return MIXES["either"](*default_collate(samples))
 
-    first = v2.Compose(FIRST)
-    given = batches(first, place="workers", collate_fn=collate, workers=workers)
-    assert same(given, batches(v2.Compose([*FIRST, MIXES["either"]])))
-    alone = batches(None, collate_fn=collate, workers=workers)
-    assert same(alone, batches(MIXES["either"]))
+    for first in (v2.Compose(FIRST), None):
+        wanted = []
+        for number, batch in enumerate(batches(first, place="workers")):
+            seed_global_generators(SEED, 0, (-1, SIZE * number))
+            wanted.append(MIXES["either"](*batch))
+        given = batches(first, place="workers", collate_fn=collate, workers=workers)
+        assert same(given, wanted)
+    assert not same(given, batches(MIXES["either"]))
 
 
 def test_image_and_label_are_found_whatever_their_order():
@@ -132,7 +135,8 @@ def test_a_training_gets_the_same_in_both_places_and_from_any_loader(tmp_path):
     assert same(trained(tmp_path, module_of(pipeline, "cpu")), wanted)
     assert trained_by_callback(tmp_path, pipeline)[0][1].shape == (SIZE, CLASSES)
     plain = DataLoader(Pictures(), batch_size=SIZE)
-    assert same(prefetch(plain, "cpu", pipeline, seed=SEED), wanted, gap=1e-5)
+    own = batches(pipeline, seed=derived_seed(SEED, "prefetch"))
+    assert same(prefetch(plain, "cpu", pipeline, seed=SEED), own, gap=1e-5)
 
 
 def test_behind_another_library_it_draws_by_the_number_of_the_batch(tmp_path):

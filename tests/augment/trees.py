@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.augment.albumentations.plan import list_leaves, target_roles
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -157,7 +157,7 @@ def compare(compose, samples, *, seed=0, pixels=True, fitted=False):
         wanted, left, tapes = [], [], []
         for index, sample in enumerate(samples):
             key = SampleKey(seed, 0, index)
-            reseed((real,), key)
+            reseeder(real)(key)
             log.clear()
             try:
                 want = real(**copy.deepcopy(sample))

@@ -19,6 +19,7 @@ from lightning_fastdata import (
     prefetch,
 )
 from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.randomness.seeds import derived_seed
 
 ONE_SIZE = [sample(image, number) for number, image in enumerate(images(8, 36, 40))]
 SIZES = [sample(image, n) for n, image in enumerate([*images(4, 36, 40), *images(4, 44, 32)])]
@@ -41,10 +42,10 @@ def photos(one_size=False):
     return Samples((ONE_SIZE if one_size else SIZES).__getitem__, 8)
 
 
-def wanted(dataset, epoch=0, indices=range(8)):
+def wanted(dataset, epoch=0, indices=range(8), seed=SEED):
     """Return the batches that v2 makes of a dataset, drawn by the keys of its samples."""
     samples = [dataset[index] for index in indices]
-    made = eager(PIPELINE, samples, [SampleKey(SEED, epoch, index) for index in indices])
+    made = eager(PIPELINE, samples, [SampleKey(seed, epoch, index) for index in indices])
     return [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
 
 
@@ -96,8 +97,9 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
     by_callback, _ = fit(tmp_path, loader=loader, callbacks=[callback])
     prefetched = list(prefetch(loader, "cpu", PIPELINE, seed=SEED))
     by_module, _ = fit(tmp_path, module(0, one_size=True))
-    for seen in (by_callback, prefetched, by_module):
-        assert_same(seen, wanted(photos(one_size=True)), types=False)
+    seeds = derived_seed(SEED, "callback", 0), derived_seed(SEED, "prefetch"), SEED
+    for seen, seed in zip((by_callback, prefetched, by_module), seeds, strict=True):
+        assert_same(seen, wanted(photos(one_size=True), seed=seed), types=False)
 
 
 def test_detection_in_lists_is_finished_in_the_worker(tmp_path):

@@ -33,7 +33,7 @@ from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.errors import BatchError, TransformError
-from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -144,8 +144,9 @@ def run_each(
     arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     outs: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
     is_chw = False
+    seed = reseeder(compose)
     for row in range(len(tensors["image"])):
-        reseed((compose,), key._replace(index=key.index + row))
+        seed(key._replace(index=key.index + row))
         # Copies: Albumentations writes to a gray image that it equalizes.
         result = compose(**{name: array[row].copy() for name, array in arrays.items()})
         is_chw = isinstance(result["image"], torch.Tensor)
@@ -180,8 +181,9 @@ def replay_all(
     tapes: list[Tape] = []
     is_chw = False
     ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in tensors}
+    seed = reseeder(recorder.compose)
     for row in range(samples):
-        reseed((recorder.compose,), key._replace(index=key.index + row))
+        seed(key._replace(index=key.index + row))
         sources = {name: functools.partial(_fetch, tensor, row) for name, tensor in tensors.items()}
         result, tape = recorder(shown, sources)
         tapes.append(tape)

@@ -159,7 +159,7 @@ class BatchDraws(Draws):
 def key_of_batch(first: SampleKey) -> SampleKey:
     """Return the key of a batch whose first sample has this key.
 
-    A ``collate_fn`` draws by the same key.
+    A ``collate_fn`` draws by the same key, but other numbers.
     """
     return first._replace(index=(_COLLATION, first.index))  # type: ignore[arg-type]
 

@@ -1,0 +1,125 @@
+"""What draws for different things draws other numbers."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import albumentations as A
+import numpy as np
+import torch
+from misses import each
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+from trainers import Learner, quiet_trainer, trained
+
+from lightning_fastdata import (
+    BatchTransform,
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    prefetch,
+)
+
+COUNT, SIZE = 8, 4
+
+
+class Drawing(A.ImageOnlyTransform):
+    """Writes to each image two numbers that it draws as Albumentations does."""
+
+    def __init__(self):
+        super().__init__(p=1)
+
+    def apply(self, img, **params):
+        drawn = [self.py_random.random(), self.random_generator.random(), 1.0]
+        return np.ones_like(img) * np.float32(drawn)
+
+
+def drawing(image):
+    """Return an image, or images, with numbers from all global generators."""
+    drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+    return torch.ones_like(image) * torch.tensor(drawn)[:, None, None]
+
+
+def of_albumentations():
+    return A.Compose([Drawing(), A.ToTensorV2()])
+
+
+def of_v2():
+    return v2.Compose([v2.Lambda(drawing)])
+
+
+def a_function():
+    return lambda batch: {**batch, "image": drawing(batch["image"])}
+
+
+WAYS = {"Albumentations": of_albumentations, "v2": of_v2, "a function": a_function}
+
+
+class Drawn(Dataset):
+    """Images, and beside each what a transform of the dataset itself draws for it."""
+
+    def __init__(self, way):
+        self.pipeline = of_albumentations() if way == "Albumentations" else None
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        if self.pipeline is None:
+            image = torch.zeros(3, 4, 4)
+            return {"image": image, "drawn": drawing(image)}
+        image = np.zeros((4, 4, 3), np.float32)
+        return {"image": image, "drawn": self.pipeline(image=image)["image"]}
+
+
+def numbers(images):
+    """Return the numbers in images ``[n, 3, H, W]`` that were drawn, once each."""
+    return set(images[:, :, 0, 0].flatten().tolist()) - {0.0, 1.0}
+
+
+def alone(batches, name="image"):
+    return set().union(*(numbers(batch[name]) for batch in batches))
+
+
+def apart(*draws):
+    """Return whether all of these draw, and none a number that another one draws, too."""
+    return all(draws) and len(set(chain(*draws))) == sum(map(len, draws))
+
+
+def given(way, workers=0, **options):
+    made = {"augment": WAYS[way](), "batch_size": SIZE, "num_workers": workers, **options}
+    return FastDataModule.from_datasets(Drawn(way), **made)
+
+
+@each("way", WAYS)
+def test_a_dataset_and_augment_draw_other_numbers(way, tmp_path):
+    for where in ("cpu", "gpu"):
+        seen = trained(given(way, augment_on=where), folder=tmp_path)
+        assert apart(alone(seen), alone(seen, "drawn"))
+
+
+def by_callbacks(folder, way, callbacks=1):
+    """Return the batches of a training whose callbacks augment those of a loader of its own."""
+    added = [
+        DataThroughputCallback(WAYS[way](), summary=False, report=False) for _ in range(callbacks)
+    ]
+    trainer, model = quiet_trainer(folder, callbacks=added), Learner()
+    trainer.fit(model, FastDataLoader(Drawn(way), SIZE, seed=0))
+    return model.seen
+
+
+@each("way", WAYS)
+def test_a_loader_and_what_augments_its_batches_draw_other_numbers(way, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    one, two = by_callbacks(tmp_path, way), by_callbacks(tmp_path, way, 2)
+    sent = list(prefetch(FastDataLoader(Drawn(way), SIZE, seed=0), "cpu", WAYS[way]()))
+    augmented = alone(trained(given(way, seed=0, shuffle=False), folder=tmp_path))
+    assert alone(one, "drawn") == alone(two, "drawn") == alone(sent, "drawn")
+    assert apart(alone(one, "drawn"), alone(one), alone(two), alone(sent), augmented)
+
+
+def test_pipelines_that_are_called_without_a_key_draw_other_numbers():
+    images = torch.zeros(COUNT, 3, 4, 4)
+    made = [BatchTransform.from_albumentations(of_albumentations()) for _ in range(3)]
+    assert apart(*(numbers(transform(images)) for transform in made))
