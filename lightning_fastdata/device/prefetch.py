@@ -26,6 +26,7 @@ from lightning_fastdata.device.backend import (
     is_out_of_memory,
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.order.epoch_order import rank_now
 from lightning_fastdata.order.samplers import tell_samplers
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import derived_seed, seed_global_generators
@@ -67,9 +68,9 @@ def prefetch(
             ``FastDataLoader(transform=..., on_device=True, staged=...)`` brings its own, which runs
             first. It runs while the step before still computes, so it must not read what the
             training writes (weights, running means).
-        seed: Seed of the transform's draws, which depend on it, the epoch and the number of the
-            batch, and on nothing else. ``random``, ``numpy.random`` and torch's generators of the
-            CPU and of the device are restored after each batch.
+        seed: Seed of the transform's draws, which depend on it, the rank, the epoch and the number
+            of the batch, and on nothing else. ``random``, ``numpy.random`` and torch's generators
+            of the CPU and of the device are restored after each batch.
         streams: Returns the streams of a device, or None if it has none.
 
     Returns:
@@ -189,7 +190,7 @@ class _Work:
     def __init__(self, owner: Prefetched[Any], epoch: int, start: _Count, *, aside: bool) -> None:
         self._device = owner.device
         self._aside = aside
-        self._seed = derived_seed(owner.seed, "prefetch")
+        self._seed = derived_seed(owner.seed, "prefetch", rank_now().number)
         self._epoch = epoch
         loader: Any = owner.loader
         on_device = getattr(loader, "on_device", False)

@@ -220,8 +220,8 @@ def augment_foreign_batches(
             return batch
         if trainer.current_epoch != epoch:
             epoch, samples = trainer.current_epoch, 0
-        # Other callbacks and the loader draw for other samples of these numbers.
-        own = derived_seed(seed, "callback", steps.index(augment))
+        # Other ranks, other callbacks and the loader draw for other samples of these numbers.
+        own = derived_seed(seed, "callback", steps.index(augment), trainer.global_rank)
         key = SampleKey(own, epoch, samples)
         samples += batch_samples(batch)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became

@@ -80,6 +80,6 @@ def test_the_callback_gives_a_training_gray_batches_in_their_form(form: str) -> 
     loader = DataLoader(TensorDataset(images.clone()), batch_size=2)
     quiet_trainer(callbacks=[callback]).fit(module, loader)
     seen = torch.cat(module.seen)
-    seed = derived_seed(7, "callback", 0)  # of its first callback
+    seed = derived_seed(7, "callback", 0, 0)  # of its first callback, on rank 0
     assert torch.equal(seen, made(pipeline, images, False, seed)[: len(seen)])
     assert torch.equal(seen, made(pipeline, images, True, seed)[: len(seen)])

@@ -1,15 +1,17 @@
-"""What draws for different things draws other numbers."""
+"""What draws for different things draws other numbers: dataset, ``augment=``, loaders, ranks."""
 
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from itertools import chain
 
 import albumentations as A
 import numpy as np
+import pytest
 import torch
 from misses import each
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from trainers import Learner, quiet_trainer, trained
 
@@ -99,12 +101,13 @@ def test_a_dataset_and_augment_draw_other_numbers(way, tmp_path):
         assert apart(alone(seen), alone(seen, "drawn"))
 
 
-def by_callbacks(folder, way, callbacks=1):
+def by_callbacks(folder, way, callbacks=1, rank=0):
     """Return the batches of a training whose callbacks augment those of a loader of its own."""
     added = [
         DataThroughputCallback(WAYS[way](), summary=False, report=False) for _ in range(callbacks)
     ]
     trainer, model = quiet_trainer(folder, callbacks=added), Learner()
+    trainer.strategy.global_rank = rank
     trainer.fit(model, FastDataLoader(Drawn(way), SIZE, seed=0))
     return model.seen
 
@@ -123,3 +126,27 @@ def test_pipelines_that_are_called_without_a_key_draw_other_numbers():
     images = torch.zeros(COUNT, 3, 4, 4)
     made = [BatchTransform.from_albumentations(of_albumentations()) for _ in range(3)]
     assert apart(*(numbers(transform(images)) for transform in made))
+
+
+@contextmanager
+def as_rank(rank):
+    """Be in a process group of two ranks, of which there is this one."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=fake.FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@each("way", WAYS)
+def test_ranks_with_loaders_of_their_own_draw_other_numbers(way, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    by_callback = [alone(by_callbacks(tmp_path, way, rank=rank)) for rank in range(2)]
+    assert apart(*by_callback)
+    sent = []
+    for rank in range(2):
+        with as_rank(rank):
+            loader = DataLoader(Drawn(way), SIZE)
+            sent.append(alone(prefetch(loader, "cpu", WAYS[way]())))
+    assert apart(*sent)

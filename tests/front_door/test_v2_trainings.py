@@ -97,7 +97,7 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
     by_callback, _ = fit(tmp_path, loader=loader, callbacks=[callback])
     prefetched = list(prefetch(loader, "cpu", PIPELINE, seed=SEED))
     by_module, _ = fit(tmp_path, module(0, one_size=True))
-    seeds = derived_seed(SEED, "callback", 0), derived_seed(SEED, "prefetch"), SEED
+    seeds = derived_seed(SEED, "callback", 0, 0), derived_seed(SEED, "prefetch", 0), SEED
     for seen, seed in zip((by_callback, prefetched, by_module), seeds, strict=True):
         assert_same(seen, wanted(photos(one_size=True), seed=seed), types=False)
 
