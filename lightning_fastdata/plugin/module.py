@@ -77,7 +77,7 @@ from lightning_fastdata.plugin.transforms import (
     inside,
     transfer,
 )
-from lightning_fastdata.randomness.seeds import global_seed
+from lightning_fastdata.randomness.seeds import derived_seed, global_seed
 from lightning_fastdata.tree import find_composes, find_instances
 from lightning_fastdata.types import STAGES, Batch, Shuffle, Stage, has_own_order
 
@@ -515,7 +515,8 @@ class DataModule:
             stage: Decides shuffling, transforms and the number of workers.
             name: How messages and :meth:`explain` call it. Default: the stage's dataset method.
             **overrides: Arguments of :class:`FastDataLoader` that win over the chosen ones, such as
-                ``sampler`` or ``batch_size``.
+                ``sampler`` or ``batch_size``. Give each of several training loaders its ``seed``:
+                one seed shuffles datasets of one length alike.
 
         Raises:
             OptionsError: There is no such stage, or an argument is impossible.
@@ -528,7 +529,8 @@ class DataModule:
         spec, arguments = self._spec(dataset, stage, name, overrides)
         refuse_empty(spec)
         spec = self._cached(spec)
-        seed = self.run_seed()
+        seed = arguments.pop("seed", None)
+        seed = self.run_seed() if seed is None else seed
         arguments = ordered(spec, arguments, self._shuffle_of(stage), seed)
         if not isinstance(arguments.get("sampler"), ShuffleSampler):
             spec = replace(spec, sampler=arguments.get("sampler"))
@@ -588,9 +590,16 @@ class DataModule:
                 f"returned {datasets!r}. Override it to return a dataset, or give one: "
                 f"from_datasets({DATASET_METHOD[stage]}=...), from_loaders({stage}=...)."
             )
-        loaders = []
-        for name, item in by_name:
+        loaders: list[FastDataLoader] = []
+        for place, (name, item) in enumerate(by_name):
             dataset, known = taken_apart(item, self.batch_size, self.options)
+            if self.seed is not None:
+                known.pop("seed", None)  # of a FastDataLoader
+            if place and stage == "train":
+                # Two of one seed and length would be shuffled alike, and pair up the same samples.
+                seed = known.get("seed", self.run_seed())
+                if any(loader.seed == seed for loader in loaders):
+                    known["seed"] = derived_seed(seed, place)
             if stage == "train" and isinstance(item, GivenLoader) and known.get("num_workers") == 0:
                 self._tell(name, _CAME_WITHOUT)
             loader = self.make_loader(dataset, stage=stage, name=name, **known)
@@ -911,18 +920,22 @@ class DataModule:
         trainer = self._trainer
         return batch if trainer is None else trainer.precision_plugin.convert_input(batch)
 
-    def _drawing(self, stage: Stage) -> AbstractContextManager[None]:
-        """Return a block whose draws are keyed by the batch of the training, if it is one."""
+    def _drawing(self, stage: Stage, part: int = 0) -> AbstractContextManager[None]:
+        """Return a block whose draws are keyed by the batch of the training, if it is one.
+
+        ``part``: place of its loader among several that a batch is combined of.
+        """
         trainer = self._trainer
         if stage != "train" or trainer is None:
             return nullcontext()
+        seed = derived_seed(self.run_seed(), part) if part else self.run_seed()
         # The draws of a batch rest on no other batch, so that a run may go on from any of them.
         place = seams.training_place(trainer)
         device = trainer.strategy.root_device
         number: tuple[int, ...] = trainer.global_rank, place.taken
         if self.part_begin:
             number += (self.part_begin,)
-        return drawn_under(self.run_seed(), place.epoch, number, device)
+        return drawn_under(seed, place.epoch, number, device)
 
     def device_streams(self, device: torch.device) -> DeviceStreams | None:
         """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""

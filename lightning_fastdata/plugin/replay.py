@@ -131,7 +131,7 @@ def _apart(module: DataModule, seed: int | None, trained: int | None) -> DataMod
             "that the training had, which its log tells."
         )
     twin = copy.copy(module)
-    twin.seed = module.run_seed() if seed is None else seed
+    twin.seed = module.seed if seed is None else seed
     twin._prefetching = Prefetching("off")
     twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
     twin._plans, twin.notes, twin._fit_trainer = {}, [], None

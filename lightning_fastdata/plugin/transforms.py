@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
@@ -425,14 +426,19 @@ def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
 def finish(
     batch: Batch,
     transforms: StageTransforms,
-    drawing: Callable[[Stage], AbstractContextManager[None]],
+    drawing: Callable[..., AbstractContextManager[None]],
 ) -> tuple[Batch, bool]:
     """Run what is left to do for a batch on the device; return it plain, and whether it was staged.
 
     ``drawing`` returns a block in which the callables of a stage draw.
     """
     if _is_combined(batch):
-        return _each(batch, lambda part: finish(part, transforms, drawing)[0]), True
+        places = count()
+
+        def finished(part: Batch) -> Batch:
+            return finish(part, transforms, partial(drawing, part=next(places)))[0]
+
+        return _each(batch, finished), True
     if not isinstance(batch, StagedBatch):
         return batch, False
     plain = carry_out_draws(batch, transforms).batch

@@ -47,8 +47,15 @@ def of_albumentations():
     return A.Compose([Drawing(), A.ToTensorV2()])
 
 
+class DrawingToo(v2.Transform):
+    """Does so as a transform of v2."""
+
+    def transform(self, inpt, params):
+        return drawing(inpt)
+
+
 def of_v2():
-    return v2.Compose([v2.Lambda(drawing)])
+    return v2.Compose([DrawingToo()])
 
 
 def a_function():
@@ -89,9 +96,9 @@ def apart(*draws):
     return all(draws) and len(set(chain(*draws))) == sum(map(len, draws))
 
 
-def given(way, workers=0, **options):
-    made = {"augment": WAYS[way](), "batch_size": SIZE, "num_workers": workers, **options}
-    return FastDataModule.from_datasets(Drawn(way), **made)
+def given(way, dataset=None, **options):
+    made = {"augment": WAYS[way](), "batch_size": SIZE, "num_workers": 0, **options}
+    return FastDataModule.from_datasets(Drawn(way) if dataset is None else dataset, **made)
 
 
 @each("way", WAYS)
@@ -150,3 +157,79 @@ def test_ranks_with_loaders_of_their_own_draw_other_numbers(way, tmp_path, monke
             loader = DataLoader(Drawn(way), SIZE)
             sent.append(alone(prefetch(loader, "cpu", WAYS[way]())))
     assert apart(*sent)
+
+
+# -- several training loaders ----------------------------------------------------------------------
+
+
+class Numbered(Drawn):
+    """Images of the dataset, with their numbers, as the model sees in which order they come."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"number": index}
+
+
+def of_two(way, **options):
+    """Return a data module of two sets of images that have no relation to each other."""
+    both = {name: Numbered(way) for name in ("photos", "paintings")}
+    return given(way, both, **{"seed": 3, **options})
+
+
+def order(batches):
+    return torch.cat([batch["number"] for batch in batches]).tolist()
+
+
+def by_loader(seen):
+    return [[batch[name] for batch in seen] for name in ("photos", "paintings")]
+
+
+@each("way", WAYS)
+@each("workers", [0, 1])
+def test_two_training_loaders_are_shuffled_and_draw_apart(way, workers, tmp_path):
+    seen = trained(of_two(way, num_workers=workers), folder=tmp_path, max_epochs=2)
+    photos, paintings = by_loader(seen)
+    assert order(photos) != order(paintings)
+    assert apart(*(alone(one, name) for one in (photos, paintings) for name in ("image", "drawn")))
+    only = trained(given(way, Numbered(way), seed=3), folder=tmp_path, max_epochs=2)
+    assert order(only) == order(photos)  # the first draws as it does alone
+    assert alone(only) == alone(photos)
+
+
+def test_loaders_of_one_length_that_come_from_torch_are_shuffled_apart(tmp_path):
+    both = {
+        name: DataLoader(Numbered("v2"), SIZE, shuffle=True) for name in ("photos", "paintings")
+    }
+    photos, paintings = by_loader(trained(FastDataModule.from_loaders(both), folder=tmp_path))
+    assert order(photos) != order(paintings)
+    assert apart(alone(photos, "drawn"), alone(paintings, "drawn"))
+
+
+def test_the_order_of_a_loader_that_has_a_seed_follows_from_it_as_its_draws_do(tmp_path):
+    of_its_own = FastDataLoader(Numbered("v2"), SIZE, shuffle=True, seed=3)
+    data = FastDataModule.from_loaders(of_its_own)
+    seen = trained(data, folder=tmp_path)
+    assert data.batch_at(1).batch["number"].tolist() == order(seen[1:])
+    other = FastDataLoader(Numbered("v2"), SIZE, shuffle=True, seed=8)
+    again = trained(FastDataModule.from_loaders(other, seed=3), folder=tmp_path)
+    assert order(seen) == order(again)
+    assert alone(seen, "drawn") == alone(again, "drawn")
+
+
+@each("way", WAYS)
+@each("seed", [3, None])
+def test_each_of_two_loaders_goes_on_in_its_own_order(way, seed, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "11")
+    whole = by_loader(trained(of_two(way, seed=seed), folder=tmp_path, max_epochs=2))
+    first = quiet_trainer(tmp_path, max_epochs=2, max_steps=3)
+    first.fit(Learner(), datamodule=of_two(way, seed=seed))
+    first.save_checkpoint(tmp_path / "at.ckpt")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "12")
+    rest = by_loader(
+        trained(
+            of_two(way, seed=seed), folder=tmp_path, max_epochs=2, resume=str(tmp_path / "at.ckpt")
+        )
+    )
+    for one, other in zip(whole, rest, strict=True):
+        assert order(one[3:]) == order(other)
+        for name in ("image", "drawn"):
+            assert alone(one[3:], name) == alone(other, name)
