@@ -108,7 +108,7 @@ class Original:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader: Callable[[], DataLoader[Any] | None] = weakref.ref(loader)
-        self._seen = self._settings()
+        self._seen = self.settings()
 
     def __getstate__(self) -> dict[str, object]:
         return {"_loader": _no_loader, "_seen": {}}
@@ -134,16 +134,17 @@ class Original:
         """Return what was set since its settings were seen last."""
         return {
             name: value
-            for name, value in self._settings().items()
+            for name, value in self.settings().items()
             if value is not self._seen[name] and value != self._seen[name]
         }
 
     def see(self) -> dict[str, Any]:
         """Return what was set since its settings were seen last, and see them."""
-        unseen, self._seen = self.unseen(), self._settings()
+        unseen, self._seen = self.unseen(), self.settings()
         return unseen
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """Return the settings with which torch would read it now, of those that can be set."""
         loader, batches = self._loader(), self.batches
         found: dict[str, Any] = {}
         if loader is not None:

@@ -794,6 +794,26 @@ def test_what_is_set_of_a_given_loader_between_epochs_is_read_as_by_torch(
     assert batches(data.train_dataloader()) == batches(given)
 
 
+def _set_reversed(loader: Any) -> None:
+    loader.batch_sampler.sampler = range(10, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "dataset", "shuffle"),
+    [
+        *((change, dataset, None) for change in SET.values() for dataset in (range(11), Counts())),
+        *((_set_reversed, range(11), shuffle) for shuffle in (False, True)),
+    ],
+)
+def test_a_loader_is_given_as_the_program_has_set_it_and_not_as_it_was_made(
+    change, dataset, shuffle
+) -> None:
+    given = DataLoader(dataset, 2, shuffle)
+    change(given)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in given]
+
+
 @pytest.mark.parametrize("name", ["sampler", "worker_init_fn"])
 def test_what_is_set_of_a_given_loader_and_not_taken_over_is_warned_of(name) -> None:
     given = DataLoader(range(4), 2)
