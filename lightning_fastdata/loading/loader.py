@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from inspect import signature
+from numbers import Number
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
 from torch.utils.data import (
@@ -135,7 +137,7 @@ class Original:
         return {
             name: value
             for name, value in self.settings().items()
-            if value is not self._seen[name] and value != self._seen[name]
+            if _known_by(value) != _known_by(self._seen[name])
         }
 
     def see(self) -> dict[str, Any]:
@@ -148,7 +150,8 @@ class Original:
         loader, batches = self._loader(), self.batches
         found: dict[str, Any] = {}
         if loader is not None:
-            found.update(collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn)
+            found["collate_fn"] = loader.collate_fn
+            found["worker_init_fn"] = getattr(loader, "worker_init_fn", None)
         if loader is not None and batches is not None:
             found.update(batch_size=batches.batch_size, sampler=batches.sampler)
             if not isinstance(loader.dataset, IterableDataset):  # torch reads a stream's elsewhere
@@ -158,6 +161,11 @@ class Original:
 
 def _no_loader() -> None:
     return None
+
+
+def _known_by(value: object) -> object:
+    """Return what is equal for the same value alone: functions and arrays may have any ``==``."""
+    return value if isinstance(value, Number | MethodType) else (id(value), value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,7 +555,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _rests_on(self) -> tuple[Any, ...]:
         # A tuple is compared by identity first: a dataset may have any ``==``.
-        return tuple(getattr(self, name) for name in _RESTS_ON)
+        functions = _known_by(self.collate_fn), _known_by(self.worker_init_fn)
+        return *functions, *(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the previous epoch if they persist."""

@@ -262,8 +262,8 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
     batches = loader.batch_size is not None or loader.batch_sampler is not None
     if loader.collate_fn is not (default_collate if batches else default_convert):
         arguments["collate_fn"] = loader.collate_fn
-    if loader.worker_init_fn is not None:
-        arguments["worker_init_fn"] = loader.worker_init_fn
+    if now["worker_init_fn"] is not None:
+        arguments["worker_init_fn"] = now["worker_init_fn"]
     if loader.generator is not None:
         # Torch draws a seed from it in each epoch, unless the workers stay, and often the order.
         arguments["generator"] = loader.generator

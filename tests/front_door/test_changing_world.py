@@ -827,6 +827,57 @@ def test_what_is_set_of_a_given_loader_and_not_taken_over_is_warned_of(name) -> 
         assert [batch.tolist() for batch in loader] == before
 
 
+class Adds:
+    """Adds a number to samples, and is equal to any other of its class."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Adds)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples) + self.number
+
+
+@pytest.mark.parametrize("kind", [FastDataLoader, DataLoader])
+def test_a_collate_fn_that_equals_the_one_before_takes_its_place(kind) -> None:
+    given = kind(range(2), 2, collate_fn=Adds(0))
+    loader = FastDataModule.from_loaders(given).train_dataloader() if kind is DataLoader else given
+    assert [batch.tolist() for batch in loader] == [[0, 1]]
+    given.collate_fn = Adds(100)
+    assert [batch.tolist() for batch in loader] == [[100, 101]]
+
+
+@pytest.mark.parametrize("order", [np.arange(4), torch.arange(4), [0, 1, 2, 3]])
+def test_another_sampler_of_any_kind_in_a_given_loader_is_warned_of(order) -> None:
+    given = DataLoader(range(4), 2, sampler=order)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    given.batch_sampler.sampler = copy.copy(order)
+    with pytest.warns(FastDataWarning, match="The sampler of the DataLoader"):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_method_that_is_set_once_more_of_a_given_loader_is_no_change() -> None:
+    given = DataLoader(range(2), 2, worker_init_fn=types.MethodType(print, "starts"))
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    given.worker_init_fn = types.MethodType(print, given.worker_init_fn.__self__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        assert [batch.tolist() for batch in loader] == [[0, 1]]
+
+
+def test_a_given_loader_whose_worker_init_fn_is_deleted_is_read_as_by_torch() -> None:
+    given = DataLoader(range(2), 2)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    del given.worker_init_fn
+    for each in (loader, FastDataModule.from_loaders(given).train_dataloader()):
+        assert [batch.tolist() for batch in each] == [batch.tolist() for batch in given]
+
+
 def test_a_given_loader_is_not_kept_alive_and_copies_follow_none() -> None:
     given = DataLoader(range(4), 2)
     data = FastDataModule.from_loaders(given)
