@@ -105,21 +105,25 @@ class _Both(deque[BatchStamps]):
 class Original:
     """A DataLoader in whose place another one reads. A program may go on to change it.
 
-    It is not kept alive, and a copy of this knows none: the program has no copy to change.
+    It is not kept alive, and a copy of this knows none, but what was set before: the program has no
+    copy to change.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader: Callable[[], DataLoader[Any] | None] = weakref.ref(loader)
+        self._left: dict[str, Any] = {}
+        """Settings that were unseen when this copy was made of another one."""
         self._seen = self.settings()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_loader": _no_loader, "_seen": {}}
+        left = {name: value for name, value in self.unseen().items() if name in TAKEN_OVER}
+        return {"_loader": _no_loader, "_left": left, "_seen": {}}
 
     def seen_by_another(self) -> Original:
         """Return the same loader, as one that reads in its place has seen it: as this has."""
         loader = self._loader()
         if loader is None:
-            return self
+            return copy.copy(self)
         other = Original(loader)
         other._seen = self._seen
         return other
@@ -137,7 +141,7 @@ class Original:
         return {
             name: value
             for name, value in self.settings().items()
-            if _known_by(value) != _known_by(self._seen[name])
+            if name not in self._seen or _known_by(value) != _known_by(self._seen[name])
         }
 
     def see(self) -> dict[str, Any]:
@@ -148,7 +152,7 @@ class Original:
     def settings(self) -> dict[str, Any]:
         """Return the settings with which torch would read it now, of those that can be set."""
         loader, batches = self._loader(), self.batches
-        found: dict[str, Any] = {}
+        found = dict(self._left)
         if loader is not None:
             found["collate_fn"] = loader.collate_fn
             found["worker_init_fn"] = getattr(loader, "worker_init_fn", None)

@@ -16,6 +16,7 @@ import gc
 import itertools
 import math
 import multiprocessing
+import pickle
 import threading
 import types
 import warnings
@@ -889,6 +890,21 @@ def test_a_given_loader_is_not_kept_alive_and_copies_follow_none() -> None:
     gc.collect()
     assert watched() is None
     assert [len(batch) for batch in loader] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", SET)
+def test_copies_of_a_data_module_have_what_was_set_of_its_loader_before(name, copied) -> None:
+    given = DataLoader(range(11), 2)
+    data = FastDataModule.from_loaders(given)
+    SET[name](given)
+    expected = [batch.tolist() for batch in given]
+    for each in (copied(data), copied(copied(data)), data):
+        for loader in (each.train_dataloader(), each.train_dataloader()):
+            for _ in range(2):
+                assert [batch.tolist() for batch in loader] == expected
 
 
 def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:
