@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from inspect import signature
 from numbers import Number
@@ -434,6 +434,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._passes = Passes()
+        self._asked: weakref.ref[position.CountedBatches] | None = None
+        """The iterator that was asked for last; None: there was none yet."""
         self._told_loose = False
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
@@ -449,6 +451,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def __len__(self) -> int:
         """Return the number of batches that dataset and sampler report."""
         settle_ranks(self.dataset)
+        reading = None if self._asked is None else self._asked()
+        if reading is None or not reading.is_read:
+            self._take_over()
         length = super().__len__()
         self._reported["batches"] = length
         return length
@@ -469,9 +474,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             ahead_of = original.batches
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
-        return position.CountedBatches(
+        batches = position.CountedBatches(
             self._begin, self, watch, ahead_of, self._passes, by_index=by_index
         )
+        vars(self)["_asked"] = weakref.ref(batches)
+        return batches
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
@@ -494,8 +501,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         begun, training = self._next_pass(), self.training
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
-        if training.original is not None:
-            self._take_over(training.original.see())
+        self._take_over()
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and training.run is None else epoch
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
@@ -518,9 +524,12 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._passes.settle(begun)
         return begun, batches
 
-    def _take_over(self, settings: Mapping[str, Any]) -> None:
-        """Read as the original loader would since a program has set these."""
-        for name, value in settings.items():
+    def _take_over(self) -> None:
+        """Read as the original loader would since a program has set something of it."""
+        original = self.training.original
+        if original is None:
+            return
+        for name, value in original.see().items():
             if name not in TAKEN_OVER:
                 warnings.warn(_NOT_TAKEN_OVER.format(name=name), FastDataWarning, stacklevel=2)
                 continue
@@ -836,6 +845,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             "_read_by",
             "_inner_settings",
             "_indices",
+            "_asked",
             "records",
             "tuning_records",
         )

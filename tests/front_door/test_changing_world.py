@@ -757,6 +757,36 @@ def test_another_size_of_a_given_loaders_batches_holds_from_the_next_epoch_on(
     assert model.seen == [2] * 6 + [3] * 4 + [4] * 3
 
 
+def test_epochs_of_more_batches_than_the_one_before_are_trained_on_to_their_end() -> None:
+    given = DataLoader(range(24), 4)
+    model, sizes = Learner(len), iter([8, 4, 2])
+
+    class Next(Callback):
+        def on_train_epoch_end(self, *_: object) -> None:
+            given.batch_sampler.batch_size = next(sizes)
+
+    data = FastDataModule.from_loaders(given)
+    quiet_trainer(max_epochs=3, callbacks=[Next()]).fit(model, datamodule=data)
+    assert model.seen == [4] * 6 + [8] * 3 + [4] * 6
+
+
+def test_the_length_is_that_of_the_epoch_that_is_read_or_else_of_the_next_one() -> None:
+    given = DataLoader(range(24), 4)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    for size, batches in ((8, 3), (2, 12), (3, 8)):
+        given.batch_sampler.batch_size = size
+        asked = iter(loader)
+        assert len(loader) == len(asked) == batches
+        next(asked)
+        given.batch_sampler.batch_size = 1
+        assert len(loader) == batches
+        with pytest.warns(FastDataWarning, match="change it between epochs"):
+            assert len(list(asked)) == batches - 1
+        assert len(loader) == 24
+    loader = pickle.loads(pickle.dumps(loader))
+    assert len(loader) == len(list(loader)) == 24
+
+
 def _plus_hundred(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples) + 100
 
