@@ -144,10 +144,9 @@ class Original:
             if name not in self._seen or _known_by(value) != _known_by(self._seen[name])
         }
 
-    def see(self) -> dict[str, Any]:
-        """Return what was set since its settings were seen last, and see them."""
-        unseen, self._seen = self.unseen(), self.settings()
-        return unseen
+    def see(self) -> None:
+        """See the settings as they are."""
+        self._seen = self.settings()
 
     def settings(self) -> dict[str, Any]:
         """Return the settings with which torch would read it now, of those that can be set."""
@@ -529,7 +528,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         original = self.training.original
         if original is None:
             return
-        for name, value in original.see().items():
+        for name, value in original.unseen().items():
             if name not in TAKEN_OVER:
                 warnings.warn(_NOT_TAKEN_OVER.format(name=name), FastDataWarning, stacklevel=2)
                 continue
@@ -537,6 +536,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             for one in (self,) if name == "collate_fn" else (self, own, share):
                 if one is not None:  # torch refuses to set some of its own
                     vars(one)[name] = self.training.scaled(value) if name == "batch_size" else value
+        original.see()
 
     @property
     def draws(self) -> bool | None:

@@ -33,7 +33,13 @@ from lightning_fastdata.caches.cached import (
     with_cache,
 )
 from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    is_whole,
+)
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.facts import Tell, try_apart
 from lightning_fastdata.loading.loader import TAKEN_OVER, FastDataLoader, Original
@@ -192,7 +198,13 @@ class GivenLoader:
     """The loader itself, which a program may change."""
 
     def scaled(self, rows: int, batch_size: int) -> int:
-        """Return a size of batches where the data module's ``batch_size`` is this."""
+        """Return a size of batches where the data module's ``batch_size`` is this.
+
+        Raises:
+            OptionsError: There are no such batches.
+        """
+        name = "batch_size of the DataLoader that was given to from_loaders()"
+        check(name, rows, is_whole(rows, 1), "whole numbers from 1")
         return rows if self.base is None else max(1, round(rows * batch_size / self.base))
 
     def now(self, batch_size: int) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from lightning_fastdata import (
     FastDataModule,
     FastDataWarning,
     LoaderOptions,
+    OptionsError,
 )
 from lightning_fastdata.executors import fetch, inline
 from lightning_fastdata.plugin import throughput
@@ -856,6 +857,18 @@ def test_what_is_set_of_a_given_loader_and_not_taken_over_is_warned_of(name) -> 
         given.worker_init_fn = print
     with pytest.warns(FastDataWarning, match=f"The {name} of the DataLoader .* was replaced"):
         assert [batch.tolist() for batch in loader] == before
+
+
+def test_a_size_that_no_batch_has_is_an_error_for_as_long_as_it_is_set() -> None:
+    given = DataLoader(range(4), 2)
+    data = FastDataModule.from_loaders(given)
+    loader = data.train_dataloader()
+    given.batch_sampler.batch_size = 0
+    for read in (len, list, list, lambda _: data.train_dataloader()):
+        with pytest.raises(OptionsError, match=r"batch_size of the DataLoader .* is 0; allowed"):
+            read(loader)
+    given.batch_sampler.batch_size = 3
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3]]
 
 
 class Adds:
