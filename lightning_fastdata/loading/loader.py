@@ -38,6 +38,7 @@ from lightning_fastdata.loading.source import (
     KeptExecutor,
     Source,
     ahead_by_index,
+    collates_as_torch,
     epoch_of,
     indices_of,
     open_source,
@@ -46,6 +47,7 @@ from lightning_fastdata.loading.source import (
     setup_of,
     splits_batches,
     tuner_for,
+    workers_of,
 )
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
@@ -481,7 +483,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
-        here = kind_of(self.executor).gathers or not self.num_workers
+        here = not workers_of(self)
         given = () if self.transform is None else self.transform.made_of()
         caches = caches_in(self.dataset) if here else []
         if here and (self.training.chosen or self.num_workers):
@@ -576,6 +578,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
+        chosen = self.plan is not None and self.plan.asked.executor == "auto"
+        if chosen and kind_of(self.executor).gathers and not collates_as_torch(self):
+            vars(self)["executor"] = "inline"  # a program has set its collate_fn since
         settings = self.as_set_up()
         inner, rests_on = self._inner, (*settings._rests_on(), stamped)
         if inner is None or self._inner_settings != rests_on:

@@ -43,6 +43,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 from trainers import Learner, quiet_trainer
@@ -869,6 +870,28 @@ def test_a_size_that_no_batch_has_is_an_error_for_as_long_as_it_is_set() -> None
             read(loader)
     given.batch_sampler.batch_size = 3
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3]]
+
+
+def _plus_hundred_of_rows(samples: list[tuple[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack([row for (row,) in samples]) + 100]
+
+
+@pytest.mark.parametrize("given_to", ["module", "nobody"])
+def test_gathered_rows_are_read_one_by_one_for_another_collate_fn(given_to) -> None:
+    def batches(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for (batch,) in loader]
+
+    dataset = TensorDataset(torch.arange(5))
+    if given_to == "module":
+        given: Any = DataLoader(dataset, 2, num_workers=1)
+        loader: Any = FastDataModule.from_loaders(given).train_dataloader()
+    else:
+        given = loader = FastDataLoader(dataset, 2, num_workers="auto")
+    assert loader.executor == "gather"
+    expected = DataLoader(dataset, 2)
+    for collate_fn in (default_collate, _plus_hundred_of_rows, default_collate):
+        given.collate_fn = expected.collate_fn = collate_fn
+        assert batches(loader) == batches(expected)
 
 
 class Adds:
