@@ -6,9 +6,11 @@ import copy
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from inspect import signature
+from numbers import Number
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
 from torch.utils.data import (
@@ -36,6 +38,7 @@ from lightning_fastdata.loading.source import (
     KeptExecutor,
     Source,
     ahead_by_index,
+    collates_as_torch,
     epoch_of,
     indices_of,
     open_source,
@@ -44,6 +47,7 @@ from lightning_fastdata.loading.source import (
     setup_of,
     splits_batches,
     tuner_for,
+    workers_of,
 )
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
@@ -103,21 +107,25 @@ class _Both(deque[BatchStamps]):
 class Original:
     """A DataLoader in whose place another one reads. A program may go on to change it.
 
-    It is not kept alive, and a copy of this knows none: the program has no copy to change.
+    It is not kept alive, and a copy of this knows none, but what was set before: the program has no
+    copy to change.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader: Callable[[], DataLoader[Any] | None] = weakref.ref(loader)
-        self._seen = self._settings()
+        self._left: dict[str, Any] = {}
+        """Settings that were unseen when this copy was made of another one."""
+        self._seen = self.settings()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_loader": _no_loader, "_seen": {}}
+        left = {name: value for name, value in self.unseen().items() if name in TAKEN_OVER}
+        return {"_loader": _no_loader, "_left": left, "_seen": {}}
 
     def seen_by_another(self) -> Original:
         """Return the same loader, as one that reads in its place has seen it: as this has."""
         loader = self._loader()
         if loader is None:
-            return self
+            return copy.copy(self)
         other = Original(loader)
         other._seen = self._seen
         return other
@@ -134,20 +142,21 @@ class Original:
         """Return what was set since its settings were seen last."""
         return {
             name: value
-            for name, value in self._settings().items()
-            if value is not self._seen[name] and value != self._seen[name]
+            for name, value in self.settings().items()
+            if name not in self._seen or _known_by(value) != _known_by(self._seen[name])
         }
 
-    def see(self) -> dict[str, Any]:
-        """Return what was set since its settings were seen last, and see them."""
-        unseen, self._seen = self.unseen(), self._settings()
-        return unseen
+    def see(self) -> None:
+        """See the settings as they are."""
+        self._seen = self.settings()
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """Return the settings with which torch would read it now, of those that can be set."""
         loader, batches = self._loader(), self.batches
-        found: dict[str, Any] = {}
+        found = dict(self._left)
         if loader is not None:
-            found.update(collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn)
+            found["collate_fn"] = loader.collate_fn
+            found["worker_init_fn"] = getattr(loader, "worker_init_fn", None)
         if loader is not None and batches is not None:
             found.update(batch_size=batches.batch_size, sampler=batches.sampler)
             if not isinstance(loader.dataset, IterableDataset):  # torch reads a stream's elsewhere
@@ -157,6 +166,11 @@ class Original:
 
 def _no_loader() -> None:
     return None
+
+
+def _known_by(value: object) -> object:
+    """Return what is equal for the same value alone: functions and arrays may have any ``==``."""
+    return value if isinstance(value, Number | MethodType) else (id(value), value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +435,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._passes = Passes()
+        self._asked: weakref.ref[position.CountedBatches] | None = None
+        """The iterator that was asked for last; None: there was none yet."""
         self._told_loose = False
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
@@ -436,6 +452,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def __len__(self) -> int:
         """Return the number of batches that dataset and sampler report."""
         settle_ranks(self.dataset)
+        reading = None if self._asked is None else self._asked()
+        if reading is None or not reading.is_read:
+            self._take_over()
         length = super().__len__()
         self._reported["batches"] = length
         return length
@@ -456,13 +475,15 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             ahead_of = original.batches
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
-        return position.CountedBatches(
+        batches = position.CountedBatches(
             self._begin, self, watch, ahead_of, self._passes, by_index=by_index
         )
+        vars(self)["_asked"] = weakref.ref(batches)
+        return batches
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
-        here = kind_of(self.executor).gathers or not self.num_workers
+        here = not workers_of(self)
         given = () if self.transform is None else self.transform.made_of()
         caches = caches_in(self.dataset) if here else []
         if here and (self.training.chosen or self.num_workers):
@@ -481,8 +502,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         begun, training = self._next_pass(), self.training
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
-        if training.original is not None:
-            self._take_over(training.original.see())
+        self._take_over()
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and training.run is None else epoch
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
@@ -505,9 +525,12 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._passes.settle(begun)
         return begun, batches
 
-    def _take_over(self, settings: Mapping[str, Any]) -> None:
-        """Read as the original loader would since a program has set these."""
-        for name, value in settings.items():
+    def _take_over(self) -> None:
+        """Read as the original loader would since a program has set something of it."""
+        original = self.training.original
+        if original is None:
+            return
+        for name, value in original.unseen().items():
             if name not in TAKEN_OVER:
                 warnings.warn(_NOT_TAKEN_OVER.format(name=name), FastDataWarning, stacklevel=2)
                 continue
@@ -515,6 +538,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             for one in (self,) if name == "collate_fn" else (self, own, share):
                 if one is not None:  # torch refuses to set some of its own
                     vars(one)[name] = self.training.scaled(value) if name == "batch_size" else value
+        original.see()
 
     @property
     def draws(self) -> bool | None:
@@ -546,13 +570,17 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _rests_on(self) -> tuple[Any, ...]:
         # A tuple is compared by identity first: a dataset may have any ``==``.
-        return tuple(getattr(self, name) for name in _RESTS_ON)
+        functions = _known_by(self.collate_fn), _known_by(self.worker_init_fn)
+        return *functions, *(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the previous epoch if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
             vars(self)["transform"] = self.transform.renewed()
+        chosen = self.plan is not None and self.plan.asked.executor == "auto"
+        if chosen and kind_of(self.executor).gathers and not collates_as_torch(self):
+            vars(self)["executor"] = "inline"  # a program has set its collate_fn since
         settings = self.as_set_up()
         inner, rests_on = self._inner, (*settings._rests_on(), stamped)
         if inner is None or self._inner_settings != rests_on:
@@ -822,6 +850,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             "_read_by",
             "_inner_settings",
             "_indices",
+            "_asked",
             "records",
             "tuning_records",
         )

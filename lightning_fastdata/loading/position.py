@@ -326,6 +326,11 @@ class CountedBatches(Around):
             watch.handed_out()
         return batch
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the pass has begun and is not over."""
+        return self._pass is not None and not self._pass.exhausted
+
     def _look_at_size(self, sampler: BatchSampler) -> None:
         # A batch sampler whose constructor leaves out super() has no batch_size; torch needs none.
         size, self._size = self._size, getattr(sampler, "batch_size", None)

@@ -770,6 +770,11 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
     )
 
 
+def collates_as_torch(loader: Loader) -> bool:
+    """Return whether batches are made as torch makes them by default."""
+    return loader.collate_fn is default_collate or loader.collate_fn is collate_samples
+
+
 def splits_batches(loader: Loader) -> bool:
     """Return whether this package's executors share out the samples of one batch among workers.
 
@@ -777,7 +782,7 @@ def splits_batches(loader: Loader) -> bool:
     """
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
-    default = loader.collate_fn in (default_collate, collate_samples) and not drawn
+    default = collates_as_torch(loader) and not drawn
     whole = kind_of(loader.executor).elsewhere or reads_together(loader.dataset)
     return default and makes_batches(loader) and not whole
 

@@ -33,7 +33,13 @@ from lightning_fastdata.caches.cached import (
     with_cache,
 )
 from lightning_fastdata.caches.folders import CacheFolder, made_by_one, room_bytes
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    is_whole,
+)
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.facts import Tell, try_apart
 from lightning_fastdata.loading.loader import TAKEN_OVER, FastDataLoader, Original
@@ -192,7 +198,13 @@ class GivenLoader:
     """The loader itself, which a program may change."""
 
     def scaled(self, rows: int, batch_size: int) -> int:
-        """Return a size of batches where the data module's ``batch_size`` is this."""
+        """Return a size of batches where the data module's ``batch_size`` is this.
+
+        Raises:
+            OptionsError: There are no such batches.
+        """
+        name = "batch_size of the DataLoader that was given to from_loaders()"
+        check(name, rows, is_whole(rows, 1), "whole numbers from 1")
         return rows if self.base is None else max(1, round(rows * batch_size / self.base))
 
     def now(self, batch_size: int) -> dict[str, Any]:
@@ -256,34 +268,40 @@ def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
             f"{name} is a FastDataLoader with a transform. Give the transform to the data module "
             "as augment=."
         )
-    arguments = _order(loader) | _workers(loader, chosen=chosen)
+    original = Original(loader)
+    now = original.settings()
+    arguments = _order(loader, now) | _workers(loader, chosen=chosen)
     batches = loader.batch_size is not None or loader.batch_sampler is not None
     if loader.collate_fn is not (default_collate if batches else default_convert):
         arguments["collate_fn"] = loader.collate_fn
-    if loader.worker_init_fn is not None:
-        arguments["worker_init_fn"] = loader.worker_init_fn
+    if now["worker_init_fn"] is not None:
+        arguments["worker_init_fn"] = now["worker_init_fn"]
     if loader.generator is not None:
         # Torch draws a seed from it in each epoch, unless the workers stay, and often the order.
         arguments["generator"] = loader.generator
         arguments["persistent_workers"] = _keeps(loader)
-    if loader.drop_last:
+    if now.get("drop_last", loader.drop_last):
         arguments["drop_last"] = True
     if isinstance(loader, FastDataLoader):
         arguments["seed"] = loader.seed
-    return GivenLoader(loader.dataset, arguments, loader.batch_size, original=Original(loader))
+    return GivenLoader(loader.dataset, arguments, now.get("batch_size"), original=original)
 
 
-def _order(loader: DataLoader[Any]) -> dict[str, object]:
-    """Return the arguments for the order of samples; a plain shuffle is left to the data module."""
+def _order(loader: DataLoader[Any], now: Mapping[str, Any]) -> dict[str, object]:
+    """Return the arguments for the order of samples; a plain shuffle is left to the data module.
+
+    ``now``: settings of the loader that a program may have changed since it was made.
+    """
     if isinstance(loader.dataset, IterableDataset):
         return {}
     if loader.batch_size is None and loader.batch_sampler is not None:
         return {"batch_sampler": loader.batch_sampler}
-    sampler: object = loader.sampler
+    sampler: object = now.get("sampler", loader.sampler)
     data: object = loader.dataset
     if type(sampler) is SequentialSampler and sampler.data_source is data:
         return {"shuffle": False}
-    if is_shuffled(loader) and getattr(sampler, "generator", None) is None:
+    plain = sampler is loader.sampler and is_shuffled(loader)
+    if plain and getattr(sampler, "generator", None) is None:
         return {"shuffle": True}
     return {"sampler": sampler}
 

@@ -16,6 +16,7 @@ import gc
 import itertools
 import math
 import multiprocessing
+import pickle
 import threading
 import types
 import warnings
@@ -42,6 +43,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 from trainers import Learner, quiet_trainer
@@ -52,6 +54,7 @@ from lightning_fastdata import (
     FastDataModule,
     FastDataWarning,
     LoaderOptions,
+    OptionsError,
 )
 from lightning_fastdata.executors import fetch, inline
 from lightning_fastdata.plugin import throughput
@@ -756,6 +759,36 @@ def test_another_size_of_a_given_loaders_batches_holds_from_the_next_epoch_on(
     assert model.seen == [2] * 6 + [3] * 4 + [4] * 3
 
 
+def test_epochs_of_more_batches_than_the_one_before_are_trained_on_to_their_end() -> None:
+    given = DataLoader(range(24), 4)
+    model, sizes = Learner(len), iter([8, 4, 2])
+
+    class Next(Callback):
+        def on_train_epoch_end(self, *_: object) -> None:
+            given.batch_sampler.batch_size = next(sizes)
+
+    data = FastDataModule.from_loaders(given)
+    quiet_trainer(max_epochs=3, callbacks=[Next()]).fit(model, datamodule=data)
+    assert model.seen == [4] * 6 + [8] * 3 + [4] * 6
+
+
+def test_the_length_is_that_of_the_epoch_that_is_read_or_else_of_the_next_one() -> None:
+    given = DataLoader(range(24), 4)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    for size, batches in ((8, 3), (2, 12), (3, 8)):
+        given.batch_sampler.batch_size = size
+        asked = iter(loader)
+        assert len(loader) == len(asked) == batches
+        next(asked)
+        given.batch_sampler.batch_size = 1
+        assert len(loader) == batches
+        with pytest.warns(FastDataWarning, match="change it between epochs"):
+            assert len(list(asked)) == batches - 1
+        assert len(loader) == 24
+    loader = pickle.loads(pickle.dumps(loader))
+    assert len(loader) == len(list(loader)) == 24
+
+
 def _plus_hundred(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples) + 100
 
@@ -794,6 +827,26 @@ def test_what_is_set_of_a_given_loader_between_epochs_is_read_as_by_torch(
     assert batches(data.train_dataloader()) == batches(given)
 
 
+def _set_reversed(loader: Any) -> None:
+    loader.batch_sampler.sampler = range(10, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "dataset", "shuffle"),
+    [
+        *((change, dataset, None) for change in SET.values() for dataset in (range(11), Counts())),
+        *((_set_reversed, range(11), shuffle) for shuffle in (False, True)),
+    ],
+)
+def test_a_loader_is_given_as_the_program_has_set_it_and_not_as_it_was_made(
+    change, dataset, shuffle
+) -> None:
+    given = DataLoader(dataset, 2, shuffle)
+    change(given)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in given]
+
+
 @pytest.mark.parametrize("name", ["sampler", "worker_init_fn"])
 def test_what_is_set_of_a_given_loader_and_not_taken_over_is_warned_of(name) -> None:
     given = DataLoader(range(4), 2)
@@ -807,6 +860,91 @@ def test_what_is_set_of_a_given_loader_and_not_taken_over_is_warned_of(name) -> 
         assert [batch.tolist() for batch in loader] == before
 
 
+def test_a_size_that_no_batch_has_is_an_error_for_as_long_as_it_is_set() -> None:
+    given = DataLoader(range(4), 2)
+    data = FastDataModule.from_loaders(given)
+    loader = data.train_dataloader()
+    given.batch_sampler.batch_size = 0
+    for read in (len, list, list, lambda _: data.train_dataloader()):
+        with pytest.raises(OptionsError, match=r"batch_size of the DataLoader .* is 0; allowed"):
+            read(loader)
+    given.batch_sampler.batch_size = 3
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3]]
+
+
+def _plus_hundred_of_rows(samples: list[tuple[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack([row for (row,) in samples]) + 100]
+
+
+@pytest.mark.parametrize("given_to", ["module", "nobody"])
+def test_gathered_rows_are_read_one_by_one_for_another_collate_fn(given_to) -> None:
+    def batches(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for (batch,) in loader]
+
+    dataset = TensorDataset(torch.arange(5))
+    if given_to == "module":
+        given: Any = DataLoader(dataset, 2, num_workers=1)
+        loader: Any = FastDataModule.from_loaders(given).train_dataloader()
+    else:
+        given = loader = FastDataLoader(dataset, 2, num_workers="auto")
+    assert loader.executor == "gather"
+    expected = DataLoader(dataset, 2)
+    for collate_fn in (default_collate, _plus_hundred_of_rows, default_collate):
+        given.collate_fn = expected.collate_fn = collate_fn
+        assert batches(loader) == batches(expected)
+
+
+class Adds:
+    """Adds a number to samples, and is equal to any other of its class."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Adds)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples) + self.number
+
+
+@pytest.mark.parametrize("kind", [FastDataLoader, DataLoader])
+def test_a_collate_fn_that_equals_the_one_before_takes_its_place(kind) -> None:
+    given = kind(range(2), 2, collate_fn=Adds(0))
+    loader = FastDataModule.from_loaders(given).train_dataloader() if kind is DataLoader else given
+    assert [batch.tolist() for batch in loader] == [[0, 1]]
+    given.collate_fn = Adds(100)
+    assert [batch.tolist() for batch in loader] == [[100, 101]]
+
+
+@pytest.mark.parametrize("order", [np.arange(4), torch.arange(4), [0, 1, 2, 3]])
+def test_another_sampler_of_any_kind_in_a_given_loader_is_warned_of(order) -> None:
+    given = DataLoader(range(4), 2, sampler=order)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    given.batch_sampler.sampler = copy.copy(order)
+    with pytest.warns(FastDataWarning, match="The sampler of the DataLoader"):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_a_method_that_is_set_once_more_of_a_given_loader_is_no_change() -> None:
+    given = DataLoader(range(2), 2, worker_init_fn=types.MethodType(print, "starts"))
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    given.worker_init_fn = types.MethodType(print, given.worker_init_fn.__self__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        assert [batch.tolist() for batch in loader] == [[0, 1]]
+
+
+def test_a_given_loader_whose_worker_init_fn_is_deleted_is_read_as_by_torch() -> None:
+    given = DataLoader(range(2), 2)
+    loader = FastDataModule.from_loaders(given).train_dataloader()
+    del given.worker_init_fn
+    for each in (loader, FastDataModule.from_loaders(given).train_dataloader()):
+        assert [batch.tolist() for batch in each] == [batch.tolist() for batch in given]
+
+
 def test_a_given_loader_is_not_kept_alive_and_copies_follow_none() -> None:
     given = DataLoader(range(4), 2)
     data = FastDataModule.from_loaders(given)
@@ -818,6 +956,21 @@ def test_a_given_loader_is_not_kept_alive_and_copies_follow_none() -> None:
     gc.collect()
     assert watched() is None
     assert [len(batch) for batch in loader] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", SET)
+def test_copies_of_a_data_module_have_what_was_set_of_its_loader_before(name, copied) -> None:
+    given = DataLoader(range(11), 2)
+    data = FastDataModule.from_loaders(given)
+    SET[name](given)
+    expected = [batch.tolist() for batch in given]
+    for each in (copied(data), copied(copied(data)), data):
+        for loader in (each.train_dataloader(), each.train_dataloader()):
+            for _ in range(2):
+                assert [batch.tolist() for batch in loader] == expected
 
 
 def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:
