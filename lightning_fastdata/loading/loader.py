@@ -44,6 +44,7 @@ from lightning_fastdata.loading.source import (
     setup_of,
     splits_batches,
     tuner_for,
+    workers_of,
 )
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
@@ -457,7 +458,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         return position.CountedBatches(
-            self._begin, self, watch, ahead_of, self._passes, by_index=by_index
+            self._begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index
         )
 
     def _state_watch(self) -> StateWatch | None:
@@ -486,14 +487,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and training.run is None else epoch
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
-        self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         if self.keeps and begun.state is not None and begun.state.dataset_state is not None:
             self._keep(None)  # workers that were kept have the dataset without this state
         inner = self._inner
         if isinstance(inner, KeptExecutor):
             inner.look()
-        told = tell_epoch(self.dataset, epoch)
+        told = self._tell(begun)
         if isinstance(inner, KeptExecutor):
             inner.told = told
         settle_ranks(self.dataset)
@@ -504,6 +504,16 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             batches = training.ahead(batches)
         self._passes.settle(begun)
         return begun, batches
+
+    def _tell(self, begun: Pass) -> bool:
+        """Tell the dataset the epoch of a pass; return whether it draws by that."""
+        Passes.told = id(begun)
+        self._epoch_cell.set(begun.epoch)
+        return tell_epoch(self.dataset, begun.epoch)
+
+    def _tell_again(self, begun: Pass) -> None:
+        if not workers_of(self):  # they are told with each task
+            self._tell(begun)
 
     def _take_over(self, settings: Mapping[str, Any]) -> None:
         """Read as the original loader would since a program has set these."""
