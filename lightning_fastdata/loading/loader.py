@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
-from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
+from lightning_fastdata.batches.libraries import epoch_set_on, settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
@@ -774,7 +774,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             return self._passes.next_pass_of(run, self, self.epoch)
         # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
         epoch = self.epoch if goes_on else None
-        return self._passes.next_pass(epoch, position.sampler_epoch(self))
+        told = position.sampler_epoch(self), epoch_set_on(self.dataset)
+        return self._passes.next_pass(epoch, *told)
 
     def _run_now(self) -> Run | None:
         """Return the run that takes the batches of this loader; None: a plain loop takes them."""

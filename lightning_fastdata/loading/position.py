@@ -383,18 +383,26 @@ class Passes:
         self.current = None
         self._epochs = state.epoch
 
-    def next_pass(self, epoch: Callable[[], int] | None, sampler_epoch: int | None) -> Pass:
+    def next_pass(
+        self,
+        epoch: Callable[[], int] | None,
+        sampler_epoch: int | None,
+        dataset_epoch: int | None = None,
+    ) -> Pass:
         """Return the next pass of a loader in a plain loop.
 
         Args:
             epoch: Returns the epoch; None: passes are counted from 0.
             sampler_epoch: Epoch that the user has set on the sampler; None: it has none.
+            dataset_epoch: Epoch that the user has set on the dataset since the pass before.
         """
         pending = self._pending
         if epoch is not None:
             number = epoch()
         elif pending is not None:
             number = pending.epoch
+        elif dataset_epoch is not None:
+            number = self._epochs = dataset_epoch
         else:
             # An epoch that the user sets on a sampler goes first; unset, it stays at 0.
             number = max(self._epochs, sampler_epoch or 0)
