@@ -80,6 +80,10 @@ _NOTHING_STARTS: Final = (
     "The training process reads, so that worker_init_fn is not called: a worker would run this "
     "script once more as it starts. Put what the script does under if __name__ == '__main__'."
 )
+_NOT_CALLED: Final = (
+    "The training process reads (executor={!r}), so that worker_init_fn is not called. Give it as "
+    'the loader is made, and executor="workers", or have the dataset do what it does.'
+)
 TAKEN_OVER: Final = ("batch_size", "drop_last", "collate_fn")
 """Settings that a loader takes over from the one in whose place it reads, epoch by epoch."""
 _NOT_TAKEN_OVER: Final = (
@@ -566,6 +570,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         settings = self.as_set_up()
         inner, rests_on = self._inner, (*settings._rests_on(), stamped)
         if inner is None or self._inner_settings != rests_on:
+            wants_workers = self.num_workers > 0 or self.training.chosen
+            if self.worker_init_fn is not None and wants_workers and not workers_of(self):
+                text = _NOT_CALLED.format(self.executor)
+                warnings.warn(text, FastDataWarning, stacklevel=2)
             stamps = self._ledger.wait if stamped else None
             vars(self)["_indices"] = indices = indices_of(settings)
             inner = open_source(
