@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
@@ -391,6 +391,7 @@ def check_beside(
     mover: Mover,
     *,
     samples: int | None = None,
+    moves: Callable[[Any], bool] = lambda _: False,
 ) -> None:
     """Raise BatchError if a field with the height and width of the image would not move with it.
 
@@ -402,6 +403,7 @@ def check_beside(
         size: height and width of the image in pixels.
         mover: the transform that moves its pixels.
         samples: number of samples if ``item`` is a batch; None: it is a sample.
+        moves: returns whether a value within a field moves, too.
     """
     if isinstance(item, list | tuple):
         known = {place % len(item) for place in known if isinstance(place, int)}
@@ -409,6 +411,8 @@ def check_beside(
         if place in known or isinstance(field, _PLAIN):
             continue
         for path, value, shape in _arrays(field, (place,), samples):
+            if moves(value):
+                continue
             if size in pairwise(shape):
                 raise BatchError(_left_behind(path, value, mover))
             rows = shape[1] if len(shape) == 2 else 0

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.order.epoch_order import Rank, rank_now
+from lightning_fastdata.order.epoch_order import Counted, Rank, rank_now
 from lightning_fastdata.tree import has_method, held, held_by, is_a
 
 _SHARED_OUT: Final = ("split_by_node", "single_node_only")  # the second one raises in the workers
@@ -45,6 +46,8 @@ def tell_rank(rank: Rank) -> None:
 
 _WITH_EPOCHS: Final = (__name__.partition(".")[0], "datasets", "litdata")
 """Packages whose datasets draw by the epoch that they are told."""
+_TOLD: Final[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
+"""Epoch that a loader told each of Hugging Face's datasets last; ours keep it as Counted."""
 
 
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
@@ -67,11 +70,38 @@ def _told(one: Any, epoch: int) -> bool:
             if any(is_a(stage, "webdataset", kind) for kind in ("detshuffle", "ResampledShards")):
                 stage.epoch = epoch - 1  # it adds one when it is begun
         return False
-    if not has_method(one, "set_epoch") or not any(is_a(one, each) for each in _WITH_EPOCHS):
+    if not _has_epochs(one):
         return False
     # LitData's own loader counts its epochs from 1.
-    one.set_epoch(epoch + 1 if is_a(one, "litdata") else epoch)
+    one.set_epoch(epoch + 1 if is_a(one, "litdata") else Counted(epoch))
+    if is_a(one, "datasets"):
+        _TOLD[one] = epoch
     return True
+
+
+def _has_epochs(one: Any) -> bool:
+    return has_method(one, "set_epoch") and any(is_a(one, each) for each in _WITH_EPOCHS)
+
+
+def epoch_set_on(dataset: Dataset[Any]) -> int | None:
+    """Return the epoch that the program set on a dataset since a loader told it one; None: none.
+
+    On Hugging Face's datasets it is seen if it is another one than they were told.
+    """
+    found: list[int] = []
+
+    def look(one: Any) -> bool:
+        if not _has_epochs(one):
+            return False
+        epoch = getattr(one, "epoch", None)
+        theirs = is_a(one, "datasets")
+        told = epoch == _TOLD.get(one, 0) if theirs else isinstance(epoch, Counted)
+        if isinstance(epoch, int) and not told:
+            found.append(epoch)
+        return True
+
+    _visit(dataset, look)
+    return found[0] if found else None
 
 
 def _visit(

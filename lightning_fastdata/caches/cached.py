@@ -167,8 +167,8 @@ class CachedDataset(Dataset[Any]):
         self._given_up = False
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
-        self._noticed = False
-        """Whether this process, or one that it was forked from, has looked for a change."""
+        self._noticed: int | None = None
+        """Id of the process that has looked for a change; None: none has."""
         self._there: NDArray[np.bool_] | None = None
         """Mask of samples kept when the dataset was last found unchanged; None: no sample was."""
         is_there(self.folder)  # a folder of another user is refused at once
@@ -217,7 +217,7 @@ class CachedDataset(Dataset[Any]):
         check("num_workers", num_workers, is_whole(num_workers, 0), "whole numbers from 0")
         notice_changes(self)
         untransformed, at_once = copy.copy(self), _FILLED_AT_ONCE
-        untransformed.transform, untransformed._noticed = None, True
+        untransformed.transform, untransformed._noticed = None, os.getpid()
         loader = DataLoader(untransformed, at_once, num_workers=int(num_workers), collate_fn=len)
         for number, count in enumerate(loader):
             file, start = self._seen(), number * at_once
@@ -238,7 +238,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         of_this_process = {"_file": None, "_columns": None, "_state": None, "_there": None}
-        return {**self.__dict__, **of_this_process, "_compared": False, "_noticed": False}
+        return {**self.__dict__, **of_this_process, "_compared": False, "_noticed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CachedDataset.made = True
@@ -307,7 +307,8 @@ class CachedDataset(Dataset[Any]):
 
     def _opened(self) -> SampleFile | None:
         """Return the cache, which is made if it is not there; None: it is no longer used."""
-        if not (self._given_up or self._noticed):  # before any sample is read or kept
+        # Before any sample is read or kept.
+        if not (self._given_up or self._noticed == os.getpid()):
             self.notice_change()
         if self._given_up:
             return None
@@ -428,7 +429,7 @@ class CachedDataset(Dataset[Any]):
         now = fingerprint(self.dataset, within_s=within_s, with_globals=False)
         if now is None and within_s < math.inf:
             return
-        self._noticed = True
+        self._noticed = os.getpid()
         file = self._seen()
         there = None if file is None else file.there()
         if (now is not None and now == self._state) or self._is_recognised(now):
@@ -471,6 +472,16 @@ def notice_changes(dataset: object) -> None:
     """
     for cache in caches_in(dataset):
         cache.notice_change()
+
+
+def rest_on_parent(dataset: object) -> None:
+    """Have the caches of a dataset look for no change that the training process has looked for.
+
+    Call it in a worker of a loader that did so with :func:`notice_changes` before it started.
+    """
+    for cache in caches_in(dataset):
+        if cache._noticed is not None:  # this process was forked
+            cache._noticed = os.getpid()
 
 
 def was_given_up(dataset: object) -> bool:

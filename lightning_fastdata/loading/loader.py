@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
-from lightning_fastdata.batches.libraries import settle_ranks, tell_epoch
+from lightning_fastdata.batches.libraries import epoch_set_on, settle_ranks, tell_epoch
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
@@ -82,6 +82,10 @@ _PIPELINE_CHANGED: Final = (
 _NOTHING_STARTS: Final = (
     "The training process reads, so that worker_init_fn is not called: a worker would run this "
     "script once more as it starts. Put what the script does under if __name__ == '__main__'."
+)
+_NOT_CALLED: Final = (
+    "The training process reads (executor={!r}), so that worker_init_fn is not called. Give it as "
+    'the loader is made, and executor="workers", or have the dataset do what it does.'
 )
 TAKEN_OVER: Final = ("batch_size", "drop_last", "collate_fn")
 """Settings that a loader takes over from the one in whose place it reads, epoch by epoch."""
@@ -476,7 +480,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         batches = position.CountedBatches(
-            self._begin, self, watch, ahead_of, self._passes, by_index=by_index
+            self._begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index
         )
         vars(self)["_asked"] = weakref.ref(batches)
         return batches
@@ -506,14 +510,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and training.run is None else epoch
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
-        self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         if self.keeps and begun.state is not None and begun.state.dataset_state is not None:
             self._keep(None)  # workers that were kept have the dataset without this state
         inner = self._inner
         if isinstance(inner, KeptExecutor):
             inner.look()
-        told = tell_epoch(self.dataset, epoch)
+        told = self._tell(begun)
         if isinstance(inner, KeptExecutor):
             inner.told = told
         settle_ranks(self.dataset)
@@ -524,6 +527,16 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             batches = training.ahead(batches)
         self._passes.settle(begun)
         return begun, batches
+
+    def _tell(self, begun: Pass) -> bool:
+        """Tell the dataset the epoch of a pass; return whether it draws by that."""
+        Passes.told = id(begun)
+        self._epoch_cell.set(begun.epoch)
+        return tell_epoch(self.dataset, begun.epoch)
+
+    def _tell_again(self, begun: Pass) -> None:
+        if not workers_of(self):  # they are told with each task
+            self._tell(begun)
 
     def _take_over(self) -> None:
         """Read as the original loader would since a program has set something of it."""
@@ -584,6 +597,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         settings = self.as_set_up()
         inner, rests_on = self._inner, (*settings._rests_on(), stamped)
         if inner is None or self._inner_settings != rests_on:
+            wants_workers = self.num_workers > 0 or self.training.chosen
+            if self.worker_init_fn is not None and wants_workers and not workers_of(self):
+                text = _NOT_CALLED.format(self.executor)
+                warnings.warn(text, FastDataWarning, stacklevel=2)
             stamps = self._ledger.wait if stamped else None
             vars(self)["_indices"] = indices = indices_of(settings)
             inner = open_source(
@@ -792,7 +809,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             return self._passes.next_pass_of(run, self, self.epoch)
         # Before and after its training a run has no epochs: passes are counted, as in a plain loop.
         epoch = self.epoch if goes_on else None
-        return self._passes.next_pass(epoch, position.sampler_epoch(self))
+        told = position.sampler_epoch(self), epoch_set_on(self.dataset)
+        return self._passes.next_pass(epoch, *told)
 
     def _run_now(self) -> Run | None:
         """Return the run that takes the batches of this loader; None: a plain loop takes them."""

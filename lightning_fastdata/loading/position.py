@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -276,14 +276,17 @@ class CountedBatches(Around):
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has
     read the next epoch from a checkpoint, and before its hooks have changed the data.
 
-    ``ahead_of``: the sampler whose batches steps do not change. If it is a batch sampler,
-    a step that changes its ``batch_size`` is warned of. ``by_index``: a batch that raised an error
-    counts, too, once a loop that goes on has got a later one; an error may end a stream.
+    ``tell``: tells the dataset the epoch of the pass again, called before a batch where another
+    pass, of any loader, has begun since. ``ahead_of``: the sampler whose batches steps do not
+    change. If it is a batch sampler, a step that changes its ``batch_size`` is warned of.
+    ``by_index``: a batch that raised an error counts, too, once a loop that goes on has got a later
+    one; an error may end a stream.
     """
 
     def __init__(
         self,
         begin: Callable[[], tuple[Pass, Iterator[Batch]]],
+        tell: Callable[[Pass], object],
         loader: Sized,
         watch: StateWatch | None,
         ahead_of: object,
@@ -293,6 +296,7 @@ class CountedBatches(Around):
     ) -> None:
         self._passes = passes
         self._begin: Callable[[], tuple[Pass, Iterator[Batch]]] | None = begin
+        self._tell = tell
         self._loader = loader
         self._watch = watch
         self._sampler = ahead_of if isinstance(ahead_of, BatchSampler) else None
@@ -307,6 +311,8 @@ class CountedBatches(Around):
             self._pass, self._batches = self._begin()
             self._begin = None
         begun, watch = cast("Pass", self._pass), self._watch
+        if Passes.told != id(begun):
+            self._tell(begun)
         if watch is not None:
             watch.asked()
         if self._sampler is not None:
@@ -362,6 +368,10 @@ class NamedBatches(Around):
 class Passes:
     """The passes of a training over a loader: how far it has come, where the next pass begins."""
 
+    told: ClassVar[int] = 0
+    """``id`` of the pass, of any loader, whose epoch a dataset was told last; each pass tells it as
+    it begins. A reference to the pass would keep its workers alive."""
+
     def __init__(self) -> None:
         self._pending: Position | None = None
         """Position that was loaded, until a batch follows it; None: there is none."""
@@ -378,18 +388,26 @@ class Passes:
         self.current = None
         self._epochs = state.epoch
 
-    def next_pass(self, epoch: Callable[[], int] | None, sampler_epoch: int | None) -> Pass:
+    def next_pass(
+        self,
+        epoch: Callable[[], int] | None,
+        sampler_epoch: int | None,
+        dataset_epoch: int | None = None,
+    ) -> Pass:
         """Return the next pass of a loader in a plain loop.
 
         Args:
             epoch: Returns the epoch; None: passes are counted from 0.
             sampler_epoch: Epoch that the user has set on the sampler; None: it has none.
+            dataset_epoch: Epoch that the user has set on the dataset since the pass before.
         """
         pending = self._pending
         if epoch is not None:
             number = epoch()
         elif pending is not None:
             number = pending.epoch
+        elif dataset_epoch is not None:
+            number = self._epochs = dataset_epoch
         else:
             # An epoch that the user sets on a sampler goes first; unset, it stays at 0.
             number = max(self._epochs, sampler_epoch or 0)

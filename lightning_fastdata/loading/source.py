@@ -24,6 +24,7 @@ from torch.utils.data import (
     IterDataPipe,
     MapDataPipe,
     default_collate,
+    get_worker_info,
 )
 
 from lightning_fastdata.augment import WorkerTransform
@@ -38,6 +39,7 @@ from lightning_fastdata.batches.staged import (
     StagingCollate,
     pinned_if_room,
 )
+from lightning_fastdata.caches.cached import rest_on_parent
 from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.columns import rows_of
@@ -829,5 +831,6 @@ class WorkerStart:
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
         show_dataset()
+        rest_on_parent(getattr(get_worker_info(), "dataset", None))
         if self.then is not None:
             self.then(worker_id)

@@ -311,7 +311,7 @@ def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
 
 
 class Counted(int):
-    """An epoch that nobody has set on a sampler: loaders count it on in a plain loop."""
+    """An epoch that nobody has set on a sampler or dataset: loaders count on in a plain loop."""
 
 
 def dataset_length(dataset: object) -> int | None:

@@ -473,7 +473,8 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
 
     def __init__(self, dataset: Dataset[Any], lengths: Ints, tokens: int, seed: int) -> None:
         self.dataset = dataset
-        self._lengths, self._tokens, self._seed, self._epoch = lengths, tokens, seed, 0
+        self._lengths, self._tokens, self._seed = lengths, tokens, seed
+        self.epoch: int = Counted()
         self._packs = -(-int(lengths.sum()) // tokens)
 
     def _draw(self, *epoch: int) -> tuple[Ints, Ints, Ints]:
@@ -484,7 +485,7 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what is packed together in ``epoch``, counted from 0."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __len__(self) -> int:
         """Return the number of packs in an epoch."""
@@ -502,7 +503,7 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
             IndexError: There is no pack of this number.
             DatasetError: A document is not as long as ``lengths`` says, or is no row of ids.
         """
-        return self.of_epoch(index, self._epoch)
+        return self.of_epoch(index, self.epoch)
 
     def of_epoch(self, index: int, epoch: int) -> Packed:
         """Return a pack of any epoch, as ``self[index]`` does of the one that was set."""

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, is_whole
 from lightning_fastdata.order.epoch_order import (
+    Counted,
     KeyedPermutation,
     check_whole,
     dataset_length,
@@ -109,7 +110,7 @@ class Mixture(Dataset[Any]):
             )
         self.length = int(length or whole or 0)
         self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
-        self.epoch = 0
+        self.epoch: int = Counted()
         self._lengths = lengths
         schedule = _schedule(lengths if weights is None else weights)
         self._set(

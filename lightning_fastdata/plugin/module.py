@@ -227,6 +227,8 @@ class DataModule:
                 f"it, too. Call super().__init__({early[0]}={early[0]})."
             )
         self._trainer: Trainer | None = None
+        self._runs = 0
+        """Number of runs of trainers that were given this data module."""
         self._fit_trainer: Trainer | None = None
         """The trainer whose fit runs or ran last: others may evaluate the same data."""
         self._fit_loaders: dict[str, FastDataLoader] = {}
@@ -282,8 +284,8 @@ class DataModule:
         """What was given as ``augment``. Setting it holds for loaders that are made afterwards.
 
         Raises:
-            OptionsError: A trainer has made the loaders already. A pipeline may be changed in
-                place; its next epoch is as the pipeline is then.
+            OptionsError: A trainer has made the training loaders already. A pipeline may be changed
+                in place; its next epoch is as the pipeline is then.
         """
         return self._transforms.given
 
@@ -291,11 +293,12 @@ class DataModule:
     def augment(
         self, augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
     ) -> None:
-        if self._trainer is not None and self._trainer.training:
+        trainer = self._trainer
+        if trainer is not None and trainer.training and trainer.train_dataloader is not None:
             raise OptionsError(
                 "augment= was set while the training runs, whose loaders were made with what it "
                 "was before. Change the pipeline itself in place (its transforms, or their p), "
-                "which the next epoch sees, or set augment before trainer.fit()."
+                "which the next epoch sees, or set augment before trainer.fit() or in setup()."
             )
         self._transforms.assign(augment)
 
@@ -320,6 +323,7 @@ class DataModule:
         self._attach(trainer)
         if trainer is None:
             return
+        self._runs += 1
         seams.refuse_other_tree(self, trainer)
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
@@ -473,8 +477,10 @@ class DataModule:
     ) -> Callable[[], None]:
         """Add a transform that runs on every batch of a stage, on the device.
 
-        Transforms run in the order of their registration. A pipeline starts in the
-        workers, so there can be one per stage, and it comes first.
+        Transforms run in the order of their registration. A pipeline starts in the workers, so
+        there can be one per stage, and it comes first. Those that ``setup()`` registers take the
+        place of those that it registered for the stage in an earlier run: Lightning calls it in
+        each.
 
         Args:
             transform: An ``albumentations.Compose``, or a callable or ``nn.Module`` on batches.
@@ -487,7 +493,8 @@ class DataModule:
             TransformError: The stage does not exist, the transform is of no known kind, or it
                 would be a second pipeline or one that comes too late.
         """
-        return self._transforms.register(transform, stage)
+        run = self._runs if seams.is_running(self._trainer) else None
+        return self._transforms.register(transform, stage, run=run)
 
     def train_dataloader(self) -> Any:
         """Return the loader of ``train_dataset()``; Lightning calls it."""

@@ -83,6 +83,8 @@ class StageTransforms:
         self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
         """Stage -> the transform as registered, and what was made of it for the last dataset."""
         self._told = False
+        self._of_runs: dict[Stage, tuple[int, list[StageTransform]]] = {}
+        """Stage -> the last run in which transforms were registered, and these."""
         self.assign(augment)
 
     def assign(self, augment: object) -> None:
@@ -120,8 +122,13 @@ class StageTransforms:
         """Return whether anything of a stage runs on the device; ``pipeline``: pipelines may."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
-    def register(self, transform: object, stage: Stage) -> Callable[[], None]:
+    def register(
+        self, transform: object, stage: Stage, *, run: int | None = None
+    ) -> Callable[[], None]:
         """Add a transform to a stage, and return a function that removes it again.
+
+        ``run``: number of the trainer's run that goes on; the transform takes the place of those
+        that were registered in an earlier one. None: none does.
 
         Raises:
             TransformError: The stage does not exist, the transform is of no known kind, or it
@@ -134,6 +141,10 @@ class StageTransforms:
             )
         made = as_batch_transform(transform, image=self._image, mask=self._mask)
         registered = self._of[stage]
+        last, own = self._of_runs.get(stage, (run, []))
+        if run is not None and run != last:
+            registered[:] = [one for one in registered if one not in own]
+            own = []
         if registered:
             made = made.behind()
         if made.starts_in_worker and registered:
@@ -143,6 +154,8 @@ class StageTransforms:
                 "one: register it first, or join two pipelines in one Compose."
             )
         registered.append(made)
+        if run is not None:
+            self._of_runs[stage] = run, [*own, made]
 
         def remove() -> None:
             if made in registered:

@@ -150,6 +150,8 @@ class EpochCell:
         self._shared: torch.Tensor = value.share_memory_()  # type: ignore[no-untyped-call]
         self._number: NDArray[np.int64] | None = None
         self._is_own = False
+        self.counted = True
+        """Whether a loader counts the epoch; False: the program has set it."""
 
     def set(self, epoch: int) -> None:
         """Write the epoch; call it before the first index of that epoch is handed out."""
@@ -161,7 +163,7 @@ class EpochCell:
 
     def __getstate__(self) -> dict[str, object]:
         # A tensor is sent as shared memory, but a NumPy array as a copy.
-        return {"_shared": self._shared, "_number": None, "_is_own": False}
+        return {**vars(self), "_number": None, "_is_own": False}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

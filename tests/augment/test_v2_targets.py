@@ -311,6 +311,22 @@ def test_an_array_beside_a_mask_moves_with_it_once_it_is_converted():
         late.check_sample(samples[0])
 
 
+def test_what_v2_leaves_behind_is_refused_in_whatever_it_lies():
+    transform = as_batch_transform(v2.RandomHorizontalFlip(1.0))
+    image, mask = torch.rand(3, 8, 8), torch.zeros(8, 8)
+    typed = tv_tensors.Mask(mask)
+    for refused in (
+        {"input": {"image": image, "mask": mask}, "id": 3},
+        {"images": [image, image.clone()]},
+        (image, [typed, mask]),
+        ({"image": image}, {"masks": [mask]}),
+    ):
+        with pytest.raises(BatchError, match=r"no role.*as tv_tensors\.Mask"):
+            transform.check_sample(refused)
+    for taken in ({"input": {"image": image, "mask": typed}}, (image, [typed, torch.zeros(8)])):
+        transform.check_sample(taken)
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("last", [v2.RandomInvert(), v2.ElasticTransform()])
 def test_what_writes_in_place_leaves_the_dataset_as_it_is(on_device, last):

@@ -328,6 +328,20 @@ def test_a_step_that_changes_the_dataset_leaves_no_sample_of_another_state(tmp_p
     assert [int(again[index][0][0]) for index in range(12)] == list(range(12))
 
 
+@pytest.mark.parametrize("kind", [DataLoader, ld.FastDataLoader])
+def test_forked_workers_see_what_changed_since_their_parent_read_a_sample(tmp_path, kind):
+    data = Multiples()
+    cached = ld.CachedDataset(data, tmp_path)
+    cached[5]
+    data.k = 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastDataWarning)
+        found = [int(row[0]) for rows, _ in kind(cached, 4, num_workers=2) for row in rows]
+    assert found == [2 * index for index in range(12)]
+    again = ld.CachedDataset(Multiples(), tmp_path)
+    assert [int(again[index][0][0]) for index in range(12)] == list(range(12))
+
+
 @pytest.mark.parametrize("reads", [0, 1])
 def test_a_dataset_that_changes_behind_a_full_cache_is_read_whoever_was_chosen(tmp_path, reads):
     data = Multiples()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import albumentations as A
@@ -88,6 +89,34 @@ def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() 
     data = made()
     with pytest.raises(OptionsError, match="augment= was set while the training runs"):
         fitted(lambda: setattr(data, "augment", None), datamodule=data)
+    for hook in "setup", "prepare_data":
+        data = made()
+        here = partial(setattr, data, "augment", A.Compose([A.ToTensorV2()]))
+        setattr(data, hook, lambda *_, here=here, **__: here())
+        assert fitted(lambda: None, datamodule=data) == [False, False, False]
     data = made()
     data.augment = A.Compose([A.ToTensorV2()])
     assert fitted(lambda: None, datamodule=data) == [False, False, False]
+
+
+class Evaluated(Learner):
+    """May be tested, too."""
+
+    def test_step(self, *_: object) -> None:
+        """Do nothing."""
+
+
+def test_what_setup_registers_takes_the_place_of_what_it_registered_in_the_run_before() -> None:
+    taken = []
+
+    class Registers(FastDataModule):
+        def setup(self, stage: str) -> None:
+            self.register_transform(inverting())
+            self.register_transform(lambda batch: taken.append(stage) or batch)
+
+    data = Registers.from_datasets(IMAGES, test_dataset=IMAGES, batch_size=4, num_workers=0)
+    data.register_transform(lambda batch: batch, stage="test")
+    for run in 1, 2:
+        assert fitted(lambda: None, datamodule=data) == [True, True, True]
+        assert len(taken) == 3 * run
+        quiet_trainer().test(Evaluated(), data)

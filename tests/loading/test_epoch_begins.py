@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from misses import each
+from PIL import Image
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -21,7 +22,15 @@ from torch.utils.data import (
 )
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata import (
+    FastDataLoader,
+    FastDataModule,
+    FastDataWarning,
+    FastImageFolder,
+    LoaderOptions,
+    Mixture,
+    pack,
+)
 from lightning_fastdata.errors import WorkerError
 
 READERS = [("torch", 0), ("inline", 0), ("workers", 1), ("torch", 1)]
@@ -261,3 +270,50 @@ def test_a_global_that_holds_plain_data_by_now_is_read_as_torch_reads_it() -> No
         epochs.append(torch.cat(list(loader)).tolist())
         found.append(epochs)
     assert found[0] == found[1]
+
+
+def hugging_face(_: object) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": list(range(16))})
+    return rows.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=4)
+
+
+DRAWN_BY_EPOCH = {
+    "mixture": lambda _: Mixture({"a": range(8), "b": range(8, 16)}),
+    "packs": lambda _: pack([[number] * 5 for number in range(8)], tokens=8),
+    "pictures": lambda folder: FastImageFolder(folder, size=8),
+    "Hugging Face": hugging_face,
+}
+
+
+@each("workers", [0, 1])
+@each("name", DRAWN_BY_EPOCH)
+def test_an_epoch_that_the_program_sets_on_a_dataset_is_read(name, workers, tmp_path) -> None:
+    (tmp_path / "a").mkdir(exist_ok=True)
+    pixels = np.arange(3072, dtype=np.uint8).reshape(32, 32, 3)
+    Image.fromarray(pixels).save(tmp_path / "a" / "0.png")
+
+    def read(kind: Any, epochs: list[int]) -> list[Any]:
+        dataset = DRAWN_BY_EPOCH[name](tmp_path)
+        loader = kind(dataset, 4, num_workers=workers, collate_fn=str)
+        found = []
+        for epoch in epochs:
+            dataset.set_epoch(epoch)
+            found.append(list(loader))
+        return found
+
+    for epochs in [5, 6], [0, 1], [3, 1]:
+        assert read(FastDataLoader, epochs) == read(DataLoader, epochs)
+
+
+def test_epochs_are_counted_on_from_one_that_the_program_has_set() -> None:
+    mixture = Mixture({"a": range(8), "b": range(8, 16)})
+    loader, epochs = FastDataLoader(mixture, 4), []
+    for epoch in (None, 4, None, 0, 0, None):
+        if epoch is not None:
+            mixture.set_epoch(epoch)
+        list(loader)
+        epochs.append(mixture.epoch)
+    assert epochs == [0, 4, 5, 0, 0, 1]
+    list(FastDataLoader(mixture, 4))
+    assert mixture.epoch == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -106,6 +107,18 @@ def test_a_worker_init_fn_reaches_the_users_dataset(dataset, executor):
     how = {"num_workers": 1, "worker_init_fn": open_file, "executor": executor}
     loader = FastDataLoader(dataset, batch_size=4, **how)
     assert next(iter(loader)).tolist() == [220, 221, 222, 223]
+
+
+@each("how", [{"num_workers": 2, "executor": "inline"}, {"num_workers": "auto"}, {}])
+def test_a_worker_init_fn_that_nobody_calls_is_warned_of_unless_there_shall_be_no_workers(how):
+    loader = FastDataLoader(list(range(8)), 4, **how)
+    loader.worker_init_fn = print
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        list(loader)
+        list(loader)
+    told = [each for each in said if "worker_init_fn is not called" in str(each.message)]
+    assert len(told) == bool(how)
 
 
 def test_shutting_down_through_lightnings_protocol_stops_the_workers():

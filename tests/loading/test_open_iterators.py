@@ -8,10 +8,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from misses import each
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from trainers import trained
 
-from lightning_fastdata import FastDataLoader, FastDataModule
+from lightning_fastdata import FastDataLoader, FastDataModule, Mixture
 
 
 class Rows(Dataset):
@@ -77,6 +77,20 @@ def in_turn(loader):
 def test_each_iterator_reads_all(program, way) -> None:
     dataset, how = WAYS[way]
     assert program(FastDataLoader(dataset, 4, **how)) == program(DataLoader(dataset, 4))
+
+
+@each("executor", ["inline", "torch"])
+def test_a_pass_stays_in_its_epoch_while_others_go_on_in_theirs(executor) -> None:
+    mixture = Mixture({"a": range(8), "b": range(8, 16)})
+    loader = FastDataLoader(mixture, 4, executor=executor)
+    other = FastDataLoader(Subset(mixture, range(4)), 4, executor=executor)
+    wanted = list(chain.from_iterable(map(first_and_rest, loader)))
+    loader, taken = FastDataLoader(mixture, 4, executor=executor), []
+    for batch in loader:
+        taken += first_and_rest(batch)
+        next(iter(loader))
+        list(other)
+    assert taken == wanted
 
 
 class Looks(Callback):

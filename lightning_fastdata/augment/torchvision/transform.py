@@ -73,7 +73,7 @@ from lightning_fastdata.augment.torchvision.tape import USUAL, Recorder, costs_o
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 from lightning_fastdata.randomness.global_generators import GENERATORS
 from lightning_fastdata.randomness.seeds import keyed_draws
-from lightning_fastdata.tree import Path, at_path, children, put_leaves, with_paths
+from lightning_fastdata.tree import Path, at_path, put_leaves, with_paths
 from lightning_fastdata.types import Batch, SampleKey
 
 _FROM_ARRAYS: Final = frozenset({"ToImage", "ToTensor"})
@@ -575,7 +575,7 @@ def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
 
     Or if channels come last in the image where torchvision takes them to come first.
     """
-    parts, mover, image = children(sample), traits.mover, image_of(sample)
+    mover, image = traits.mover, image_of(sample)
     if traits.reader is not None and isinstance(image, Tensor) and _channels_are_last(image):
         raise BatchError(
             f"The image of a sample is {describe(image)}, with its channels last, and "
@@ -583,18 +583,16 @@ def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
             "return image.permute(2, 0, 1), or begin the pipeline with a function that does so."
         )
     size = size_of(image)
-    if mover is None or parts is None or size is None:
+    if mover is None or size is None:
         return
-    held = {place: tree_flatten(part)[0] for place, part in parts}
 
     def moves(value: Any) -> bool:
         array = traits.takes_arrays and isinstance(value, np.ndarray)
         return array or value is image or _has_role(value)
 
-    roles = {place for place, values in held.items() if any(map(moves, values))}
-    boxes = any(isinstance(one, tv_tensors.BoundingBoxes) for part in held.values() for one in part)
+    boxes = any(isinstance(one, tv_tensors.BoundingBoxes) for one in tree_flatten(sample)[0])
     mover = mover._replace(takes_boxes=mover.takes_boxes or boxes)
-    check_beside(sample, {*roles, *fields.stays}, (size[0], size[1]), mover)
+    check_beside(sample, fields.stays, (size[0], size[1]), mover, moves=moves)
 
 
 def _channels_are_last(image: Tensor) -> bool:

@@ -33,6 +33,7 @@ from lightning_fastdata.batches.memory import (
     pack,
     write_leaves,
 )
+from lightning_fastdata.caches.cached import rest_on_parent
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
@@ -299,6 +300,7 @@ class TaskRunner:
     goes before all other tasks."""
 
     def __post_init__(self) -> None:
+        rest_on_parent(self.plan.dataset)
         self.fetcher = fetcher_of(self.plan)
         self._watch = TaskWatch(self.number, LineWatch(), alone=True)
         self._note_state()

@@ -47,6 +47,7 @@ from lightning_fastdata.ext.images.resized_crop import (
     shrunk,
 )
 from lightning_fastdata.host.system_calls import SharedFlags
+from lightning_fastdata.order.epoch_order import Counted
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.sources.files import PackedStrings
 from lightning_fastdata.types import SampleKey
@@ -223,11 +224,12 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     def set_epoch(self, epoch: int) -> None:
         """Draw the random crops and flips of this epoch (counted from 0) from now on."""
         self._epoch.set(epoch)
+        self._epoch.counted = isinstance(epoch, Counted)
 
     @property
     def epoch(self) -> int:
         """The epoch whose random crops and flips are drawn."""
-        return self._epoch.get()
+        return (Counted if self._epoch.counted else int)(self._epoch.get())
 
     def __len__(self) -> int:
         return len(self._targets)
