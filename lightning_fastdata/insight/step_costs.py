@@ -222,6 +222,8 @@ class StepCosts:
     summary: StageSummary = NO_STEPS
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     """What the loader says about itself."""
+    before_hook: str = ""
+    """The user's hook before the transfer, which counts as part of it; empty: none."""
     transfer_hook: str = ""
     """The user's hook that moves a batch, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
     augment_hook: str = ""
@@ -258,8 +260,9 @@ def _transfer(e: StepCosts) -> Finding | None:
     what = "copying a batch to the device"
     small = Advice(text="send uint8 and normalize on the device", joins=True)
     remedy: str | tuple[Advice, ...] = (small,) if e.loader.pinned else (PIN, small)
-    if e.transfer_hook:
-        what = e.transfer_hook
+    if e.before_hook or e.transfer_hook:
+        moves = e.transfer_hook or ("" if e.summary.device == "cpu" else "the copy to the device")
+        what = " with ".join(filter(None, (e.before_hook, moves)))
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
         remedy += "dataset or in collate_fn"
     elif e.summary.device == "cpu":  # where nothing is copied

@@ -44,6 +44,7 @@ _FULL_PAUSES: Final = 1
 """Youngest generation of garbage collections that count; younger ones are too short and many."""
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> the word for it in the names of its hooks and steps."""
+_BEFORE_TRANSFER: Final = "on_before_batch_transfer"
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of the measuring callback that cost less in each step than it costs to time them."""
 _HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
@@ -242,7 +243,7 @@ class WallWatch:
             return self._entering(_WAIT_OF_VALIDATION)
         if last == self.step:
             return (self._step_began,), (self._step_over,)
-        if last == "batch_to_device":
+        if last in ("batch_to_device", _BEFORE_TRANSFER):
             return (self._step_began,), ()
         if action == "save_checkpoint":
             return self._entering(Activity("checkpoints"))
@@ -433,12 +434,14 @@ class Recording:
 
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
+        transfer = (self._transfer_began,), (self._transfer_ended,)
+        hook = (_BEFORE_TRANSFER,) if seams.written_hook(self._trainer, _BEFORE_TRANSFER) else ()
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
             "validation_step": ((self._evaluation_began,), (self._evaluation_ended,)),  # of a fit
             self.wall.step: ((self._work_began,), (self._work_ended,)),
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
-            "batch_to_device": ((self._transfer_began,), (self._transfer_ended,)),
+            **dict.fromkeys(("batch_to_device", *hook), transfer),
             "on_after_batch_transfer": ((self._augment_began,), (self._augment_ended,)),
         }
 

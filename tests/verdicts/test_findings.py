@@ -344,6 +344,9 @@ def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
     [
         ("FD312", {"device": "cpu"}, "many objects"),
         ("FD312", {"transfer_hook": "Net.moves"}, "Net.moves takes 4.0 ms"),
+        ("FD312", {"before_hook": "Net.before"}, "Net.before with the copy to the device takes"),
+        ("FD312", {"before_hook": "A.b", "transfer_hook": "A.m"}, "A.b with A.m takes 4.0 ms"),
+        ("FD312", {"before_hook": "Net.before", "device": "cpu"}, "Net.before takes 4.0 ms"),
         ("FD313", {"augment_hook": "Net.augments"}, "Net.augments takes 8.0 ms"),
     ],
 )
