@@ -47,7 +47,10 @@ _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "p
 _BEFORE_TRANSFER: Final = "on_before_batch_transfer"
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of the measuring callback that cost less in each step than it costs to time them."""
-_HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
+_HOOKS: Final = (
+    *("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end"),
+    *("model_eval", "model_train", "model_zero_grad"),
+)
 """Ends of the names of a module's hooks that a run waits for, beside its steps."""
 
 
@@ -172,7 +175,9 @@ class WallWatch:
         self.clock = WallClock()
         self._fits = method == "fit"
         kind = _HOOKS_OF[method]
-        self._hooks = frozenset(f"on_{kind}_{when}" for when in _HOOKS)
+        kinds = (kind, "validation") if self._fits else (kind,)
+        hooks = (f"on_{each}_{when}" for each in kinds for when in _HOOKS)
+        self._hooks = frozenset((*hooks, "on_fit_end", "lr_scheduler_step"))
         self._batch_ends = f"on_{kind}_batch_end"
         fetches = "train_dataloader" if self._fits else seams.STAGES_OF[method][0]
         self._fetches = f"{fetches}_next"
@@ -277,18 +282,18 @@ class WallWatch:
         return Activity("checkpoints" if saves else "callbacks", name)
 
     def _of_module(self, hook: str) -> Listener | None:
-        if hook == "on_validation_model_zero_grad":
-            return (), (self.validation_began,)
         if hook not in self._hooks:
             return None
         module = self._trainer.lightning_module
-        written = seams.overridden_hook(module, hook) is not None
+        then: tuple[Callable[[], None], ...] = ()
+        if hook == self._batch_ends:  # what follows it reduces and logs the metrics of the step
+            then = (self._step_ended,)
+        elif hook == "on_validation_model_zero_grad":
+            then = (self.validation_began,)
+        if seams.overridden_hook(module, hook) is None:
+            return ((), then) if then else None
         enter, leave = self._entering(Activity("callbacks", f"{type(module).__name__}.{hook}"))
-        if hook != self._batch_ends:
-            return (enter, leave) if written else None
-        # What follows it reduces and logs the metrics of the step.
-        then = (self._step_ended,)
-        return (enter, (*leave, *then)) if written else ((), then)
+        return enter, (*leave, *then)
 
     def _step_ended(self) -> None:
         if self.clock.state is not _OTHER:

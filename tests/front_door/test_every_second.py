@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from front_door.timed import Model, Rows
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -114,13 +115,34 @@ def test_a_slow_callback_is_named_whichever_its_hook(tmp_path, hook):
         assert report.stages[0].compute.p50_ms == 4
 
 
-def test_a_slow_hook_of_the_module_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Model, "on_train_batch_end", lambda *_a, **_k: clock.sleep(0.02), raising=False
-    )
-    report, wall = fit(tmp_path)
+@pytest.mark.parametrize(
+    ("hook", "calls"),
+    [
+        ("on_train_batch_end", 3 * STEPS),
+        ("lr_scheduler_step", 3 * STEPS),
+        *((f"on_validation_batch_{when}", 3 * 4) for when in ("start", "end")),
+        *((f"on_validation_epoch_{when}", 3) for when in ("start", "end")),
+        *((f"on_validation_{when}", 3) for when in ("start", "end", "model_eval", "model_train")),
+        ("on_validation_model_zero_grad", 3),
+    ],
+)
+def test_a_slow_hook_of_the_module_is_named(tmp_path, monkeypatch, hook, calls):
+    def configure(module):
+        optimizer = torch.optim.SGD(module.parameters(), 0.0)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    written = getattr(Model, hook)
+
+    def slow(*args, **named):
+        clock.sleep(2.4 / calls)
+        return written(*args, **named)
+
+    monkeypatch.setattr(Model, "configure_optimizers", configure)
+    monkeypatch.setattr(Model, hook, slow)
+    report, wall = fit(tmp_path, val=DataLoader(Rows(8), 2))
     assert report.verdict.code == "FD320"
-    assert sum(wall["named_s"]["callbacks"].values()) == pytest.approx(3 * STEPS * 0.02)
+    assert wall["named_s"]["callbacks"] == {f"Model.{hook}": pytest.approx(2.4)}
 
 
 @pytest.mark.parametrize("owner", [Model, FastDataModule, Plain], ids=lambda kind: kind.__name__)
