@@ -389,12 +389,15 @@ class Recording:
 
     def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
-        stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
-        stamps.watch(seams.flattened(loaders))
+        meter = self.main if stage == self.main.stage else self.evaluated
+        meter.stamps.watch(seams.flattened(loaders))
+        # Without a CombinedLoader, which Lightning shows before it takes it apart, several loaders
+        # of a training are read in the same steps, and others one after the other.
+        mode = seams.combined_mode(loaders)
+        if stage == "train" if mode is None else mode != "sequential":
+            meter.parts = tuple(path for path, _ in seams.with_paths(loaders))
         if stage == self.main.stage:
             self._shown = loaders
-            if self.fits:
-                self.main.parts = tuple(path for path, _ in seams.with_paths(loaders))
             self.wall.epoch_starts()
 
     def restart(self) -> None:
