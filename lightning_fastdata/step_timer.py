@@ -269,7 +269,12 @@ class LoopStage(StageMeter):
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
         late = self.late_batches(summary, loader, cpus=float(cpus))
-        step = StepCosts(summary=summary, loader=loader, padding=self.padding.padding())
+        step = StepCosts(
+            summary=summary,
+            loader=loader,
+            padding=self.padding.padding(),
+            few_objects=self.padding.few_objects,
+        )
         pauses = Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader)
         return judge(Evidence(late=late, step=step, pauses=pauses))
 

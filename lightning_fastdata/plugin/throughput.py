@@ -672,6 +672,7 @@ class MeasuredRun:
             augment_hook=augments,
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
             padding=recording.main.padding.padding(),
+            few_objects=recording.main.padding.few_objects,
         )
         pauses = Pauses(
             wall=wall,

@@ -168,6 +168,24 @@ def test_a_slow_hook_before_the_transfer_is_transfer_and_is_named(tmp_path, owne
     assert first.cause.startswith("Mine.on_before_batch_transfer takes 40.0 ms")
 
 
+class Moves:
+    """An object that takes a while to be moved."""
+
+    def to(self, *_args, **_kwargs):
+        clock.sleep(0.0001)
+        return self
+
+
+@pytest.mark.parametrize(("objects", "told"), [(40, False), (400, True)])
+def test_many_objects_are_told_of_where_batches_have_them(tmp_path, objects, told):
+    def collate(samples):
+        return [Moves() for _ in range(objects)]
+
+    report, _ = fit(tmp_path, train=DataLoader(Rows(), 2, collate_fn=collate))
+    assert report.stages[0].transfer.mean_ms == pytest.approx(objects / 10)
+    assert (report.verdict.code == "FD312") == told
+
+
 def test_epochs_that_start_slowly_are_told_from_the_end_of_the_last_step(tmp_path):
     slow = DataLoader(Rows(), 2, sampler=SlowSampler(STEPS * 2, 0.5))
     report, wall = fit(tmp_path, train=slow)
