@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 from verdicts.known import evidence_with
 from virtual_time import VirtualClock
 
-from lightning_fastdata.insight.verdict import findings, ranked
+from lightning_fastdata.insight.steps import NO_STEPS, PhaseSummary
+from lightning_fastdata.insight.verdict import findings, judge, ranked
 from lightning_fastdata.insight.wall import (
     PART_NAMES,
     Activity,
@@ -123,3 +127,23 @@ def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severit
         assert told.severity == severity
         assert "Slow.on_train_batch_end" in told.cause + told.remedy
         assert told.gain.before_ms - told.gain.after_ms == pytest.approx(10 * callbacks_s)
+
+
+@each(
+    ("phase", "ms", "kind", "first"),
+    [
+        ("transfer_ms", 15.0, "held up", "FD320"),
+        ("transfer_ms", 40.0, "balanced", "FD312"),
+        ("augment_ms", 15.0, "held up", "FD320"),
+        ("augment_ms", 40.0, "balanced", "FD313"),
+    ],
+)
+def test_a_pause_is_the_verdict_unless_a_part_of_the_step_costs_more(phase, ms, kind, first):
+    wall = wall_of(compute=8.0, callbacks=2.0)
+    times = {"step_ms": 80.0, "wait_ms": 0.0, "stall_ms": 0.0, phase: ms}
+    steps = PhaseSummary(mean_ms=80.0, p50_ms=80.0, p95_ms=80.0, max_ms=80.0, share=1.0)
+    summary = replace(NO_STEPS, steps=100, samples=800, step=steps)
+    evidence = evidence_with(summary=summary)
+    verdict = judge(evidence_with(evidence, **times, device="cuda", wall=wall))
+    assert (verdict.kind, verdict.code) == (kind, first)
+    assert "FD320" in {each.code for each in verdict.findings}
