@@ -110,15 +110,15 @@ def test_the_rate_of_the_run_is_without_the_setup():
 @pytest.mark.parametrize(
     ("callbacks_s", "wait_s", "severity", "first"),
     [
-        (0.4, 0.0, None, False),
-        (0.7, 0.0, "moderate", False),
-        (2.0, 0.0, "high", True),
-        (2.0, 3.0, "high", False),
+        (4.0, 0.0, None, False),
+        (7.0, 0.0, "moderate", False),
+        (20.0, 0.0, "high", True),
+        (20.0, 30.0, "high", False),
     ],
 )
 def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severity, first):
-    wall = wall_of(compute=10.0 - callbacks_s - wait_s, callbacks=callbacks_s, wait=wait_s)
-    evidence = evidence_with(step_ms=100.0, stall_ms=10 * wait_s, wall=wall)
+    wall = wall_of(compute=100.0 - callbacks_s - wait_s, callbacks=callbacks_s, wait=wait_s)
+    evidence = evidence_with(step_ms=1000.0, stall_ms=10 * wait_s, wall=wall)
     found = {each.code: each for each in findings(evidence)}
     assert ("FD320" in found) == (severity is not None)
     assert (ranked(evidence)[1] is not None) == first
@@ -147,3 +147,30 @@ def test_a_pause_is_the_verdict_unless_a_part_of_the_step_costs_more(phase, ms, 
     verdict = judge(evidence_with(evidence, **times, device="cuda", wall=wall))
     assert (verdict.kind, verdict.code) == (kind, first)
     assert "FD320" in {each.code for each in verdict.findings}
+
+
+@each(
+    ("hook", "seconds", "told"),
+    [
+        ("on_train_batch_end", 0.9, False),
+        ("on_train_batch_end", 1.1, True),
+        ("on_train_epoch_end", 8.0, True),
+        *((hook, 8.0, False) for hook in ("setup", "teardown", "on_fit_end", "on_train_start")),
+    ],
+)
+def test_what_runs_once_or_for_less_than_a_second_is_no_finding(hook, seconds, told):
+    named_s = {Activity("callbacks", f"Slow.{hook}"): seconds}
+    wall = replace(wall_of(compute=2.0, callbacks=seconds), named_s=named_s)
+    found = {each.code: each for each in findings(evidence_with(wall=wall))}
+    assert ("FD320" in found) == told
+
+
+def test_hooks_that_run_once_are_no_part_of_what_others_take():
+    once, often = Activity("callbacks", "A.on_train_start"), Activity("callbacks", "B.on_save")
+    parts_s = wall_of(compute=8.0, callbacks=7.0, checkpoints=3.0)
+    wall = replace(parts_s, named_s={once: 5.0, often: 2.0})
+    (found,) = findings(evidence_with(wall=wall))
+    assert found.cause == "checkpoints took 3.0 s of 18 s"
+    wall = replace(wall, named_s={once: 1.0, often: 6.0})
+    (found,) = findings(evidence_with(wall=wall))
+    assert found.cause == "callbacks took 6.0 s of 18 s, 6.0 s of it in B.on_save"
