@@ -194,6 +194,13 @@ class ThroughputHooks:
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
+        if self._run is not None and self._run.trainer is not trainer:
+            warnings.warn(
+                "This callback still measured the run of another Trainer, whose report ends here. "
+                "Give each Trainer a DataThroughputCallback of its own.",
+                FastDataWarning,
+                stacklevel=2,
+            )
         self._end_run()
         self._warned = set()
         # Lightning's enum is equal to its word, but is printed otherwise.

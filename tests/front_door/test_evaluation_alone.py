@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 from front_door.timed import Model, Rows
@@ -113,6 +114,24 @@ def test_a_path_of_ones_own_gets_the_method_in_its_name(tmp_path, suffix):
     trainer.test(model, DataLoader(Rows(), 2))
     names = {"mine.json", "mine.html", "mine-test.json", "mine-test.html"}
     assert {file.name for file in tmp_path.iterdir()} - {"elsewhere"} == names
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_callback_that_a_trainer_within_a_fit_takes_away_is_warned_of(tmp_path, own):
+    outer = DataThroughputCallback(summary=False)
+
+    class Nests(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            inner = DataThroughputCallback(summary=False) if own else outer
+            trainer_of(tmp_path / "in", inner).validate(Model(), DataLoader(Rows(6), 2))
+
+    trainer = trainer_of(tmp_path, outer, Nests())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Model(), DataLoader(Rows(), 2))
+    told = [each for each in caught if "of another Trainer" in str(each.message)]
+    assert len(told) == (0 if own else 1)
+    assert set(outer.reports) == ({"fit"} if own else {"fit", "validate"})
 
 
 def test_several_loaders_are_one_stage(tmp_path):
