@@ -23,7 +23,7 @@ from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses, loop_time
 from lightning_fastdata.prove import read_settings
 from lightning_fastdata.tree import held
-from lightning_fastdata.types import STAGES, AroundLoader, B, Batch_co, Stage
+from lightning_fastdata.types import STAGES, AroundLoader, B, Batch, Batch_co, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -237,16 +237,24 @@ class LoopStage(StageMeter):
     def __init__(self, stage: Stage, device: torch.device) -> None:
         super().__init__(stage, device)
         self._facts = LoaderFacts()
+        self._zipped = False
+        """Whether each batch is a tuple with one of each of several loaders."""
         self._moved_by: dict[str, None] = {}
 
     def epoch_began(self, loader: object) -> None:
         """Note that a loader, which others may wrap, is about to be iterated."""
         self.timeline.epoch_began()
+        self._zipped = isinstance(loader, zip)
         loader, moves = _unwrapped(loader)
         if moves:
             self._moved_by[moves] = None
         self._facts = read_loader(loader)
         self.stamps.watch([loader])
+
+    def size_of(self, batch: Batch) -> tuple[int, float]:
+        """Return the samples of a batch of all loaders, and its tokens; 0: not known."""
+        self.parts = tuple((i,) for i in range(len(batch))) if self._zipped else ((),)
+        return super().size_of(batch)
 
     def epoch_ended(self) -> None:
         """Stop measuring the loader: batches that are read from it now belong to no step."""
@@ -261,7 +269,12 @@ class LoopStage(StageMeter):
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
         late = self.late_batches(summary, loader, cpus=float(cpus))
-        step = StepCosts(summary=summary, loader=loader, padding=self.padding.padding())
+        step = StepCosts(
+            summary=summary,
+            loader=loader,
+            padding=self.padding.padding(),
+            few_objects=self.padding.few_objects,
+        )
         pauses = Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader)
         return judge(Evidence(late=late, step=step, pauses=pauses))
 

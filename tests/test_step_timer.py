@@ -12,6 +12,7 @@ import pytest
 import torch
 from conformance.pieces import Rows
 from misses import each
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
@@ -115,6 +116,10 @@ BOXES = {"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}
         [{"images": list(IMAGES), "targets": list(BOXES)}],
         [(IMAGES, (7, 8))],
         [[[torch.zeros(2, 3)] * 3, [torch.zeros(2, 5)] * 3]],  # collated pairs of triples
+        [pack_sequence([torch.zeros(5, 3), torch.zeros(4, 3)])],
+        [(pack_sequence([torch.zeros(5), torch.zeros(4)]), torch.zeros(2))],
+        [[torch.zeros(2, 3, 9, 9), torch.zeros(2, 3, 5, 5), torch.zeros(2, 3, 5, 5)]],  # crops
+        [[torch.zeros(2, 9, 3), torch.zeros(2, 8, 3), torch.zeros(2, 7, 3)]],  # no pictures
     ],
 )
 def test_any_iterable_will_do_and_samples_are_counted(batches):
@@ -122,6 +127,20 @@ def test_any_iterable_will_do_and_samples_are_counted(batches):
     seen = list(timer.batches(batches))
     assert seen[0] is batches[0]
     assert columns(timer)["samples"].tolist() == [2]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_list_of_pictures_of_unequal_size_has_as_many_samples_as_pictures(channels):
+    timer = StepTimer("cpu")
+    list(timer.batches([[torch.zeros(channels, 8 + i, 9) for i in range(6)]]))
+    assert columns(timer)["samples"].tolist() == [6]
+
+
+def test_samples_of_loaders_that_are_zipped_are_those_of_all():
+    timer = StepTimer("cpu")
+    list(timer.batches(zip(DataLoader(samples(16), 8), DataLoader(samples(8), 4), strict=True)))
+    list(timer.batches(DataLoader(samples(5), 5)))
+    assert columns(timer)["samples"].tolist() == [12, 12, 5]
 
 
 class HasNoLength:

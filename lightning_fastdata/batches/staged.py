@@ -14,6 +14,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from lightning_fastdata import tree
@@ -140,12 +141,16 @@ def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
     For packed documents it is their number, as ``cu_seqlens`` says, and for lists that were not
-    stacked, as ``tuple(zip(*samples))`` makes them, their length. Without any tensor it is the
-    length of the batch, or 1 where it has none, as a single number.
+    stacked, as ``tuple(zip(*samples))`` makes them, or three pictures and more of unequal size,
+    their length. Without any tensor it is the length of the batch, or 1 where it has none, as a
+    single number.
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of these
-        return first.size(0)  # nested tensors have no shape
+        # Nested tensors have no shape.
+        return len(batch) if first.ndim == 3 and _lists_pictures(batch) else first.size(0)
+    if isinstance(first, PackedSequence):
+        return int(first.batch_sizes[0])
     packed = packed_documents(batch)
     if packed is not None:
         return packed
@@ -156,6 +161,15 @@ def batch_samples(batch: Batch) -> int:
         if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
             return leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf)
     return len(batch) if isinstance(batch, Sized) and getattr(batch, "ndim", True) else 1
+
+
+def _lists_pictures(batch: Batch) -> bool:
+    """Return whether a batch is a list of pictures [channels, height, width] of unequal size."""
+    if type(batch) is not list or len(batch) < 3:
+        return False
+    shapes = {tuple(each.shape) if type(each) is torch.Tensor else () for each in batch}
+    channels = {shape[0] if len(shape) == 3 else 0 for shape in shapes}
+    return len(shapes) > 1 and channels <= {1, 3, 4} and len(channels) == 1
 
 
 def _length_of_columns(batch: Batch) -> int | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_fastdata import tree
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.insight.finding import (
     AUGMENT_HIGH,
@@ -51,6 +53,10 @@ _LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
 _OTHERS: Final = 0.1
 """Ratio up to which batches may show something else, as a last one of a single sample does."""
 _PADDING_HIGH: Final = 0.10
+_MANY: Final = 64
+"""Number of objects in a batch from which on to look at each of them takes long."""
+_LOOKING_MS: Final = 1.0
+"""Milliseconds below which looking for tensors in a batch is no finding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,8 @@ class PaddingMeter:
         self._others = 0
         """Number of batches that showed nothing, or something else than the first."""
         self._padding: Padding | None = None
+        self.few_objects = False
+        """Whether the newest batch that was looked at holds a few objects only."""
 
     @property
     def looks(self) -> bool:
@@ -107,6 +115,8 @@ class PaddingMeter:
             return
         seen = None
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
+            objects = tree.leaves(batch.batch if isinstance(batch, StagedBatch) else batch)
+            self.few_objects = len(list(islice(objects, _MANY))) < _MANY
             seen = next(_shown(tensors_in(batch)), None)
         if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):
             self._others += 1
@@ -222,6 +232,8 @@ class StepCosts:
     summary: StageSummary = NO_STEPS
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     """What the loader says about itself."""
+    before_hook: str = ""
+    """The user's hook before the transfer, which counts as part of it; empty: none."""
     transfer_hook: str = ""
     """The user's hook that moves a batch, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
     augment_hook: str = ""
@@ -230,6 +242,8 @@ class StepCosts:
     """Class whose arguments hold the loader's settings, as advice writes them."""
     padding: Padding | None = None
     """How much of the batches is padding."""
+    few_objects: bool = False
+    """Whether batches are known to hold a few objects only."""
 
     @property
     def times(self) -> StepTimes:
@@ -258,11 +272,14 @@ def _transfer(e: StepCosts) -> Finding | None:
     what = "copying a batch to the device"
     small = Advice(text="send uint8 and normalize on the device", joins=True)
     remedy: str | tuple[Advice, ...] = (small,) if e.loader.pinned else (PIN, small)
-    if e.transfer_hook:
-        what = e.transfer_hook
+    if e.before_hook or e.transfer_hook:
+        moves = e.transfer_hook or ("" if e.summary.device == "cpu" else "the copy to the device")
+        what = " with ".join(filter(None, (e.before_hook, moves)))
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
         remedy += "dataset or in collate_fn"
     elif e.summary.device == "cpu":  # where nothing is copied
+        if e.few_objects or (mean_ms(e.summary.transfer) or 0.0) < _LOOKING_MS:
+            return None
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "
         remedy += "which Lightning does not look"

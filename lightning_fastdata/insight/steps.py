@@ -56,7 +56,8 @@ class StepTiming(NamedTuple):
     """Time the device stood idle because of data; equals ``wait_ms`` where the host is the device.
     This, not ``wait_ms``, is what faster data would save."""
     transfer_ms: float | None = None
-    """Time of the copy from host to device, without augmentation within the transfer hooks."""
+    """Time of ``on_before_batch_transfer`` and of the copy from host to device, without
+    augmentation within the transfer hooks."""
     augment_ms: float | None = None
     """Time of batch transforms on the device."""
     compute_ms: float | None = None

@@ -75,8 +75,9 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], 
 
     The order is by severity, then by clearly larger gains, then that of the rules in the catalogue.
     Before all others come the pause that costs the run most, if that is 10 % and more than late
-    batches do, and then a rank that holds up this one: no other remedy would help. ``cost`` is what
-    was found without stamps. The pause is None if none costs the run so much.
+    batches or another cost of steps do, and then a rank that holds up this one: no other remedy
+    would help. ``cost`` is what was found without stamps. The pause is None if none costs the run
+    so much.
     """
     found = _all_found(evidence)
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
@@ -130,17 +131,20 @@ def _naming_loader(found: Found, label: str | None) -> Found:
 
 
 def _worst_pause(found: Iterable[Found], wall: WallTime) -> Found | None:
-    """Return the pause that costs the run most, if that is 10 % and more than late batches do."""
+    """Return the pause that costs the run most, if that is 10 % and more than its steps lose."""
     gains = [
         (gain.saved_ms, each)
         for each in found
-        if each.rule.about == "run" and (gain := each.finding.gain) and each.finding.remedy
+        if (each.rule.about == "run" or each.rule.code in _OF_STEPS)
+        and (gain := each.finding.gain)
+        and each.finding.remedy
     ]
     if not gains:
         return None
     cost_ms, worst = max(gains, key=itemgetter(0))
     cost_s, waited_s = cost_ms * wall.steps / 1000, wall.parts_s.get("wait", 0.0)
-    return worst if cost_s > waited_s and wall.share(cost_s) > STALL_HIGH else None
+    leads = worst.rule.about == "run" and cost_s > waited_s
+    return worst if leads and wall.share(cost_s) > STALL_HIGH else None
 
 
 def _weight(found: Found) -> tuple[int, int]:
@@ -160,7 +164,7 @@ class Verdict:
     """What limits the stage. ``data-bound``: the device waits for data above 10 % of the step;
     ``balanced``: 3 to 10 %, or something else costs much; ``compute-bound``: neither; ``unknown``:
     too few steps. Other kinds name a pause that takes 10 % of the run or more, and more than late
-    batches do, or other programs."""
+    batches or another cost of steps do, or other programs."""
     sentence: str
     """One sentence on what limits the stage: how much it waits for data, or what pauses it."""
     evidence: tuple[str, ...]

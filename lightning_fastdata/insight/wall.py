@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from lightning_fastdata.host import clock
@@ -59,6 +60,16 @@ _BESIDE: Final = {
     "searched again; or gc.disable(), and gc.collect() at ends of epochs",
 }
 """Part of the wall time beside steps -> what to try."""
+_BESIDE_HIGH_S: Final = 1.0
+"""Seconds below which what runs beside steps is no finding."""
+_ONCE: Final = tuple(
+    f".{hook}"
+    for hook in (
+        *("setup", "teardown", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
+        *("on_sanity_check_start", "on_sanity_check_end"),
+    )
+)
+"""Ends of the names of hooks that run once, and so cannot run less often."""
 _WORDS: Final = {"gc": "Python's garbage collector"}
 
 
@@ -305,8 +316,14 @@ def _validation(e: Pauses) -> Finding | None:
 def _beside_steps(e: Pauses) -> Finding | None:
     """Return the finding that what Python does beside steps takes long, with its longest part."""
     wall = e.wall
-    part = max(_BESIDE, key=lambda each: wall.parts_s.get(each, 0.0))
-    seconds, names = wall.parts_s.get(part, 0.0), wall.names_of(part)
+    spent = {part: wall.parts_s.get(part, 0.0) for part in _BESIDE}
+    for each, once_s in wall.named_s.items():
+        if each.part in spent and each.name.endswith(_ONCE):
+            spent[each.part] -= once_s
+    part, seconds = max(spent.items(), key=itemgetter(1))
+    if seconds < _BESIDE_HIGH_S:
+        return None
+    names = [each for each in wall.names_of(part) if not each[0].endswith(_ONCE)]
     name = names[0][0] if names else part
     most = f", {duration_text(names[0][1])} of it in {name}" if names else ""
     what = f"{_WORDS.get(part, part)} took {duration_text(seconds)} of "

@@ -44,9 +44,13 @@ _FULL_PAUSES: Final = 1
 """Youngest generation of garbage collections that count; younger ones are too short and many."""
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> the word for it in the names of its hooks and steps."""
+_BEFORE_TRANSFER: Final = "on_before_batch_transfer"
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of the measuring callback that cost less in each step than it costs to time them."""
-_HOOKS: Final = ("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end")
+_HOOKS: Final = (
+    *("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end"),
+    *("model_eval", "model_train", "model_zero_grad"),
+)
 """Ends of the names of a module's hooks that a run waits for, beside its steps."""
 
 
@@ -171,7 +175,9 @@ class WallWatch:
         self.clock = WallClock()
         self._fits = method == "fit"
         kind = _HOOKS_OF[method]
-        self._hooks = frozenset(f"on_{kind}_{when}" for when in _HOOKS)
+        kinds = (kind, "validation") if self._fits else (kind,)
+        hooks = (f"on_{each}_{when}" for each in kinds for when in _HOOKS)
+        self._hooks = frozenset((*hooks, "on_fit_end", "lr_scheduler_step"))
         self._batch_ends = f"on_{kind}_batch_end"
         fetches = "train_dataloader" if self._fits else seams.STAGES_OF[method][0]
         self._fetches = f"{fetches}_next"
@@ -242,7 +248,7 @@ class WallWatch:
             return self._entering(_WAIT_OF_VALIDATION)
         if last == self.step:
             return (self._step_began,), (self._step_over,)
-        if last == "batch_to_device":
+        if last in ("batch_to_device", _BEFORE_TRANSFER):
             return (self._step_began,), ()
         if action == "save_checkpoint":
             return self._entering(Activity("checkpoints"))
@@ -276,18 +282,18 @@ class WallWatch:
         return Activity("checkpoints" if saves else "callbacks", name)
 
     def _of_module(self, hook: str) -> Listener | None:
-        if hook == "on_validation_model_zero_grad":
-            return (), (self.validation_began,)
         if hook not in self._hooks:
             return None
         module = self._trainer.lightning_module
-        written = seams.overridden_hook(module, hook) is not None
+        then: tuple[Callable[[], None], ...] = ()
+        if hook == self._batch_ends:  # what follows it reduces and logs the metrics of the step
+            then = (self._step_ended,)
+        elif hook == "on_validation_model_zero_grad":
+            then = (self.validation_began,)
+        if seams.overridden_hook(module, hook) is None:
+            return ((), then) if then else None
         enter, leave = self._entering(Activity("callbacks", f"{type(module).__name__}.{hook}"))
-        if hook != self._batch_ends:
-            return (enter, leave) if written else None
-        # What follows it reduces and logs the metrics of the step.
-        then = (self._step_ended,)
-        return (enter, (*leave, *then)) if written else ((), then)
+        return enter, (*leave, *then)
 
     def _step_ended(self) -> None:
         if self.clock.state is not _OTHER:
@@ -383,12 +389,15 @@ class Recording:
 
     def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
-        stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
-        stamps.watch(seams.flattened(loaders))
+        meter = self.main if stage == self.main.stage else self.evaluated
+        meter.stamps.watch(seams.flattened(loaders))
+        # Without a CombinedLoader, which Lightning shows before it takes it apart, several loaders
+        # of a training are read in the same steps, and others one after the other.
+        mode = seams.combined_mode(loaders)
+        if stage == "train" if mode is None else mode != "sequential":
+            meter.parts = tuple(path for path, _ in seams.with_paths(loaders))
         if stage == self.main.stage:
             self._shown = loaders
-            if self.fits:
-                self.main.parts = tuple(path for path, _ in seams.with_paths(loaders))
             self.wall.epoch_starts()
 
     def restart(self) -> None:
@@ -433,12 +442,14 @@ class Recording:
 
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
+        transfer = (self._transfer_began,), (self._transfer_ended,)
+        hook = (_BEFORE_TRANSFER,) if seams.written_hook(self._trainer, _BEFORE_TRANSFER) else ()
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
             "validation_step": ((self._evaluation_began,), (self._evaluation_ended,)),  # of a fit
             self.wall.step: ((self._work_began,), (self._work_ended,)),
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
-            "batch_to_device": ((self._transfer_began,), (self._transfer_ended,)),
+            **dict.fromkeys(("batch_to_device", *hook), transfer),
             "on_after_batch_transfer": ((self._augment_began,), (self._augment_ended,)),
         }
 

@@ -194,6 +194,13 @@ class ThroughputHooks:
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
+        if self._run is not None and self._run.trainer is not trainer:
+            warnings.warn(
+                "This callback still measured the run of another Trainer, whose report ends here. "
+                "Give each Trainer a DataThroughputCallback of its own.",
+                FastDataWarning,
+                stacklevel=2,
+            )
         self._end_run()
         self._warned = set()
         # Lightning's enum is equal to its word, but is printed otherwise.
@@ -663,13 +670,16 @@ class MeasuredRun:
         cpus = float(self._usable_cpus)
         late = recording.main.late_batches(train, facts, cpus=cpus, machine=machine)
         ours = seams.own_datamodule(trainer)
+        before, moves, augments = (seams.written_hook(trainer, name) for name in seams.HOOKS)
         step = StepCosts(
             summary=train,
             loader=facts,
-            transfer_hook=seams.written_hook(trainer, "transfer_batch_to_device"),
-            augment_hook=seams.written_hook(trainer, "on_after_batch_transfer"),
+            before_hook=before,
+            transfer_hook=moves,
+            augment_hook=augments,
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
             padding=recording.main.padding.padding(),
+            few_objects=recording.main.padding.few_objects,
         )
         pauses = Pauses(
             wall=wall,

@@ -120,14 +120,16 @@ class _Look:
         self.seen: dict[Place, int] = {}
         """Nanoseconds spent in each place."""
         self.seen_ns = seen_ns
-        self._before_ns, self._began_ns = read_ns, clock.monotonic_ns()
+        self._before_ns = read_ns
         self._ident, self._over = threading.get_ident(), False
-        self._usual_s = sys.getswitchinterval()
-        threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
-        self._ours_s = 0.0
-        if self._usual_s > _SWITCH_S:  # else another look has set it, or the user
-            sys.setswitchinterval(_SWITCH_S)
-            self._ours_s = sys.getswitchinterval()
+        self._usual_s, self._ours_s = sys.getswitchinterval(), 0.0
+        self._starts = threading.Lock()
+        with self._starts:  # else starting the thread would be seen, and count as reading
+            threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
+            if self._usual_s > _SWITCH_S:  # else another look has set it, or the user
+                sys.setswitchinterval(_SWITCH_S)
+                self._ours_s = sys.getswitchinterval()
+            self._began_ns = clock.monotonic_ns()
 
     def end(self) -> int:
         """Look no more, and return the nanoseconds of reading in this round."""
@@ -142,6 +144,8 @@ class _Look:
     def _run(self) -> None:
         # An error would only be printed into the training's output.
         with contextlib.suppress(Exception):
+            with self._starts:
+                pass
             while not self._over:
                 # If this thread had to wait for the lock it looks at once: then the reading thread
                 # has just given the lock away, and is in the line in which it had it.

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
+from misses import each
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
@@ -169,7 +170,7 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
 
     class SlowTransfer(Linear):
         def on_before_batch_transfer(self, batch, dataloader_idx):
-            clock.sleep(SLEEP_S / 4)  # before the transfer: neither of the two
+            clock.sleep(SLEEP_S)
             return batch
 
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -180,9 +181,9 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
     trainer.fit(SlowTransfer(), loader(4))
     transfer, augment = callback.train["transfer_ms"], callback.train["augment_ms"]
-    assert transfer.tolist() == [SLEEP_MS / 2] * 4
+    assert transfer.tolist() == [SLEEP_MS * 3 / 2] * 4
     assert augment.tolist() == [SLEEP_MS / 4] * 4
-    assert callback.train["step_ms"].tolist() == [SLEEP_MS * 3 / 4] * 4
+    assert callback.train["step_ms"].tolist() == [SLEEP_MS * 7 / 4] * 4
     total = sum(
         np.nan_to_num(callback.train[f"{name}_ms"])
         for name in ("stall", "transfer", "augment", "compute")
@@ -256,6 +257,37 @@ def test_a_wait_for_one_of_several_loaders_is_a_wait_of_the_step(tmp_path, mode,
     (stage,) = callback.report.stages
     assert stage.steps == (4 if mode == "min_size" else 8)
     assert stage.samples == samples
+
+
+class SeveralEvaluated(Several):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return None
+
+    test_step = validation_step
+
+
+@each(
+    ("mode", "samples"),
+    [
+        ("min_size", 2 * 4 + 3 * 4),
+        ("max_size_cycle", 2 * 8 + 3 * 8),
+        ("max_size", 2 * 8 + 3 * 4),
+        ("sequential", 2 * 8 + 3 * 4),
+    ],
+)
+def test_samples_of_all_loaders_count_in_each_stage(tmp_path, mode, samples):
+    def loaders():
+        parts = {"a": DataLoader(Rows(16), 2), "b": DataLoader(Rows(12), 3)}
+        return CombinedLoader(parts, mode)
+
+    train = DataLoader(Rows(samples), 2) if mode == "sequential" else loaders()
+    callback = Measured()
+    trainer = make_trainer(tmp_path, callbacks=[callback], num_sanity_val_steps=0)
+    trainer.fit(SeveralEvaluated(), train, loaders())
+    assert [stage.samples for stage in callback.report.stages] == [samples, samples]
+    for method in ("validate", "test"):
+        getattr(trainer, method)(SeveralEvaluated(), loaders())
+        assert callback.report.stages[0].samples == samples
 
 
 def test_validation_loaders_come_one_after_the_other(tmp_path):

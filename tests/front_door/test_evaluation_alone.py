@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 from front_door.timed import Model, Rows
@@ -74,15 +75,15 @@ def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, o
 @pytest.mark.parametrize("method", METHODS)
 def test_where_its_seconds_went(tmp_path, method):
     slow = Callback()
-    setattr(slow, f"on_{HOOKS[method]}_batch_end", lambda *_, **__: clock.sleep(0.02))
+    setattr(slow, f"on_{HOOKS[method]}_batch_end", lambda *_, **__: clock.sleep(0.2))
     callback = DataThroughputCallback(summary=False)
     getattr(trainer_of(tmp_path, slow, callback), method)(
         Model(evaluate_s=0.01), DataLoader(Rows(SAMPLES), 2)
     )
     wall = callback.report.wall
     assert wall.parts_s["compute"] == pytest.approx(SAMPLES // 2 * 0.01)
-    assert wall.parts_s["callbacks"] == pytest.approx(SAMPLES // 2 * 0.02)
-    assert wall.total_s == pytest.approx(SAMPLES // 2 * 0.03)
+    assert wall.parts_s["callbacks"] == pytest.approx(SAMPLES // 2 * 0.2)
+    assert wall.total_s == pytest.approx(SAMPLES // 2 * 0.21)
     assert callback.report.verdict.code == "FD320"
     assert callback.report.stages[0].compute.mean_ms == 10
 
@@ -113,6 +114,24 @@ def test_a_path_of_ones_own_gets_the_method_in_its_name(tmp_path, suffix):
     trainer.test(model, DataLoader(Rows(), 2))
     names = {"mine.json", "mine.html", "mine-test.json", "mine-test.html"}
     assert {file.name for file in tmp_path.iterdir()} - {"elsewhere"} == names
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_callback_that_a_trainer_within_a_fit_takes_away_is_warned_of(tmp_path, own):
+    outer = DataThroughputCallback(summary=False)
+
+    class Nests(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            inner = DataThroughputCallback(summary=False) if own else outer
+            trainer_of(tmp_path / "in", inner).validate(Model(), DataLoader(Rows(6), 2))
+
+    trainer = trainer_of(tmp_path, outer, Nests())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Model(), DataLoader(Rows(), 2))
+    told = [each for each in caught if "of another Trainer" in str(each.message)]
+    assert len(told) == (0 if own else 1)
+    assert set(outer.reports) == ({"fit"} if own else {"fit", "validate"})
 
 
 def test_several_loaders_are_one_stage(tmp_path):

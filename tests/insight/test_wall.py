@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 from verdicts.known import evidence_with
 from virtual_time import VirtualClock
 
-from lightning_fastdata.insight.verdict import findings, ranked
+from lightning_fastdata.insight.steps import NO_STEPS, PhaseSummary
+from lightning_fastdata.insight.verdict import findings, judge, ranked
 from lightning_fastdata.insight.wall import (
     PART_NAMES,
     Activity,
@@ -106,15 +110,15 @@ def test_the_rate_of_the_run_is_without_the_setup():
 @pytest.mark.parametrize(
     ("callbacks_s", "wait_s", "severity", "first"),
     [
-        (0.4, 0.0, None, False),
-        (0.7, 0.0, "moderate", False),
-        (2.0, 0.0, "high", True),
-        (2.0, 3.0, "high", False),
+        (4.0, 0.0, None, False),
+        (7.0, 0.0, "moderate", False),
+        (20.0, 0.0, "high", True),
+        (20.0, 30.0, "high", False),
     ],
 )
 def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severity, first):
-    wall = wall_of(compute=10.0 - callbacks_s - wait_s, callbacks=callbacks_s, wait=wait_s)
-    evidence = evidence_with(step_ms=100.0, stall_ms=10 * wait_s, wall=wall)
+    wall = wall_of(compute=100.0 - callbacks_s - wait_s, callbacks=callbacks_s, wait=wait_s)
+    evidence = evidence_with(step_ms=1000.0, stall_ms=10 * wait_s, wall=wall)
     found = {each.code: each for each in findings(evidence)}
     assert ("FD320" in found) == (severity is not None)
     assert (ranked(evidence)[1] is not None) == first
@@ -123,3 +127,50 @@ def test_a_pause_is_the_verdict_where_it_costs_most(callbacks_s, wait_s, severit
         assert told.severity == severity
         assert "Slow.on_train_batch_end" in told.cause + told.remedy
         assert told.gain.before_ms - told.gain.after_ms == pytest.approx(10 * callbacks_s)
+
+
+@each(
+    ("phase", "ms", "kind", "first"),
+    [
+        ("transfer_ms", 15.0, "held up", "FD320"),
+        ("transfer_ms", 40.0, "balanced", "FD312"),
+        ("augment_ms", 15.0, "held up", "FD320"),
+        ("augment_ms", 40.0, "balanced", "FD313"),
+    ],
+)
+def test_a_pause_is_the_verdict_unless_a_part_of_the_step_costs_more(phase, ms, kind, first):
+    wall = wall_of(compute=8.0, callbacks=2.0)
+    times = {"step_ms": 80.0, "wait_ms": 0.0, "stall_ms": 0.0, phase: ms}
+    steps = PhaseSummary(mean_ms=80.0, p50_ms=80.0, p95_ms=80.0, max_ms=80.0, share=1.0)
+    summary = replace(NO_STEPS, steps=100, samples=800, step=steps)
+    evidence = evidence_with(summary=summary)
+    verdict = judge(evidence_with(evidence, **times, device="cuda", wall=wall))
+    assert (verdict.kind, verdict.code) == (kind, first)
+    assert "FD320" in {each.code for each in verdict.findings}
+
+
+@each(
+    ("hook", "seconds", "told"),
+    [
+        ("on_train_batch_end", 0.9, False),
+        ("on_train_batch_end", 1.1, True),
+        ("on_train_epoch_end", 8.0, True),
+        *((hook, 8.0, False) for hook in ("setup", "teardown", "on_fit_end", "on_train_start")),
+    ],
+)
+def test_what_runs_once_or_for_less_than_a_second_is_no_finding(hook, seconds, told):
+    named_s = {Activity("callbacks", f"Slow.{hook}"): seconds}
+    wall = replace(wall_of(compute=2.0, callbacks=seconds), named_s=named_s)
+    found = {each.code: each for each in findings(evidence_with(wall=wall))}
+    assert ("FD320" in found) == told
+
+
+def test_hooks_that_run_once_are_no_part_of_what_others_take():
+    once, often = Activity("callbacks", "A.on_train_start"), Activity("callbacks", "B.on_save")
+    parts_s = wall_of(compute=8.0, callbacks=7.0, checkpoints=3.0)
+    wall = replace(parts_s, named_s={once: 5.0, often: 2.0})
+    (found,) = findings(evidence_with(wall=wall))
+    assert found.cause == "checkpoints took 3.0 s of 18 s"
+    wall = replace(wall, named_s={once: 1.0, often: 6.0})
+    (found,) = findings(evidence_with(wall=wall))
+    assert found.cause == "callbacks took 6.0 s of 18 s, 6.0 s of it in B.on_save"

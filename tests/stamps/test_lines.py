@@ -16,6 +16,8 @@ import pytest
 import torch
 from looked_at import looked_at, takes
 from misses import each
+from processes import until
+from thread_waits import ThreadProbe
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
@@ -181,6 +183,22 @@ def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its
 
     found = tasks(TaskWatch(0, LineWatch(every=1)), holds, number=3)
     assert sum(ms_of(found).values()) == 4 * 52
+
+
+def test_starting_to_look_is_neither_seen_nor_counted_as_reading(its_time, monkeypatch):
+    class Slow(threading.Thread):
+        def start(self):
+            super().start()
+            probe = ThreadProbe(self.native_id)
+            until(lambda: probe.state() == (True, "lock"))
+            its_time.advance(10_000_000)
+            until(lambda: probe.state() == (True, "lock"))
+            probe.close()
+
+    watch = TaskWatch(0, LineWatch(every=1))
+    tasks(watch, number=2)
+    monkeypatch.setattr(line_names.threading, "Thread", Slow)
+    assert ms_of(tasks(watch, number=3)) == {"reads": 3 * 4 * 4}
 
 
 def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row(its_time):

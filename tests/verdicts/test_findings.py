@@ -344,11 +344,20 @@ def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
     [
         ("FD312", {"device": "cpu"}, "many objects"),
         ("FD312", {"transfer_hook": "Net.moves"}, "Net.moves takes 4.0 ms"),
+        ("FD312", {"before_hook": "Net.before"}, "Net.before with the copy to the device takes"),
+        ("FD312", {"before_hook": "A.b", "transfer_hook": "A.m"}, "A.b with A.m takes 4.0 ms"),
+        ("FD312", {"before_hook": "Net.before", "device": "cpu"}, "Net.before takes 4.0 ms"),
         ("FD313", {"augment_hook": "Net.augments"}, "Net.augments takes 8.0 ms"),
     ],
 )
 def test_what_moves_and_augments_batches_is_named(code, known, cause):
     assert cause in findings(evidence_with(TABLE[code][0], **known))[0].cause
+
+
+@each("known", [{"few_objects": True}, {"step_ms": 10.0, "transfer_ms": 0.9}])
+def test_few_objects_or_less_than_a_millisecond_are_no_cost_of_a_cpu(known):
+    found = findings(evidence_with(TABLE["FD312"][0], device="cpu", **known))
+    assert "FD312" not in {each.code for each in found}
 
 
 @each(

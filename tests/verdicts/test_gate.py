@@ -420,7 +420,7 @@ def fitted(tmp_path, model, **options):
     [
         ({"making_s": 0.6}, {"reload_dataloaders_every_n_epochs": 1}, "paused between epochs",
          "FD310", "reload_dataloaders_every_n_epochs=0"),
-        ({"collecting_s": 0.01}, {}, "held up", "FD320", "gc.freeze()"),
+        ({"collecting_s": 0.02}, {}, "held up", "FD320", "gc.freeze()"),
     ],
 )  # fmt: skip
 def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
@@ -433,7 +433,7 @@ def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
     assert unlawful(report.as_dict()["verdict"]) == []
     assert len(gc.callbacks) == listening
     wall = report.wall
-    lost_s = {"FD310": 3 * 0.6, "FD320": 64 * 0.01}[code]
+    lost_s = {"FD310": 3 * 0.6, "FD320": 64 * 0.02}[code]
     assert first.gain.saved_ms * wall.steps / 1000 == pytest.approx(lost_s)
     assert sum(wall.parts_s.values()) == pytest.approx(wall.total_s)
 
