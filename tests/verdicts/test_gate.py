@@ -18,11 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from insight import made_up
 from insight.made_up import history_of, timing
+from misses import each
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+)
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.finding import (
     FAMILIES,
@@ -165,6 +171,35 @@ def test_of_a_given_number_of_workers_it_is_seen_as_they_read():
         list(loader)
         assert ("cache" in closed_options(loader)) is closed
         loader.close()
+
+
+def known_stream():
+    """A stream of a library that shares its shards out among workers."""
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": [1, 2, 3, 4]}).to_iterable_dataset(num_shards=4)
+
+
+@each(
+    ("make", "divides"),
+    [
+        (lambda: DataLoader(Stream(12)), False),
+        (lambda: FastDataLoader(Stream(12)), False),
+        (lambda: FastDataLoader(Stream(12), num_workers=1, split=False), False),
+        (lambda: FastDataLoader(Stream(12), num_workers=1, split=True), True),
+        (lambda: DataLoader(known_stream()), True),
+        (lambda: FastDataLoader(known_stream(), num_workers=2), True),
+        (lambda: FastDataLoader(known_stream(), executor="torch"), True),
+    ],
+)
+def test_more_workers_are_told_of_a_stream_only_if_it_is_known_to_divide_itself(make, divides):
+    """Each worker of another one gives the whole stream: samples come several times."""
+    loader = make()
+    assert ("num_workers" not in closed_options(loader)) is divides
+    assert ("val.num_workers" not in closed_options(loader, prefix="val.")) is divides
+    closed = closed_options(loader)
+    told = findings(evidence_with(TABLE["FD303"][0], closed=closed))[0]
+    assert ("num_workers" in told.remedy) is divides
+    assert divides or "split=True" in told.leave_alone
 
 
 def test_what_this_run_has_tried_is_not_told_again():
