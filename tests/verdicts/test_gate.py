@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 from collections import deque
 from dataclasses import replace
@@ -28,8 +29,10 @@ from lightning_fastdata import (
     FastDataLoader,
     FastDataModule,
     LoaderOptions,
+    StepTimer,
 )
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight import stage as measured
 from lightning_fastdata.insight.finding import (
     FAMILIES,
     Advice,
@@ -486,6 +489,54 @@ def test_little_of_them_is_not_told(tmp_path, how, trainer):
     report = fitted(tmp_path, Model(**how), **trainer)
     assert report.verdict.kind == "compute-bound"
     assert not {"FD310", "FD320"} & {each.code for each in report.verdict.findings}
+
+
+class Replay(Dataset):
+    """Samples of which a step may change one."""
+
+    def __init__(self):
+        self.rows = torch.zeros(32, 4)
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        clock.sleep(10.0)  # beside which what this process really takes is nothing
+        return self.rows[index]
+
+
+class Replays(Learner):
+    def __init__(self, dataset, *, changes):
+        super().__init__()
+        self.dataset, self.changes = dataset, changes
+
+    def training_step(self, batch, batch_idx):
+        clock.sleep(20.0)
+        if self.changes:
+            self.dataset.rows[batch_idx] += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("loader", [DataLoader, FastDataLoader])
+def test_workers_are_not_told_where_they_would_read_what_was_there_before_the_steps(
+    tmp_path, monkeypatch, loader, changes
+):
+    monkeypatch.setattr(measured, "_COMPARED_WITHIN_S", math.inf)  # however busy the machine is
+    dataset, timer = Replay(), StepTimer("cpu")
+    callback = DataThroughputCallback(summary=False, report=False)
+    fit = quiet_trainer(tmp_path, callbacks=[callback]).fit
+    here = loader(dataset, 2, num_workers=0)
+    fit(Replays(dataset, changes=changes), here)
+    for number, _ in enumerate(timer.batches(here)):
+        clock.sleep(20.0)
+        dataset.rows[number] += changes
+    for report in (callback.report, timer.report()):
+        assert report.verdict.kind == "data-bound"
+        told = " ".join(f"{each.cause} {each.remedy}" for each in report.verdict.findings)
+        assert ("num_workers" in told) is not changes
+        assert not (changes and "cache" in told)
 
 
 def test_about_a_dozen_families_have_every_code_once():
