@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
@@ -174,6 +175,9 @@ class StageMeter:
             loader_share=share,
             machine=machine,
         )
+        if source is not None:
+            setup_with = partial(source.setup_with, cpus=cpus, step_cpus=times.step_cpus)
+            late = dataclasses.replace(late, setup_with=setup_with)
         made = slowest.stream_samples()
         return dataclasses.replace(late, read_rates=slowest.rates, stream_samples=made)
 
