@@ -162,6 +162,8 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
             found["num_workers"] = _WHOLE_STREAM
     if plan is not None:
         found |= dict.fromkeys(sorted(_DECIDED - plan.asked.set_by_user()), _CHOSEN)
+        if plan.options.persistent_workers is False:  # as torch has it: nothing was chosen
+            found.pop("persistent_workers", None)
     if ours is not None and ours.training.tuner is not None:
         back = [move for move in ours.training.tuner.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED

@@ -35,6 +35,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.insight import stage as measured
 from lightning_fastdata.insight.finding import (
     FAMILIES,
+    KEEP,
     Advice,
     Finding,
     Gain,
@@ -42,6 +43,7 @@ from lightning_fastdata.insight.finding import (
     closed_options,
     family_of,
     passed,
+    read_loader,
 )
 from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.machine import MachineSeen
@@ -157,6 +159,16 @@ def test_what_the_package_chose_is_closed_and_what_the_user_set_is_not():
     assert "num_workers" not in closed_options(FastDataLoader(Fixed(), 4, num_workers=2))
     assert set(closed_options(DataLoader(Fixed(), 4))) == {"cache"}
     assert set(closed_options(DataLoader(Fixed(), 4), prefix="val.")) == {"val.cache"}
+
+
+def test_workers_that_start_anew_as_by_torch_may_be_told_to_stay():
+    """Where the package has none of its own choice, that they start anew is torch's default."""
+    loader = FastDataLoader(Fixed(), 4, num_workers=2)
+    assert "persistent_workers" not in closed_options(loader)
+    kept, _ = of_module(Fixed(), options=LoaderOptions(num_workers=1, executor="workers"))
+    assert "persistent_workers" in closed_options(kept)
+    slow = evidence_with(TABLE["FD310"][0], loader=read_loader(loader))
+    assert findings(slow)[0].remedy.startswith(KEEP.text)
 
 
 def test_a_cache_is_told_only_where_samples_were_seen_to_be_fixed():
