@@ -628,7 +628,9 @@ def _collation(e: LateBatches) -> Finding | None:
         return None
     gain = e.gain(costs=scaled(e.costs, collate=0.0))
     less = Advice(text=_COLLATE_LESS, part=share)
-    return _spent(e, share, "collating samples", less, "reading and transforms", gain)
+    finding = _spent(e, share, "collating samples", less, "reading and transforms", gain)
+    waits = sum(cost.collate_blocked_ns - cost.collate_ns for cost in e.costs)
+    return _more_workers(e, finding, together=waits > 0, computing=waits <= 0)
 
 
 def _neighbours(e: LateBatches) -> Finding | None:
