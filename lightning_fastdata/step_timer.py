@@ -173,7 +173,7 @@ class StepTimer:
             self._left(stage)
         self.step_ended()
         self._reading[name] = reader = object()
-        stage.epoch_began(loader)
+        read, first = stage.epoch_began(loader), True
         try:
             self._asked(stage)  # workers start in iter()
             batches = iter(loader)
@@ -183,6 +183,8 @@ class StepTimer:
                 except StopIteration:
                     return
                 stage.timeline.wait_ended()
+                if first:
+                    stage.changes.epoch_began(read)
                 stage.padding.look(taken[0])
                 self._size = stage.size_of(taken[0])
                 yield taken.pop()  # so that the memory is free when the loop lets go of it
@@ -191,6 +193,10 @@ class StepTimer:
                         f"Another loader of stage={name!r} was begun meanwhile. Read several in "
                         "the same steps as one: batches(zip(a, b))."
                     )
+                if first:
+                    self.step_ended()
+                    stage.changes.first_step_ended(read)
+                first = False
                 self._asked(stage)
         finally:
             if self._reading.get(name) is reader:
@@ -241,8 +247,8 @@ class LoopStage(StageMeter):
         """Whether each batch is a tuple with one of each of several loaders."""
         self._moved_by: dict[str, None] = {}
 
-    def epoch_began(self, loader: object) -> None:
-        """Note that a loader, which others may wrap, is about to be iterated."""
+    def epoch_began(self, loader: object) -> object:
+        """Note that a loader is about to be iterated; return it without what wraps it."""
         self.timeline.epoch_began()
         self._zipped = isinstance(loader, zip)
         loader, moves = _unwrapped(loader)
@@ -250,6 +256,7 @@ class LoopStage(StageMeter):
             self._moved_by[moves] = None
         self._facts = read_loader(loader)
         self.stamps.watch([loader])
+        return loader
 
     def size_of(self, batch: Batch) -> tuple[int, float]:
         """Return the samples of a batch of all loaders, and its tokens; 0: not known."""
@@ -265,7 +272,7 @@ class LoopStage(StageMeter):
     def verdict(self, summary: StageSummary, val: StageSummary | None = None) -> Verdict:
         """Return what limits the stage, given its validation, if there is one."""
         cpus = read_cpu_limit().usable_cpus
-        loader = replace(self._facts, usable_cpus=cpus)
+        loader = replace(self.changes.heeded(self._facts), usable_cpus=cpus)
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
         late = self.late_batches(summary, loader, cpus=float(cpus))

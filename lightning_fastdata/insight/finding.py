@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.caches.cached import caches_in
+from lightning_fastdata.loading.facts import known_split
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.simulate import GOOD_ENOUGH
 from lightning_fastdata.order.lengths import BucketBatchSampler
@@ -53,6 +54,10 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
+_WHOLE_STREAM: Final = (
+    "as each may read the whole stream, so that samples come several times: split=True says that "
+    "it divides itself among them (get_worker_info)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +154,22 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     ours = loader if isinstance(loader, FastDataLoader) else None
     plan = None if ours is None else ours.plan
     found = {}
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset):
+        known = known_split(dataset)
+        divides = known is not None and known.splits if plan is None else plan.options.split is True
+        if not divides:
+            found["num_workers"] = _WHOLE_STREAM
     if plan is not None:
-        found = dict.fromkeys(sorted(_DECIDED - plan.asked.set_by_user()), _CHOSEN)
+        found |= dict.fromkeys(sorted(_DECIDED - plan.asked.set_by_user()), _CHOSEN)
+        if plan.options.persistent_workers is False:  # as torch has it: nothing was chosen
+            found.pop("persistent_workers", None)
     if ours is not None and ours.training.tuner is not None:
         back = [move for move in ours.training.tuner.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
     if ours is None or ours.draws is not False:
         found["cache"] = _DRAWN
-    elif isinstance(ours.dataset, IterableDataset):
+    elif isinstance(dataset, IterableDataset):
         found["cache"] = "a stream has no index to keep samples by"
     elif caches_in(ours.dataset):
         found["cache"] = "samples are kept already"

@@ -7,7 +7,7 @@ what another loader would gain.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -46,9 +46,6 @@ from lightning_fastdata.loading.simulate import (
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 
 _MOST_WORKERS: Final = 32
-_BATCHES_AHEAD: Final = 2
-_LEAST_AHEAD: Final = 8
-"""Fewest batches that a predicted loader is ahead, however few workers it has."""
 _RUNQUEUE_HIGH: Final = 0.20
 """Share of the workers' time or of the wait, spent without a CPU, from which on CPUs are short."""
 _OTHERS_LOW: Final = 0.2
@@ -127,6 +124,8 @@ class LateBatches:
     """Share of the waits that is for this loader's batches; others are read in the same steps."""
     setup: LoaderSetup | None = None
     """The loader as the model knows it; None: no predictions are made."""
+    setup_with: Callable[[int], LoaderSetup | None] = field(default=lambda _: None, compare=False)
+    """Gives the setup that the loader has with so many workers; None: it has no model of that."""
     costs: tuple[BatchCost, ...] = ()
     """Costs of recorded batches, on which predictions rest; empty: none are made."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
@@ -288,7 +287,7 @@ class LateBatches:
         return Gain(before_ms=step_ms, after_ms=after_ms, basis=basis)
 
     def best_workers(self, *, computing: bool = False) -> LoaderSetup | None:
-        """Return the setup with the fewest workers within 3 % of the best; None without costs.
+        """Return the setup with the fewest workers within 3 % of the best; None: not known.
 
         ``computing``: no more workers than there are CPUs.
         """
@@ -300,7 +299,12 @@ class LateBatches:
         elif computing:
             most = min(most, max(1, int(now.cpus)))
         numbers = {n for n in WORKERS if n <= most} | {now.workers}
-        candidates = [now if n == now.workers else _with_workers(now, n) for n in sorted(numbers)]
+        others, threads = now.other_cpus, now.worker_threads
+        candidates = [
+            replace(made, other_cpus=others, worker_threads=threads)
+            for n in sorted(numbers)
+            if (made := now if n == now.workers else self.setup_with(n)) is not None
+        ]
         return choose(self.costs, candidates)[0]
 
 
@@ -381,21 +385,6 @@ def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
     own = sum(task.cpu_ns or 0 for task in known)
     threads = 1 + sum(task.helpers_ns or 0 for task in known) / own if own else 1.0
     return threads if threads >= _SEVERAL_THREADS else 1.0
-
-
-def _with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
-    """Return the setup with another number of workers.
-
-    Where each worker makes whole batches, it is 2 ahead, or as many as before if that was more than
-    8 in all; where all workers make one batch together, the number ahead stays.
-    """
-    least = min(setup.look_ahead, _LEAST_AHEAD) if setup.workers else _LEAST_AHEAD
-    if setup.scheduling == "sample":
-        return replace(setup, workers=workers, look_ahead=max(least, setup.look_ahead))
-    each = _BATCHES_AHEAD
-    if setup.workers and setup.look_ahead > _LEAST_AHEAD:
-        each = math.ceil(setup.look_ahead / setup.workers)
-    return replace(setup, workers=workers, look_ahead=max(least, each * workers))
 
 
 def _advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
@@ -639,7 +628,9 @@ def _collation(e: LateBatches) -> Finding | None:
         return None
     gain = e.gain(costs=scaled(e.costs, collate=0.0))
     less = Advice(text=_COLLATE_LESS, part=share)
-    return _spent(e, share, "collating samples", less, "reading and transforms", gain)
+    finding = _spent(e, share, "collating samples", less, "reading and transforms", gain)
+    waits = sum(cost.collate_blocked_ns - cost.collate_ns for cost in e.costs)
+    return _more_workers(e, finding, together=waits > 0, computing=waits <= 0)
 
 
 def _neighbours(e: LateBatches) -> Finding | None:

@@ -11,13 +11,15 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import has_streams
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter
 from lightning_fastdata.insight.finding import LoaderFacts
@@ -49,6 +51,7 @@ _MOST_UNCUT: Final = 256
 """Most recorded waits that stay uncut until a result is asked for."""
 _KEPT_STAMPS: Final = 512
 """Number of newest batches of each loader whose stamps are kept for predictions."""
+_COMPARED_WITHIN_S: Final = 0.01
 
 
 class StageMeter:
@@ -70,6 +73,7 @@ class StageMeter:
         self.timeline = StepTimeline(device=events)
         self.stamps.restart()
         self.padding = PaddingMeter()
+        self.changes = ReadChanges()
         self._counted = 0.0, 0
         """Numbers of tokens, without padding, and of samples in all steps with known tokens."""
         self._told = self._counted
@@ -171,6 +175,9 @@ class StageMeter:
             loader_share=share,
             machine=machine,
         )
+        if source is not None:
+            setup_with = partial(source.setup_with, cpus=cpus, step_cpus=times.step_cpus)
+            late = dataclasses.replace(late, setup_with=setup_with)
         made = slowest.stream_samples()
         return dataclasses.replace(late, read_rates=slowest.rates, stream_samples=made)
 
@@ -191,6 +198,51 @@ class StageMeter:
             waited_s=waited_ms / 1e3,
             loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
         )
+
+
+class ReadChanges:
+    """What changes the dataset and the ``collate_fn`` of a loader: steps, or the end of an epoch.
+
+    Compared is how they are at the start of each epoch, and at the end of its first step.
+    """
+
+    def __init__(self) -> None:
+        self._by: set[Literal["steps", "epochs", "unknown"]] = set()
+        self._epochs = 0
+        self._read: tuple[Fingerprint | None, Fingerprint | None] = None, None
+        """Fingerprints at the start of the last epoch, with globals and without; None: unknown."""
+
+    def epoch_began(self, loader: object) -> None:
+        """Look at what is read, when the first batch of an epoch is there."""
+        now = _look(loader), _look(loader, with_globals=False)
+        if self._epochs and None in (now[0], self._read[0]):
+            self._by.add("unknown")
+        elif self._epochs and now[0] != self._read[0]:
+            self._by.add("epochs")
+        self._read, self._epochs = now, self._epochs + 1
+
+    def first_step_ended(self, loader: object) -> None:
+        """Look again. Globals are left out: a loop has some that no dataset reads."""
+        now = _look(loader, with_globals=False)
+        if None not in (now, self._read[1]) and now != self._read[1]:
+            self._by.add("steps")
+
+    def heeded(self, facts: LoaderFacts) -> LoaderFacts:
+        """Return facts of the loader by which nothing is advised that would read what was."""
+        if not self._by:
+            return facts
+        closed = dict(facts.closed)
+        if self._by != {"unknown"}:
+            closed["cache"] = "what is read changes while it trains"
+        if "steps" in self._by and facts.num_workers == 0:
+            closed["num_workers"] = "as steps change what is read, which workers would not see"
+        kept = facts.persistent_workers or None
+        return dataclasses.replace(facts, persistent_workers=kept, closed=closed)
+
+
+def _look(loader: object, *, with_globals: bool = True) -> Fingerprint | None:
+    read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
+    return fingerprint(*read, within_s=_COMPARED_WITHIN_S, with_globals=with_globals)
 
 
 def _long_waits(summary: StageSummary) -> int:

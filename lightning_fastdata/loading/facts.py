@@ -690,7 +690,7 @@ def split_of(spec: LoaderSpec, start_method: str) -> StreamSplit:
     alone. It is tried, where the number of workers depends on it, in a process that is started as
     workers would be, and thrown away. A ``worker_init_fn`` may give each worker's copy its part.
     """
-    options, found = spec.options, _known(spec.dataset)
+    options, found = spec.options, known_split(spec.dataset)
     configured = spec.worker_init_fn is not None
     if found is None or (configured and not (found.splits or found.here)):
         found = _tried(spec, start_method)
@@ -703,11 +703,11 @@ def _no(why: str) -> StreamSplit:
     return StreamSplit(splits=False, why=why)
 
 
-def _known(stream: object) -> StreamSplit | None:
+def known_split(stream: object) -> StreamSplit | None:
     """Return what is known of a stream by its library; None: nothing."""
     chained = held(stream, "datasets") if type(stream) is ChainDataset else None
     if isinstance(chained, list | tuple):
-        return next((known for known in map(_known, chained) if known and known.here), None)
+        return next((known for known in map(known_split, chained) if known and known.here), None)
     if is_a(stream, "datasets", "IterableDataset"):
         return _hugging_face(stream)
     if any(is_a(part, "ray") for part in held_by(stream).values()):

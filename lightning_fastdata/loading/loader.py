@@ -25,6 +25,7 @@ from torch.utils.data import (
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples, FaultLog
 from lightning_fastdata.batches.libraries import epoch_set_on, settle_ranks, tell_epoch
+from lightning_fastdata.batches.memory import shared_slots_supported
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import FastDataWarning, OptionsError, checked_seed
 from lightning_fastdata.executors.kinds import AnyExecutor, able_to_read_on, find_kind, kind_of
@@ -669,8 +670,14 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             self._inner.record(self.all_records)
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-        """Return the setup with ``workers`` workers for the simulation; None: it has no model."""
+        """Return the setup with ``workers`` workers for the simulation; None: it has no model.
+
+        Where the training process reads, it is that of the loader which is made for so many.
+        """
         settings = self.as_set_up(num_workers=workers)
+        auto = self.plan is not None and self.plan.asked.executor == "auto"
+        if not workers_of(self) and (auto or kind_of(self.executor).caller_reads):
+            vars(settings)["executor"] = "workers" if shared_slots_supported() else "torch"
         return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
 
     def set_workers(self, workers: int) -> None:

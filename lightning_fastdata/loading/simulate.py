@@ -48,7 +48,7 @@ class BatchCost:
     cpu_ns: float
     """CPU time to read the samples."""
     blocked_ns: float
-    """Time to read the samples that is neither on a CPU nor waiting for one."""
+    """Time to read and collate the samples that is neither on a CPU nor waiting for one."""
     collate_ns: float
     """CPU time to collate the batch."""
     slowest_ns: float
@@ -61,6 +61,8 @@ class BatchCost:
     """Time from the delivery until the training asks for the next batch."""
     task_ns: float = 0.0
     """CPU time to begin and end one of the tasks that make the batch, not in ``cpu_ns``."""
+    collate_blocked_ns: float = 0.0
+    """Part of ``blocked_ns`` in which the batch is collated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
     )
     costs = []
     for batch, following in pairwise(stamps):
-        busy = collate = queued = slowest = 0.0
+        busy = collate = waits = queued = slowest = 0.0
         tasks_ns = task_ns * len(batch.tasks)
         reading = pause * len(batch.tasks) - tasks_ns
         for task in batch.tasks:
@@ -180,6 +182,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
                 scale = min(1.0, task.cpu_ns / max(1, task.collate_ns))
                 busy += task.cpu_ns - task.collate_ns * scale
             collate += task.collate_ns * scale
+            waits += task.collate_ns * (1 - scale)
             queued += task.runqueue_ns or 0
             reading += task.ended_ns - task.began_ns - task.collate_ns * scale
             slowest = max(slowest, task.slowest_ns)
@@ -196,6 +199,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
                 taking_ns=taking,
                 step_ns=max(0, following.requested_ns - batch.delivered_ns) * (1 - step_queued),
                 task_ns=task_ns,
+                collate_blocked_ns=min(blocked, waits),
             )
         )
     return costs
@@ -261,18 +265,20 @@ def scaled(
     """
     found = []
     for cost in costs:
-        read = cost.cpu_ns + cost.blocked_ns
+        waits = cost.blocked_ns - cost.collate_blocked_ns
+        read = cost.cpu_ns + waits
         keep = 1.0
         if not slow_samples and cost.samples > 1 and read > 0:
             keep = min(1.0, (read - cost.slowest_ns) / read * cost.samples / (cost.samples - 1))
         slowest = cost.slowest_ns if keep == 1.0 else read * keep / cost.samples
-        factor = (cost.cpu_ns * cpu + cost.blocked_ns * blocked) / read if read > 0 else 1.0
+        factor = (cost.cpu_ns * cpu + waits * blocked) / read if read > 0 else 1.0
         found.append(
             replace(
                 cost,
                 cpu_ns=cost.cpu_ns * cpu * keep,
-                blocked_ns=cost.blocked_ns * blocked * keep,
+                blocked_ns=waits * blocked * keep + cost.collate_blocked_ns * collate,
                 collate_ns=cost.collate_ns * collate,
+                collate_blocked_ns=cost.collate_blocked_ns * collate,
                 slowest_ns=slowest * factor,
                 handover_ns=cost.handover_ns * handover,
                 taking_ns=cost.taking_ns * handover,

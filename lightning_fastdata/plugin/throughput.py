@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, T
 
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, check
-from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
@@ -65,7 +64,6 @@ _MOST_FIGURES: Final = 20
 _NOT_MEASURED: Final = "A step was not measured"
 _FIRST_WORD_STEPS: Final = 50
 """Number of steps after which something is said for the first time."""
-_COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
 """Share of a run's time that may be spent on judging it before it has ended."""
 _JUDGED_EVERY_S: Final = 120.0
@@ -275,6 +273,8 @@ class ThroughputHooks:
         recording.main.step_ended(*recording.main.size_of(batch))
         if recording.host is not None:
             recording.host.step_ended()
+        if batch_idx == 0:
+            run.first_step_ended()
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
             return
         recording.optimizer_stepped = False
@@ -476,11 +476,7 @@ class MeasuredRun:
         self._began_s = self._judged_s = clock.monotonic()
         self._spent_s = self._dearest_s = 0.0
         """Seconds that all verdicts within the run took, and seconds of the longest one."""
-        self._read: Fingerprint | None = None
-        """Fingerprint of what the loader read when the last epoch began; None: not known."""
         self._epochs = 0
-        self._changes = False
-        """Whether what the loader reads changed between epochs, or could not be compared."""
         self._mixed: dict[str, dict[str, int]] = {}
         """Label of a loader -> samples of each part of its mixture, as they were logged last."""
         self._logged = False
@@ -529,11 +525,16 @@ class MeasuredRun:
         """Compare what is read with what it was in the epoch before."""
         if self.recording.host is not None:
             self.recording.host.epoch = self._epochs
-        loader = next(seams.flattened(self.recording.loaders()), None)
-        read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
-        now = fingerprint(*read, within_s=_COMPARED_WITHIN_S)
-        self._changes |= self._epochs > 0 and (now is None or now != self._read)
-        self._read, self._epochs = now, self._epochs + 1
+        self.recording.main.changes.epoch_began(self._first_loader)
+        self._epochs += 1
+
+    def first_step_ended(self) -> None:
+        """Compare what is read with what it was before the first step of the epoch."""
+        self.recording.main.changes.first_step_ended(self._first_loader)
+
+    @property
+    def _first_loader(self) -> object:
+        return next(seams.flattened(self.recording.loaders()), None)
 
     # -- what is logged ----------------------------------------------------------------------------
 
@@ -707,11 +708,8 @@ class MeasuredRun:
         settled = ours is not None and ours.placing.choice(stage) is not None
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
-        if self._changes and not known.persistent_workers:
-            # Kept workers would read what was there in the first epoch: keeping is not advised.
-            known = replace(known, persistent_workers=None)
         return replace(
-            known,
+            self.recording.main.changes.heeded(known),
             usable_cpus=self._usable_cpus,
             augment_on="device" if self.recording.augments(stage) else augment_on,
             augment_settled=settled or known.augment_settled,

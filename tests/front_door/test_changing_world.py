@@ -57,7 +57,7 @@ from lightning_fastdata import (
     OptionsError,
 )
 from lightning_fastdata.executors import fetch, inline
-from lightning_fastdata.plugin import throughput
+from lightning_fastdata.insight import stage as measured
 
 LENGTH, BATCH, EPOCHS = 8, 2, 2
 IN_A_GLOBAL: dict[str, int] = {"added": 0}
@@ -1054,7 +1054,7 @@ def test_to_keep_workers_is_not_advised_where_they_would_read_something_else(
     changes, monkeypatch
 ) -> None:
     # On a busy machine a comparison may take longer than it may, and then nothing is advised.
-    monkeypatch.setattr(throughput, "_COMPARED_WITHIN_S", math.inf)
+    monkeypatch.setattr(measured, "_COMPARED_WITHIN_S", math.inf)
     data = Rows(lambda own, _: own.number, number=0)
     callback = DataThroughputCallback(summary=False, report=False)
     trainer = trainer_of(8, callback)

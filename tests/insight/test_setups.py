@@ -83,6 +83,26 @@ def test_without_workers_the_training_process_reads(executor):
     assert setup(executor=executor, num_workers=0).workers == 0
 
 
+@each(
+    "settings",
+    [
+        {},
+        {"executor": "inline"},
+        {"executor": "torch"},
+        {"num_workers": 2},
+        {"num_workers": 2, "executor": "torch", "prefetch_factor": 3},
+        {"num_workers": 2, "prefetch_factor": 5},
+        {"collate_fn": stacked},
+    ],
+)
+def test_with_other_workers_the_setup_is_that_of_the_loader_which_is_made_so(settings):
+    told = FastDataLoader(Waiting(), 4, **settings)
+    aside = {"executor": "workers"} if settings.get("executor") == "inline" else {}
+    for workers in (1, 3, 32):
+        made = setup(**{**settings, **aside, "num_workers": workers})
+        assert told.setup_with(workers, **HERE) == made
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_the_model_does_not_know_has_no_setup(workers):
     rows = TensorDataset(torch.arange(8.0))

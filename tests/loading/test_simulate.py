@@ -225,6 +225,15 @@ def test_what_the_kernel_tells_late_of_one_task_is_right_in_the_sum_of_a_batch()
     assert (first.cpu_ns, first.blocked_ns) == (4 * MS, 0.0)
 
 
+def test_what_collation_waits_for_is_of_collation_and_not_of_reading():
+    made = task(0, 20, cpu=1, queued=0, collate=16)
+    first, *_ = batch_costs([batch(0, 20, made), batch(30, 50, made)])
+    assert (first.collate_ns, first.blocked_ns) == (1 * MS, 19 * MS)
+    assert first.collate_blocked_ns == 15 * MS
+    (faster,), (read_at_once,) = scaled([first], collate=0), scaled([first], blocked=0)
+    assert (faster.blocked_ns, read_at_once.blocked_ns) == (4 * MS, 15 * MS)
+
+
 def test_where_the_kernel_tells_nothing_reading_counts_as_blocked():
     made = task(0, 20, cpu=None, queued=None, collate=3)
     first, *_ = batch_costs([batch(0, 20, made), batch(30, 50, made)])

@@ -45,6 +45,9 @@ def evidence_with(evidence: Evidence = NOTHING, /, **facts: Any) -> Evidence:
         changed = {"wait" if name == "parts" else name: each for name, each in causes.items()}
         known = replace(summary.causes or NO_CAUSES, batches=1, **changed)
         summary = replace(summary, causes=None if causes.get("parts", ...) is None else known)
+    now = facts.get("setup")
+    if now is not None:
+        facts.setdefault("setup_with", lambda n: replace(now, workers=n, look_ahead=max(8, 2 * n)))
     facts["summary"] = replace(summary, device=facts.pop("device", summary.device))
     facts["times"] = times_of(summary)
     new = facts.pop("loader", loader)

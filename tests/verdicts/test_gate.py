@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 from collections import deque
 from dataclasses import replace
@@ -18,14 +19,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from insight import made_up
 from insight.made_up import history_of, timing
+from misses import each
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+    StepTimer,
+)
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight import stage as measured
 from lightning_fastdata.insight.finding import (
     FAMILIES,
+    KEEP,
     Advice,
     Finding,
     Gain,
@@ -33,6 +43,7 @@ from lightning_fastdata.insight.finding import (
     closed_options,
     family_of,
     passed,
+    read_loader,
 )
 from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.machine import MachineSeen
@@ -150,6 +161,16 @@ def test_what_the_package_chose_is_closed_and_what_the_user_set_is_not():
     assert set(closed_options(DataLoader(Fixed(), 4), prefix="val.")) == {"val.cache"}
 
 
+def test_workers_that_start_anew_as_by_torch_may_be_told_to_stay():
+    """Where the package has none of its own choice, that they start anew is torch's default."""
+    loader = FastDataLoader(Fixed(), 4, num_workers=2)
+    assert "persistent_workers" not in closed_options(loader)
+    kept, _ = of_module(Fixed(), options=LoaderOptions(num_workers=1, executor="workers"))
+    assert "persistent_workers" in closed_options(kept)
+    slow = evidence_with(TABLE["FD310"][0], loader=read_loader(loader))
+    assert findings(slow)[0].remedy.startswith(KEEP.text)
+
+
 def test_a_cache_is_told_only_where_samples_were_seen_to_be_fixed():
     assert "cache" not in closed_options(of_module(Fixed())[0])
     stream = of_module(Stream(12), options=LoaderOptions(split=False))[0]
@@ -165,6 +186,35 @@ def test_of_a_given_number_of_workers_it_is_seen_as_they_read():
         list(loader)
         assert ("cache" in closed_options(loader)) is closed
         loader.close()
+
+
+def known_stream():
+    """A stream of a library that shares its shards out among workers."""
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": [1, 2, 3, 4]}).to_iterable_dataset(num_shards=4)
+
+
+@each(
+    ("make", "divides"),
+    [
+        (lambda: DataLoader(Stream(12)), False),
+        (lambda: FastDataLoader(Stream(12)), False),
+        (lambda: FastDataLoader(Stream(12), num_workers=1, split=False), False),
+        (lambda: FastDataLoader(Stream(12), num_workers=1, split=True), True),
+        (lambda: DataLoader(known_stream()), True),
+        (lambda: FastDataLoader(known_stream(), num_workers=2), True),
+        (lambda: FastDataLoader(known_stream(), executor="torch"), True),
+    ],
+)
+def test_more_workers_are_told_of_a_stream_only_if_it_is_known_to_divide_itself(make, divides):
+    """Each worker of another one gives the whole stream: samples come several times."""
+    loader = make()
+    assert ("num_workers" not in closed_options(loader)) is divides
+    assert ("val.num_workers" not in closed_options(loader, prefix="val.")) is divides
+    closed = closed_options(loader)
+    told = findings(evidence_with(TABLE["FD303"][0], closed=closed))[0]
+    assert ("num_workers" in told.remedy) is divides
+    assert divides or "split=True" in told.leave_alone
 
 
 def test_what_this_run_has_tried_is_not_told_again():
@@ -451,6 +501,54 @@ def test_little_of_them_is_not_told(tmp_path, how, trainer):
     report = fitted(tmp_path, Model(**how), **trainer)
     assert report.verdict.kind == "compute-bound"
     assert not {"FD310", "FD320"} & {each.code for each in report.verdict.findings}
+
+
+class Replay(Dataset):
+    """Samples of which a step may change one."""
+
+    def __init__(self):
+        self.rows = torch.zeros(32, 4)
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        clock.sleep(10.0)  # beside which what this process really takes is nothing
+        return self.rows[index]
+
+
+class Replays(Learner):
+    def __init__(self, dataset, *, changes):
+        super().__init__()
+        self.dataset, self.changes = dataset, changes
+
+    def training_step(self, batch, batch_idx):
+        clock.sleep(20.0)
+        if self.changes:
+            self.dataset.rows[batch_idx] += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("loader", [DataLoader, FastDataLoader])
+def test_workers_are_not_told_where_they_would_read_what_was_there_before_the_steps(
+    tmp_path, monkeypatch, loader, changes
+):
+    monkeypatch.setattr(measured, "_COMPARED_WITHIN_S", math.inf)  # however busy the machine is
+    dataset, timer = Replay(), StepTimer("cpu")
+    callback = DataThroughputCallback(summary=False, report=False)
+    fit = quiet_trainer(tmp_path, callbacks=[callback]).fit
+    here = loader(dataset, 2, num_workers=0)
+    fit(Replays(dataset, changes=changes), here)
+    for number, _ in enumerate(timer.batches(here)):
+        clock.sleep(20.0)
+        dataset.rows[number] += changes
+    for report in (callback.report, timer.report()):
+        assert report.verdict.kind == "data-bound"
+        told = " ".join(f"{each.cause} {each.remedy}" for each in report.verdict.findings)
+        assert ("num_workers" in told) is not changes
+        assert not (changes and "cache" in told)
 
 
 def test_about_a_dozen_families_have_every_code_once():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ class Stage:
 
     def evidence(self, *, val: Any = None, **measured: Any) -> Evidence:
         """Return what is known of the stage; further facts may be given."""
-        setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=SLEEPING)
+        here = {"cpus": float(machine().cpus), "step_cpus": SLEEPING}
+        measured["setup_with"] = partial(self.loader.setup_with, **here)
+        setup = setup_of(self.loader, **here)
         rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
         summary, loader = self.summary(), replace(read_loader(self.loader), closed={})
         late = late_batches_of(summary, loader, list(self.records), setup)

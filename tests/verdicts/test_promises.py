@@ -1,0 +1,48 @@
+"""What a verdict promises comes true: who follows it has the step that was told."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from misses import each
+from rig.machine import sleep
+from rig.virtual_crew import on_machine
+
+from lightning_fastdata.insight.verdict import findings
+from verdicts.workloads import Samples, Training, sleep_for, slow_collate, train
+
+
+def followed(training, workers):
+    with on_machine():
+        return train(training.with_options(num_workers=workers, executor="auto"))
+
+
+def collated_late(samples):
+    sleep(0.02)
+    return torch.stack(samples)
+
+
+@each(
+    ("costs", "loader", "code"),
+    [
+        ({"slow_s": 1.0, "slow_every": 160}, {}, "FD302"),
+        ({"blocked_s": 0.001, "slow_s": 0.3, "slow_every": 160}, {}, "FD302"),
+        ({"blocked_s": 0.002}, {}, "FD303"),
+        ({}, {"collate_fn": collated_late}, "FD307"),
+        ({}, {"collate_fn": partial(slow_collate, 0.02)}, "FD307"),
+    ],
+)
+def test_the_step_that_a_loader_without_workers_is_promised_with_some_comes_true(
+    costs, loader, code
+):
+    training = Training(
+        dataset=Samples(960, **costs), step=sleep_for(0.002), batch_size=8, loader=loader
+    )
+    first = findings(followed(training, 0))[0]
+    assert first.code == code
+    assert "num_workers" in first.remedy or code == "FD302"
+    for told in (n for n in range(1, 65) if f"num_workers={n})" in first.remedy):
+        after = followed(training, told).late.times.step_ms
+        assert after == pytest.approx(first.gain.after_ms, rel=0.2), told
