@@ -8,15 +8,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     Sampler,
 )
 
@@ -36,6 +40,7 @@ from lightning_fastdata.loading.source import (
     KeptExecutor,
     Source,
     ahead_by_index,
+    draw_base_seed,
     epoch_of,
     indices_of,
     open_source,
@@ -422,6 +427,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._epoch_cell = EpochCell()
         self._passes = Passes()
         self._told_loose = False
+        self._opened = False
+        """Whether ``iter()`` drew a base seed, and the epoch is still to begin."""
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -446,9 +453,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         Order and randomness are those of ``epoch()``.
         """
         run, original = self.training.run, self.training.original
-        if run is not None:
-            # Lightning counts batches from here on; its count of taken ones may need correction.
-            run.resumed(self)
+        # Lightning counts batches from here on; its count of taken ones may need correction.
+        resumed = None if run is None else run.resumed(self)
         order = order_of(self)
         ahead = self.num_workers or self.training.chosen or type(order) is BatchSampler
         ahead_of = order if ahead else None
@@ -456,9 +462,24 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             ahead_of = original.batches
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
+        goes_on = not self.begun and (resumed is not None or self._passes.is_loaded)
+        begin = partial(self._begin, None if goes_on else self._draw())
         return position.CountedBatches(
-            self._begin, self, watch, ahead_of, self._passes, by_index=by_index
+            begin, self, watch, ahead_of, self._passes, by_index=by_index
         )
+
+    def _draw(self) -> torch.Generator | None:
+        """Draw a base seed, as torch does at ``iter()``; return the generator as it was before.
+
+        None: torch draws none, as workers are kept, or DataPipes draw more, when the pass begins.
+        """
+        kept = self.keeps is True and self._inner is not None
+        if kept or isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            return None
+        before = (self.generator or torch.default_generator).clone_state()
+        draw_base_seed(self.generator)
+        vars(self)["_opened"] = True
+        return before
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
@@ -477,8 +498,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Return whether later batches of this epoch are read in the state of that time."""
         return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
-    def _begin(self) -> tuple[Pass, Iterator[Batch]]:
+    def _begin(self, draw_from: torch.Generator | None) -> tuple[Pass, Iterator[Batch]]:
         begun, training = self._next_pass(), self.training
+        vars(self)["_opened"] = False
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
         if training.original is not None:
@@ -497,7 +519,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if isinstance(inner, KeptExecutor):
             inner.told = told
         settle_ranks(self.dataset)
-        batches = self._batches(begun)
+        batches = self._batches(begun, draw_from)
         if training.tuner is not None and not begun.aside:
             batches = training.tuner.batches(batches, self)
         if training.ahead is not None and not training.is_over:
@@ -548,7 +570,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         # A tuple is compared by identity first: a dataset may have any ``==``.
         return tuple(getattr(self, name) for name in _RESTS_ON)
 
-    def _batches(self, begun: Pass) -> Iterator[Batch]:
+    def _batches(self, begun: Pass, draw_from: torch.Generator | None) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the previous epoch if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
@@ -565,7 +587,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 inner.record(self.all_records)
             self._keep(inner, rests_on)
         again = self._go_on(begun)
-        batches = source = epoch_of(inner, reported=bool(self._reported))
+        batches = source = epoch_of(
+            inner, reported=bool(self._reported), draw_from=draw_from or self.generator
+        )
         if isinstance(inner, KeptExecutor):
             begun.executor, begun.base_seed = inner.last, inner.base_seed
         if reads_with_torch(self) and not self.num_workers:
@@ -717,7 +741,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 elif begun.exhausted and begun.epoch == epoch - 1:
                     state = replace(state, lanes=inner.lanes(begun.executor, 0, over=True))
         if indices is not None:
-            state = position.with_indices(state, indices)
+            state = position.with_indices(state, indices, opened=self._opened)
         if not (state.is_known or self._told_loose):
             vars(self)["_told_loose"] = True
             position.tell_loose(self)
