@@ -299,6 +299,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         split: bool | Literal["auto"] = "auto",
         training: Training = Training(),
     ) -> None:
+        left = {"num_workers": num_workers is None, "pin_memory": not pin_memory}
         executor, num_workers, alone = _asked(executor, num_workers, worker_init_fn)
         chosen, tuner = training.chosen or num_workers == "auto", training.tuner
         standby = training.standby
@@ -357,7 +358,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 worker_init_fn=worker_init_fn,
                 keeps=chosen,
             )
-            self.plan = plan = plan_for(spec)
+            as_torch = frozenset(name for name, is_left in left.items() if is_left)
+            self.plan = plan = replace(plan_for(spec), as_torch=as_torch)
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.loader_arguments().get("persistent_workers", False)
