@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.errors import FastDataWarning, OptionsError, check
+from lightning_fastdata.errors import FastDataWarning, OptionsError, check, is_whole
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -151,7 +151,7 @@ class ThroughputHooks:
         report: str | Path | bool = True,
     ) -> None:
         super().__init__()
-        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
+        if every_n_steps is not None and not is_whole(every_n_steps, 1):
             raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
         fine = isinstance(report, bool | str | os.PathLike)
         check("report", report, fine, "True, False and a path")
