@@ -203,8 +203,14 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
     This process becomes that of the script: signals, exit code and output are its own.
     """
     _check_found_by_lightning()
+    if report is not None:
+        from lightning_fastdata.host.system_calls import check_replaceable
+        from lightning_fastdata.insight.report import report_file
+
+        check_replaceable(report_file(report, ".json"))
+        report = str(Path(report).resolve())
     program = _program_of(command, "run", module=module)
-    settings = {"report": None if report is None else str(Path(report).resolve())}
+    settings = {"report": report}
     sys.stderr.write(
         f"fastdata: each Trainer of {command[0]} gets a DataThroughputCallback. A loop without "
         "Lightning's Trainer is measured by StepTimer.\n"

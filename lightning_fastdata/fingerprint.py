@@ -365,6 +365,12 @@ class _Digesting(pickle.Pickler):
         if held(obj, "__wrapped__") is not None:
             self.looks.unseen()
             return _stand_in, (kind.__qualname__, held_by(obj))
+        one_array = isinstance(obj, loaded_classes("pandas._libs.arrays", "NDArrayBacked"))
+        if kind.__module__.startswith("pandas.") and (one_array or _is_plain_object(kind)):
+            self.looks.unseen()
+            # As it is read, pandas keeps there what follows from the rest.
+            own = {name: value for name, value in held_by(obj).items() if name != "_cache"}
+            return _stand_in, (kind, own, *((obj._ndarray, obj._dtype) if one_array else ()))
         if _is_plain_object(kind):
             self._of_attributes(obj)
             self._items(held_by(obj))  # its pickle may hold only a copy of this dict

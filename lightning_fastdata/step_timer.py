@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.device.backend import default_type, device_of
+from lightning_fastdata.device.backend import default_type, device_of, is_there
 from lightning_fastdata.device.prefetch import Prefetched
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, check
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.finding import LoaderFacts, read_loader
@@ -43,7 +43,7 @@ class StepTimer:
             which their work is done when it is queued.
 
     Raises:
-        OptionsError: ``device`` is no device.
+        OptionsError: ``device`` is no device, or this machine does not have it.
 
     Example:
         >>> timer = StepTimer()
@@ -64,6 +64,7 @@ class StepTimer:
             raise OptionsError(
                 f"device={device!r} is no device: {error}. Pass 'cpu', 'cuda' or a torch.device."
             ) from error
+        check("device", device, is_there(self.device), "'cpu' and the accelerators of this machine")
         self._stages: dict[Stage, LoopStage] = {}
         self._reading: dict[Stage, object] = {}
         """Stage -> token of the newest iteration of one of its loaders."""

@@ -458,6 +458,11 @@ def test_what_is_no_device_is_refused(device):
         StepTimer(device)
 
 
+def test_a_device_that_this_machine_does_not_have_is_refused():
+    with pytest.raises(OptionsError, match="device is 'cuda:77'"):
+        StepTimer("cuda:77")
+
+
 def test_an_unknown_stage_and_what_cannot_be_iterated_are_refused():
     with pytest.raises(OptionsError, match="'training' is none of train, val"):
         StepTimer("cpu").batches([], stage="training")

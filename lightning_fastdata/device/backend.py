@@ -68,6 +68,12 @@ def device_of(named: torch.device | str | int) -> torch.device:
     return torch.device("cuda" if kind == "cpu" else kind, named)
 
 
+def is_there(device: torch.device) -> bool:
+    """Return whether this machine has a device, as far as torch knows; it opens none."""
+    count = getattr(_module(device), "device_count", None)
+    return count is None or (device.index or 0) < count()
+
+
 def name_of(device: torch.device) -> str:
     """Return the name that a device has for itself, or else its type."""
     named = getattr(_module(device), "get_device_name", None)

@@ -151,12 +151,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fastdata"
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise an OptionsError if what is at a path must not be replaced by a file."""
+    if (path.exists() and not path.is_file()) or path.absolute().parent == Path("/dev"):
+        raise OptionsError(
+            f"{str(path)!r} is no file (but a folder, a device or a pipe), and is not replaced by "
+            "one. Name another place."
+        )
+
+
 def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a text as UTF-8, or bytes, so that no reader ever sees a part of it; return the path.
 
     Characters that UTF-8 does not have (surrogates) are written as escapes. A link at ``path`` is
     replaced, and its target stays as it is. The umask decides who may read the file.
+
+    Raises:
+        OptionsError: There is something else than a file at the path: a device, say.
     """
+    check_replaceable(path)
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)

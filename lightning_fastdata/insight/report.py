@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.errors import OptionsError, check, is_whole, printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.finding import gain_text, steps_text
 from lightning_fastdata.insight.ranks import RankTiming, ranks_line
@@ -120,9 +120,14 @@ class RunReport:
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and return the path; its folder is created.
 
-        Readers see the old file or the new one, never a part.
+        Readers see the old file or the new one, never a part. In a folder the file is
+        ``report.json``.
+
+        Raises:
+            OptionsError: The path is empty, or that of something else: a device, say.
         """
-        return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, allow_nan=False))
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False)
+        return write_atomically(report_file(path, ".json"), text)
 
     def write_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as one page of HTML, as `write_json` does.
@@ -131,7 +136,7 @@ class RunReport:
         """
         from lightning_fastdata.insight.html import report_html
 
-        return write_atomically(Path(path), report_html(self))
+        return write_atomically(report_file(path, ".html"), report_html(self))
 
     def text(self, width: int = 80, *, ascii: bool = False) -> str:  # noqa: A002
         """Return the summary as plain text.
@@ -139,12 +144,16 @@ class RunReport:
         Args:
             width: Columns; the text is laid out for 60 at least and for 120 at most.
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
+
+        Raises:
+            OptionsError: ``width`` is no whole number.
         """
         text = "\n".join(self.lines(width))
         return as_ascii(text) if ascii else text
 
     def lines(self, width: int = 80) -> list[str]:
         """Return the lines of the summary, laid out as by :meth:`text`."""
+        check("width", width, is_whole(width), "whole numbers")
         width = min(_WIDEST, max(_NARROWEST, width))
         lines: list[str] = []
         verdict = self.verdict
@@ -168,6 +177,17 @@ class RunReport:
             lines += _words("note", note, width)
         lines.append(rule("", width))
         return lines
+
+
+def report_file(path: str | os.PathLike[str], suffix: str) -> Path:
+    """Return the file that the path of a report means: in a folder, ``report`` with the suffix.
+
+    Raises:
+        OptionsError: The path is empty.
+    """
+    check("The path of a report", path, bool(os.fspath(path)), "paths of a file or a folder")
+    file = Path(path)
+    return file / f"report{suffix}" if file.is_dir() else file
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
@@ -210,7 +230,10 @@ def page_line(page: Path) -> str:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines, drawn with ASCII signs where the output takes no others."""
-    utf = (sys.stdout.encoding or "ascii").lower().startswith("utf")
+    if sys.stdout is None:  # as in a program of Windows without a console
+        return
+    # What a program puts there, to write into two files, say, may have a write() alone.
+    utf = (getattr(sys.stdout, "encoding", None) or "ascii").lower().startswith("utf")
     text = "\n".join(lines)
     sys.stdout.write(f"{text if utf else as_ascii(text)}\n")
 

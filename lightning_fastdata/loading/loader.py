@@ -8,17 +8,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from numbers import Number
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self, cast
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     Sampler,
 )
 
@@ -40,6 +44,7 @@ from lightning_fastdata.loading.source import (
     Source,
     ahead_by_index,
     collates_as_torch,
+    draw_base_seed,
     epoch_of,
     indices_of,
     open_source,
@@ -313,6 +318,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         split: bool | Literal["auto"] = "auto",
         training: Training = Training(),
     ) -> None:
+        left = {"num_workers": num_workers is None, "pin_memory": not pin_memory}
         executor, num_workers, alone = _asked(executor, num_workers, worker_init_fn)
         chosen, tuner = training.chosen or num_workers == "auto", training.tuner
         standby = training.standby
@@ -371,7 +377,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 worker_init_fn=worker_init_fn,
                 keeps=chosen,
             )
-            self.plan = plan = plan_for(spec)
+            as_torch = frozenset(name for name, is_left in left.items() if is_left)
+            self.plan = plan = replace(plan_for(spec), as_torch=as_torch)
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.loader_arguments().get("persistent_workers", False)
@@ -443,6 +450,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._asked: weakref.ref[position.CountedBatches] | None = None
         """The iterator that was asked for last; None: there was none yet."""
         self._told_loose = False
+        self._opened = False
+        """Whether ``iter()`` drew a base seed, and the epoch is still to begin."""
         self._indices: EpochIndices | None = None
         self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
@@ -470,9 +479,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         Order and randomness are those of ``epoch()``.
         """
         run, original = self.training.run, self.training.original
-        if run is not None:
-            # Lightning counts batches from here on; its count of taken ones may need correction.
-            run.resumed(self)
+        # Lightning counts batches from here on; its count of taken ones may need correction.
+        resumed = None if run is None else run.resumed(self)
         order = order_of(self)
         ahead = self.num_workers or self.training.chosen or type(order) is BatchSampler
         ahead_of = order if ahead else None
@@ -480,11 +488,26 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             ahead_of = original.batches
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
+        goes_on = not self.begun and (resumed is not None or self._passes.is_loaded)
+        begin = partial(self._begin, None if goes_on else self._draw())
         batches = position.CountedBatches(
-            self._begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index
+            begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index
         )
         vars(self)["_asked"] = weakref.ref(batches)
         return batches
+
+    def _draw(self) -> torch.Generator | None:
+        """Draw a base seed, as torch does at ``iter()``; return the generator as it was before.
+
+        None: torch draws none, as workers are kept, or DataPipes draw more, when the pass begins.
+        """
+        kept = self.keeps is True and self._inner is not None
+        if kept or isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            return None
+        before = (self.generator or torch.default_generator).clone_state()
+        draw_base_seed(self.generator)
+        vars(self)["_opened"] = True
+        return before
 
     def _state_watch(self) -> StateWatch | None:
         """Return a watch for steps that change the data; None: changes are never missed."""
@@ -503,8 +526,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Return whether later batches of this epoch are read in the state of that time."""
         return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
-    def _begin(self) -> tuple[Pass, Iterator[Batch]]:
+    def _begin(self, draw_from: torch.Generator | None) -> tuple[Pass, Iterator[Batch]]:
         begun, training = self._next_pass(), self.training
+        vars(self)["_opened"] = False
         self._passes.another_begins(self._indices)
         epoch = begun.epoch
         self._take_over()
@@ -521,7 +545,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if isinstance(inner, KeptExecutor):
             inner.told = told
         settle_ranks(self.dataset)
-        batches = self._batches(begun)
+        batches = self._batches(begun, draw_from)
         if training.tuner is not None and not begun.aside:
             batches = training.tuner.batches(batches, self)
         if training.ahead is not None and not training.is_over:
@@ -587,7 +611,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         functions = _known_by(self.collate_fn), _known_by(self.worker_init_fn)
         return *functions, *(getattr(self, name) for name in _RESTS_ON)
 
-    def _batches(self, begun: Pass) -> Iterator[Batch]:
+    def _batches(self, begun: Pass, draw_from: torch.Generator | None) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the previous epoch if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
         if self.transform is not None:
@@ -611,7 +635,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 inner.record(self.all_records)
             self._keep(inner, rests_on)
         again = self._go_on(begun)
-        batches = source = epoch_of(inner, reported=bool(self._reported))
+        batches = source = epoch_of(
+            inner, reported=bool(self._reported), draw_from=draw_from or self.generator
+        )
         if isinstance(inner, KeptExecutor):
             begun.executor, begun.base_seed = inner.last, inner.base_seed
         if reads_with_torch(self) and not self.num_workers:
@@ -769,7 +795,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 elif begun.exhausted and begun.epoch == epoch - 1:
                     state = replace(state, lanes=inner.lanes(begun.executor, 0, over=True))
         if indices is not None:
-            state = position.with_indices(state, indices)
+            state = position.with_indices(state, indices, opened=self._opened)
         if not (state.is_known or self._told_loose):
             vars(self)["_told_loose"] = True
             position.tell_loose(self)

@@ -220,6 +220,8 @@ class LoaderPlan:
     began. Which way is quicker is measured."""
     only_here: bool = False
     """Whether the training process reads as with torch: no side process can, or data is kept."""
+    as_torch: frozenset[str] = frozenset()
+    """Options that are as torch's DataLoader has them where nothing is given."""
 
     @property
     def num_workers(self) -> int:
@@ -243,7 +245,9 @@ class LoaderPlan:
         theirs = self.asked.set_by_user()
         for name in (field.name for field in fields(LoaderOptions)):
             by = ("auto", self.reasons.get(name, "the default"))
-            if name in theirs:
+            if name in self.as_torch:
+                by = ("torch", "the default of its DataLoader")
+            elif name in theirs:
                 unused = name in _OF_WORKERS and not self.num_workers
                 by = ("you", _NO_WORKERS if unused else SET)
             rows.append((name, str(getattr(self.options, name)), *by))

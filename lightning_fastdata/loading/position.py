@@ -382,6 +382,11 @@ class Passes:
         self._epochs = 0
         """Epoch of the next pass, where neither the user nor a run counts epochs."""
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the next pass goes on from a state that was loaded."""
+        return self._pending is not None
+
     def load(self, state: Position) -> None:
         """Go on from a state with the next pass."""
         self._pending = state
@@ -627,10 +632,14 @@ def samples_before(indices: EpochIndices, now: Position, epoch: int, batches: in
     return known
 
 
-def with_indices(state: Position, indices: EpochIndices) -> Position:
-    """Return a state completed by the samples delivered, their digest, and the sampler's draws."""
+def with_indices(state: Position, indices: EpochIndices, *, opened: bool) -> Position:
+    """Return a state completed by the samples delivered, their digest, and the sampler's draws.
+
+    ``opened``: the base seed of the epoch that is still to begin is drawn already.
+    """
     if not state.batches:
-        return replace(state, drawn=indices.drawn(state.epoch))
+        drawn: Drawn = indices.drawn(state.epoch)
+        return replace(state, drawn=drawn.get("ahead", drawn) if opened else drawn)
     samples = samples_before(indices, state, state.epoch, state.order_from)
     digest = indices.digest(state.epoch, samples, state.order_from)
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())

@@ -166,6 +166,8 @@ class KeptExecutor:
         self.records: deque[BatchStamps] | None = None
         self._iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         """Iterators that are still referenced, finished ones too."""
+        self.draw_from: torch.Generator | None = None
+        """Generator of the next base seed; None: torch's global one."""
         self.base_seed: int | None = None
         """Seed from which those of the side processes are derived; None: it is not drawn yet."""
         self._earlier_seed: int | None = None
@@ -181,8 +183,7 @@ class KeptExecutor:
     def __iter__(self) -> EpochIterator:
         self._leave_to_parent()
         if not self.persistent or self.base_seed is None:
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
-            self.base_seed = int(drawn)
+            self.base_seed = draw_base_seed(self.draw_from)
         if self._earlier_seed is not None:
             self.base_seed, self._earlier_seed = self._earlier_seed, None
         unfinished = self._unfinished()
@@ -617,9 +618,23 @@ def open_source(
     )
 
 
-def epoch_of(source: Source, *, reported: bool) -> Iterator[Batch]:
-    """Begin an epoch of a source; ``reported``: whether somebody has asked for the length."""
-    if isinstance(source, DataLoader):
+def draw_base_seed(generator: torch.Generator | None) -> int:
+    """Return the seed that torch's iterators draw when they are made."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def epoch_of(
+    source: Source, *, reported: bool, draw_from: torch.Generator | None
+) -> Iterator[Batch]:
+    """Begin an epoch of a source.
+
+    ``reported``: whether somebody has asked for the length. ``draw_from``: the generator from which
+    the base seed of the epoch is drawn; None: torch's global one.
+    """
+    if isinstance(source, KeptExecutor):
+        source.draw_from = draw_from
+    else:
+        source.generator = draw_from
         if isinstance(source.worker_init_fn, WorkerStart):
             source.worker_init_fn.about_to_start(source.multiprocessing_context)
         if reported:

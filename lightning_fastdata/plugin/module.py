@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast, get_args
 
 from lightning_fastdata.caches.cached import CachedDataset, cache_of
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
@@ -27,6 +28,7 @@ from lightning_fastdata.errors import (
     check,
     check_callable,
     checked_seed,
+    is_whole,
 )
 from lightning_fastdata.executors.columns import gatherable
 from lightning_fastdata.loading.facts import (
@@ -1040,9 +1042,9 @@ def checked_batch_size(batch_size: object) -> int:
             "batches. For a dataset that gives batches already, override train_dataloader() to "
             'return self.make_loader(dataset, stage="train", batch_size=None).'
         )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_whole(batch_size, 1):
         raise OptionsError(f"batch_size={batch_size!r} has to be a whole number of at least 1.")
-    return batch_size
+    return operator.index(cast("int", batch_size))
 
 
 def checked_shuffle(shuffle: object) -> Shuffle | Mapping[str, Shuffle] | None:

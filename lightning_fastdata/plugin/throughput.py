@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.errors import FastDataWarning, OptionsError, check
+from lightning_fastdata.errors import FastDataWarning, OptionsError, check, is_whole
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.host.system_calls import check_replaceable
 from lightning_fastdata.insight.finding import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.machine import (
     NO_MACHINE,
@@ -39,7 +40,13 @@ from lightning_fastdata.insight.ranks import (
     shared_store,
     slowest,
 )
-from lightning_fastdata.insight.report import RunReport, page_line, print_lines, verdict_line
+from lightning_fastdata.insight.report import (
+    RunReport,
+    page_line,
+    print_lines,
+    report_file,
+    verdict_line,
+)
 from lightning_fastdata.insight.step_costs import StepCosts
 from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses
@@ -90,6 +97,8 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
                 return
             try:
                 hook(self, self._run, *args, **kwargs)
+            except FastDataWarning:  # which the program has made an error
+                raise
             except Exception as error:
                 self._warn(what, error)
 
@@ -119,7 +128,8 @@ class ThroughputHooks:
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
         report: Where to write the report of a fit, as JSON; beside it, it is written as a page,
-            with the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``;
+            with the suffix ``.html``. In a folder it is ``report.json``. Default: that in the
+            trainer's ``log_dir``;
             ``False`` writes none, and none is written to a URL. ``validate``, ``test`` and
             ``predict`` write ``report-validate.json``, ``report-test.json`` and
             ``report-predict.json`` (of ``x.json``: ``x-test.json``). It is written after 50 steps,
@@ -132,7 +142,8 @@ class ThroughputHooks:
             ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps`` is not positive.
+        OptionsError: ``every_n_steps`` is not positive; ``report`` is empty, or the path of what
+            is no file or folder: a device, say.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -149,10 +160,12 @@ class ThroughputHooks:
         report: str | Path | bool = True,
     ) -> None:
         super().__init__()
-        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
+        if every_n_steps is not None and not is_whole(every_n_steps, 1):
             raise OptionsError(f"every_n_steps={every_n_steps!r} has to be at least 1, or None.")
         fine = isinstance(report, bool | str | os.PathLike)
         check("report", report, fine, "True, False and a path")
+        if not isinstance(report, bool) and "://" not in os.fspath(report):
+            check_replaceable(report_file(report, ".json"))
         self.augment = None
         if augment is not None:
             self.augment = as_batch_transform(augment, image=image, mask=mask)
@@ -187,6 +200,8 @@ class ThroughputHooks:
         """Turn an error in the block into a warning."""
         try:
             yield
+        except FastDataWarning:  # which the program has made an error
+            raise
         except Exception as error:
             self._warn(what, error)
 
@@ -452,6 +467,13 @@ class AddedHooks(ThroughputHooks):
         callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
         if not any(isinstance(c, ThroughputHooks) and c is not self for c in callbacks):
             super().setup(trainer, pl_module, stage)
+        elif self.report_path is not True and trainer.is_global_zero:
+            warnings.warn(
+                f"--report {self.report_path} is not used: the script has a DataThroughputCallback "
+                "of its own, which writes its report where its report= says.",
+                FastDataWarning,
+                stacklevel=2,
+            )
 
 
 class MeasuredRun:
@@ -496,8 +518,8 @@ class MeasuredRun:
         place, method = self._place, self.recording.method
         if place is None or "://" in place:
             return None
-        file = Path(place)
-        file = file.with_suffix(".json") if file.suffix == ".html" else file
+        file = report_file(place, ".json")
+        file = file.with_suffix(".json") if file.suffix.lower() == ".html" else file
         return file if method == "fit" else file.with_name(f"{file.stem}-{method}{file.suffix}")
 
     @property

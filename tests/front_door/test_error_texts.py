@@ -235,6 +235,13 @@ def test_impossible_arguments_are_told_by_the_constructor(made, arguments, told)
         made(**arguments)
 
 
+def test_whole_numbers_of_numpy_are_taken_as_pythons():
+    module = FastDataModule.from_datasets(EIGHT, batch_size=np.int64(4))
+    assert module.train_dataloader().batch_size == 4
+    assert type(module.batch_size) is int
+    assert DataThroughputCallback(every_n_steps=np.int64(5)).every_n_steps == 5
+
+
 def test_datasets_that_are_made_in_setup_are_asked_for_after_it(tmp_path):
     for ask in (FastDataModule.explain, FastDataModule.train_dataloader):
         with pytest.raises(FastDataError, match=r"MadeInSetup.train_dataset\(\).*call setup\('fit"):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import Learner, quiet_trainer, trained
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 torch.set_num_threads(1)
 
@@ -118,6 +118,74 @@ def test_who_may_read_a_report_is_for_the_umask_to_say(tmp_path, umask):
     assert (tmp_path / "deep").stat().st_mode & 0o777 == 0o777 & ~umask
     files = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "deep").iterdir()}
     assert files == dict.fromkeys(("r.json", "r.html"), 0o666 & ~umask)
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("folder", {"folder/report.json", "folder/report.html"}),
+        (".", {"report.json", "report.html"}),
+        ("page.HTML", {"page.json", "page.html"}),
+    ],
+)
+def test_a_report_in_a_folder_has_its_usual_name_and_a_page_one_of_its_own(
+    tmp_path, monkeypatch, given, written
+):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        fit(tmp_path / "run", DataThroughputCallback(report=given, summary=False))
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.[jh]*")}
+    assert files == written
+    for name in written:
+        assert (tmp_path / name).read_text().startswith("{" if name.endswith("json") else "<!")
+
+
+@pytest.mark.parametrize("name", ["pipe", "link", ""])
+def test_what_is_no_file_is_refused_as_a_report_and_never_replaced(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    before = {path: path.lstat() for path in tmp_path.iterdir()}
+    callback = DataThroughputCallback(summary=False, report=False)
+    trained(DataLoader(Slow("/data/a.jpg", 8)), folder=tmp_path, callbacks=[callback])
+    path = name and tmp_path / name
+    for write in (callback.report.write_json, callback.report.write_html):
+        with pytest.raises(OptionsError, match="file"):
+            write(path)
+    with pytest.raises(OptionsError, match="file"):
+        DataThroughputCallback(report=path)
+    assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+
+
+class WritesAlone:
+    """What scripts set as sys.stdout to have all that is printed in a file, too."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+def test_the_summary_is_written_to_whatever_is_set_as_the_output(tmp_path, monkeypatch):
+    for output in (WritesAlone(), None):
+        monkeypatch.setattr(sys, "stdout", output)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FastDataWarning)
+            fit(tmp_path, DataThroughputCallback(report=False))
+        assert output is None or "samples/s in a step" in output.text
+
+
+def test_a_warning_that_is_made_an_error_keeps_its_text(tmp_path):
+    (tmp_path / "file").touch()
+    callback = DataThroughputCallback(report=tmp_path / "file" / "r.json", summary=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        with pytest.raises(FastDataWarning) as raised:
+            trained(DataLoader(range(60)), folder=tmp_path, callbacks=[callback])
+    assert str(raised.value).startswith("The report was not written: ")
+    assert str(raised.value).count("The training itself is not affected") == 1
 
 
 class Away:

@@ -9,7 +9,13 @@ import sys
 
 import pytest
 from programs import run_program
+from torch.utils.data import DataLoader
+from trainers import trained
 from warm_python import warm_python
+
+from lightning_fastdata import DataThroughputCallback
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.plugin.bindings import AddedCallback
 
 SCRIPT = """
 import argparse, hashlib, sys
@@ -116,6 +122,15 @@ def test_a_callback_of_the_script_measures_alone(script):
     assert measured.count("samples/s in a step") == 1
 
 
+def test_a_report_that_the_callback_of_a_script_does_not_write_is_told(tmp_path):
+    ours = [AddedCallback(report=str(tmp_path / "r.json")), AddedCallback()]
+    theirs = DataThroughputCallback(report=False, summary=False)
+    with pytest.warns(FastDataWarning, match=r"--report .*r\.json is not used") as told:
+        trained(DataLoader(range(3)), folder=tmp_path, callbacks=[*ours, theirs])
+    assert sum("is not used" in str(each.message) for each in told) == 1
+    assert not (tmp_path / "r.json").exists()
+
+
 @pytest.mark.slow
 def test_each_rank_of_a_script_is_measured(script):
     plain = start(script, "--devices", 2, "--epochs", 1)
@@ -146,6 +161,7 @@ def test_modules_and_the_other_lightning_package_are_run(script, tmp_path):
         (("--", "absent.py", "--", "x"), "'absent.py' is no Python file"),
         (("no-such-program", "--x"), "no program that can be found"),
         (("--fast", "train.py"), "unrecognized arguments: --fast"),
+        (("--report", "", "absent.py"), "The path of a report is ''"),
     ],
 )
 def test_what_cannot_be_run_is_said(command, said, capsys):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import Callback
 from misses import each
 from PIL import Image
 from torch.utils.data import (
@@ -77,18 +78,67 @@ class Stream(IterableDataset):
 
 
 @each(("executor", "workers"), READERS)
-def test_nothing_is_taken_before_the_first_batch_is_asked_for(executor, workers) -> None:
+def test_only_a_base_seed_is_drawn_before_the_first_batch_is_asked_for(executor, workers) -> None:
     sampler, generator = Given(*range(6)), torch.Generator().manual_seed(1)
-    before, of_all = generator.get_state(), torch.get_rng_state()
+    as_torch, of_all = torch.Generator().manual_seed(1), torch.get_rng_state()
     how = {"num_workers": workers, "executor": executor, "generator": generator}
     batches = iter(FastDataLoader(Rows(), 2, sampler=sampler, **how))
     stream = Stream()
     others = iter(FastDataLoader(stream, 2, **how))
     assert (sampler.begun, stream.begun) == (0, 0)
-    assert torch.equal(generator.get_state(), before)
+    for _ in range(2):
+        iter(DataLoader(stream, 2, generator=as_torch))
+    assert torch.equal(generator.get_state(), as_torch.get_state())
     assert torch.equal(torch.get_rng_state(), of_all)
     assert len(list(batches)) == len(list(others)) == 3
+    assert torch.equal(generator.get_state(), as_torch.get_state())
     assert sampler.begun == 1
+
+
+@each(("executor", "workers"), READERS)
+def test_an_epoch_saved_between_iter_and_its_first_batch_is_resumed(executor, workers) -> None:
+    def shuffled(seed: int) -> FastDataLoader[Any]:
+        how = {"num_workers": workers, "executor": executor}
+        return FastDataLoader(Rows(), 6, True, generator=torch.Generator().manual_seed(seed), **how)
+
+    def in_order(batches: Any) -> list[int]:
+        return [int(row[0]) for batch in batches for row in batch]
+
+    loader, other = shuffled(1), shuffled(2)
+    before = loader.state_dict()
+    batches = iter(loader)
+    saved = loader.state_dict()
+    straight = in_order(batches), in_order(loader)
+    for state in (before, saved):
+        other.load_state_dict(state)
+        assert (in_order(other), in_order(other)) == straight
+
+
+class Seeds(Callback):
+    """Seeds the generators at the start of each epoch."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def on_train_epoch_start(self, trainer: Any, *args: object) -> None:
+        torch.manual_seed(trainer.current_epoch)
+        self.generator.manual_seed(trainer.current_epoch)
+
+
+@each("executor", ["inline", "torch"])
+@each("own", [True, False])
+def test_seeds_that_a_hook_sets_give_torchs_order_in_every_epoch(executor, own, tmp_path) -> None:
+    def orders(loader: type, **how: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        how |= {"shuffle": True, "generator": generator if own else None}
+        model = Learner(torch.Tensor.tolist)
+        trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[Seeds(generator)])
+        for epochs in (2, 4):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(model, loader(range(24), 6, **how))
+        return model.seen
+
+    assert orders(FastDataLoader, executor=executor) == orders(DataLoader)
 
 
 @each(("executor", "workers"), READERS)

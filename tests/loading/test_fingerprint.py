@@ -169,6 +169,31 @@ def test_objects_that_refer_to_each_other_are_compared() -> None:
     assert fingerprint(one) not in (None, before)
 
 
+@each("kind", ["dates", "dates of a zone", "spans", "categories", "numbers with gaps", "days"])
+def test_what_pandas_computes_as_a_frame_is_read_is_no_change_and_a_written_value_is_one(kind):
+    pandas = pytest.importorskip("pandas")
+    column = {
+        "dates": lambda: pandas.date_range("2020", periods=6),
+        "dates of a zone": lambda: pandas.date_range("2020", periods=6, tz="Europe/Berlin"),
+        "spans": lambda: pandas.to_timedelta(range(6), unit="s"),
+        "categories": lambda: pandas.Categorical(list("abcabc")),
+        "numbers with gaps": lambda: pandas.array([1, 2, None] * 2, dtype="Int64"),
+        "days": lambda: pandas.period_range("2020", periods=6, freq="D"),
+    }[kind]()
+    frame = pandas.DataFrame({"number": range(6), "column": column})
+    groups = frame.groupby("number")
+    before = fingerprint(frame, groups, with_globals=False)
+    for row in range(6):
+        str(frame.iloc[row]["column"])
+        str(frame["column"].iloc[row])
+        groups.get_group(row)
+    read = fingerprint(frame, groups, with_globals=False)
+    frame.loc[3, "column"] = frame.loc[1, "column"]
+    assert before is not None
+    assert read == before
+    assert fingerprint(frame, groups, with_globals=False) != before
+
+
 def test_no_more_time_is_spent_than_is_allowed(monkeypatch) -> None:
     passed = iter(range(1000))
     monkeypatch.setattr(clock, "thread_time", lambda: float(next(passed)))

@@ -275,6 +275,16 @@ def test_cheap_samples_get_no_more_workers_than_are_enough():
 # The loader alone
 
 
+def test_a_loader_says_which_of_its_options_nobody_has_given():
+    def chosen(**given):
+        lines = FastDataLoader(range(4), 2, **given).plan.explain().splitlines()
+        return {name: by for name, _, by, *_ in map(str.split, lines)}
+
+    by = chosen()
+    assert (by["num_workers"], by["pin_memory"]) == ("torch", "torch")
+    assert chosen(num_workers=0)["num_workers"] == "you"
+
+
 @pytest.mark.usefixtures("virtual")
 def test_a_loader_finds_by_itself_that_its_samples_wait():
     data = Planted(partial(clock.sleep, 1), length=6)

@@ -667,13 +667,17 @@ def test_integers_and_floats_of_one_batch_are_collated_wherever_it_is_read(execu
     assert alike(next(iter(FastDataLoader(mixed, 2, **how))), wanted)
 
 
-def test_an_epoch_without_workers_draws_from_a_generator_with_its_first_batch() -> None:
-    shared = torch.Generator().manual_seed(3)
-    iterators = [iter(FastDataLoader(range(6), 6, True, generator=shared)) for _ in range(2)]
-    found = [next(one).tolist() for one in iterators]
-    apart = torch.Generator().manual_seed(3)
-    loaders = (DataLoader(range(6), 6, True, generator=apart) for _ in range(2))
-    assert found == [next(iter(loader)).tolist() for loader in loaders]
+@each("executor", ["inline", "torch"])
+def test_iterators_that_share_a_generator_draw_from_it_as_torchs_do(executor) -> None:
+    def found(kind: type, **how: Any) -> list[Any]:
+        shared = torch.Generator().manual_seed(3)
+        one, other = (kind(range(6), 2, True, generator=shared, **how) for _ in range(2))
+        iter(one)  # it is never asked for a batch
+        together = [[a.tolist(), b.tolist()] for a, b in zip(one, other, strict=True)]
+        nested = [[a.tolist(), [b.tolist() for b in other]] for a in one]
+        return [together, nested, shared.get_state().tolist()]
+
+    assert found(FastDataLoader, executor=executor) == found(DataLoader)
 
 
 @each("executor", [*ENGINE, "torch"])
