@@ -10,6 +10,7 @@ from typing import (
     Literal,
     NamedTuple,
     Protocol,
+    SupportsInt,
     TypeAlias,
     runtime_checkable,
 )
@@ -96,6 +97,35 @@ class AroundLoader(Generic[Batch_co]):
         return getattr(self.loader, name)
 
 
+class Repeated(int):
+    """Index of a sample that came before in its epoch, so that it draws otherwise this time."""
+
+    times: int
+    """Number of times that it came before, from 1 on."""
+
+    @classmethod
+    def of(cls, index: SupportsInt, times: int) -> Repeated:
+        """Return an index that came ``times`` before."""
+        repeated = cls(index)
+        repeated.times = times
+        return repeated
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Repeated.of, (int(self), self.times)
+
+
+def unmarked(index: Any) -> Any:
+    """Return an index as a dataset gets it; several, if it is a list or tuple of them."""
+    if type(index) in (list, tuple):
+        return type(index)(map(unmarked, index))
+    return int(index) if type(index) is Repeated else index
+
+
+def repeats(index: object) -> int:
+    """Return what the times that an index came before add to it in the key of its draws."""
+    return index.times << 40 if type(index) is Repeated else 0
+
+
 class SampleKey(NamedTuple):
     """The key of one sample: its randomness depends on these three numbers and nothing else."""
 
@@ -104,4 +134,5 @@ class SampleKey(NamedTuple):
     epoch: int
     """Epoch in which the sample is drawn, counted from 0."""
     index: int  # type: ignore[assignment]  # the field's name matters more than tuple.index
-    """Position of the sample in the dataset, or in the stream of an iterable dataset."""
+    """Position of the sample in the dataset, or in the stream of an iterable dataset; where it came
+    ``n`` times before in the epoch, plus ``n * 2**40``."""

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
 from lightning_fastdata.batches.libraries import tell_epoch
+from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import find_composes, has_method, held
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import SampleKey, repeats, unmarked
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import WorkerTransform
@@ -54,6 +55,9 @@ class _Keying:
 
     def key(self, index: int) -> SampleKey:
         return SampleKey(self.seed, self.epoch.get(), index)
+
+    def asked(self, index: Any) -> Any:
+        return index if keys_repeated(self.dataset) else unmarked(index)
 
     def seed_for(self, key: SampleKey) -> None:
         # Found on first use, because a worker process holds its own copies of the pipelines, and
@@ -106,7 +110,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
-        return keying.finish(keying.dataset[index], key)
+        return keying.finish(keying.dataset[keying.asked(index)], key)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -127,7 +131,8 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keys = [keying.key(_as_int(index)) for index in indices]
         # One call draws for all its samples, so its first key has to stand for them.
         keying.seed_for(keys[0])
-        samples: list[Batch] = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        asked = keying.asked(indices)
+        samples: list[Batch] = keying.dataset.__getitems__(asked)  # type: ignore[attr-defined]
         if keying.transform is None:
             return samples
         if not isinstance(samples, Sequence) or len(samples) != len(keys):
@@ -199,6 +204,11 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
     return has_method(dataset, "__getitems__") or callable(held(dataset, "__getitems__"))
 
 
+def keys_repeated(dataset: object) -> bool:
+    """Return whether a dataset looks itself at which indices are ``Repeated``."""
+    return isinstance(dataset, KeyedDataset) or decodes_in_place(dataset)
+
+
 def reads_together(dataset: Dataset[Any]) -> bool:
     """Return whether a dataset reads the samples of a batch together: batches are not divided."""
     return fetches_in_batches(dataset) or reads_ahead(dataset)
@@ -206,7 +216,7 @@ def reads_together(dataset: Dataset[Any]) -> bool:
 
 def _as_int(index: Any) -> int:
     try:
-        return int(index)
+        return int(index) + repeats(index)
     except (TypeError, ValueError):
         # Samplers may yield anything the dataset understands; equal keys still draw equal numbers.
         return zlib.crc32(repr(index).encode())

@@ -21,6 +21,7 @@ from lightning_fastdata.batches.keyed import (
     KeyedDataset,
     ReadsTogether,
     fetches_in_batches,
+    keys_repeated,
     own_dataset,
 )
 from lightning_fastdata.executors.columns import Rows, rows_of
@@ -32,7 +33,7 @@ from lightning_fastdata.randomness.global_generators import DrawWatch, kept_rand
 from lightning_fastdata.randomness.seeds import OwnGenerators, lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import find_composes
-from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch, Repeated, repeats, unmarked
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -142,6 +143,14 @@ def copy_limit_bytes() -> int:
     return min(COPIED_BYTES, read_host_memory().available_bytes // _PART_OF_FREE)
 
 
+def _as_it_is(indices: Any) -> Any:
+    return indices
+
+
+def _in_key(index: Any) -> Any:
+    return index + repeats(index) if type(index) is Repeated else index
+
+
 class _DrewError(BaseException):
     """Ends an attempt that has drawn without a key; it is no error of the sample."""
 
@@ -172,6 +181,7 @@ class Fetcher:
         self.coming: Sequence[Any] = ()
         """Indices of the batch after the present one, as far as they are known."""
         self._skips = plan.guard.policy == "skip"
+        self._asked = unmarked if not keys_repeated(plan.dataset) else _as_it_is
         self._watch = DrawWatch() if plan.seed is not None else None
         self._own = plan.own if plan.seed is not None else None
         self._own_draws = bool(self._own)
@@ -226,7 +236,7 @@ class Fetcher:
             return SKIPPED
         try:
             if self.stamps is None and not self.drawn and self._knows_draws(epoch):
-                return self.dataset[index]
+                return self._item(index)
             return self._watched(index, epoch)
         except Exception as error:
             failed = error
@@ -265,7 +275,7 @@ class Fetcher:
         return sample
 
     def _item(self, index: object) -> Batch:
-        return self.dataset[index]
+        return self.dataset[self._asked(index)]
 
     def _knows_draws(self, epoch: int) -> bool:
         """Return whether it is known that samples draw from no generators but the global ones."""
@@ -302,7 +312,7 @@ class Fetcher:
             samples = self._together(self.dataset, indices, epoch)
         else:
             if self.reads_ahead:
-                read_ahead(self.dataset, [*indices, *self.coming])
+                read_ahead(self.dataset, self._asked([*indices, *self.coming]))
             samples = self._one_by_one(indices, epoch, mark)
         if self._skips:
             samples = [sample for sample in samples if sample is not SKIPPED]
@@ -321,11 +331,12 @@ class Fetcher:
         if plain and self._knows_draws(epoch):
             # As torch does it: the checks of each sample would cost as much as a cheap sample.
             dataset, drawn, failed = self.dataset, self.drawn, None
+            asked = self._asked
             try:
                 for index in indices:
                     if drawn:
                         self._key(epoch, index)
-                    samples.append(dataset[index])
+                    samples.append(dataset[index if type(index) is int else asked(index)])
             except Exception as error:
                 failed = error
             if failed is None:
@@ -366,7 +377,7 @@ class Fetcher:
         first = next(iter(asked), None)
         began_ns = clock.monotonic_ns()
         try:
-            samples = self._read(read, asked, first, epoch)
+            samples = self._read(read, self._asked(asked), first, epoch)
         except Exception as error:
             failed = error
         else:
@@ -386,7 +397,7 @@ class Fetcher:
         """Return a single sample of a dataset that reads several in one call."""
 
         def read(asked: object) -> Batch:
-            return self._read(dataset.__getitems__, [asked], asked, epoch)[0]
+            return self._read(dataset.__getitems__, self._asked([asked]), asked, epoch)[0]
 
         if type(index) is Gone:
             return SKIPPED
@@ -399,7 +410,7 @@ class Fetcher:
     def collate(self, samples: Sequence[Batch], indices: Collection[object], epoch: int) -> Batch:
         """Return the batch of samples."""
         if not self.plan.default_collation and len(indices):
-            self._key(epoch, (_COLLATION, next(iter(indices))))
+            self._key(epoch, (_COLLATION, _in_key(next(iter(indices)))))
         began_ns = clock.monotonic_ns()
         batch = self.plan.collate_fn(samples)
         if self.stamps is not None:
@@ -409,6 +420,7 @@ class Fetcher:
     def _key(self, epoch: int, index: object) -> None:
         if self.plan.seed is None:
             return
+        index = _in_key(index)
         if self._own is not None and self._own_draws:
             self._own.key(self.plan.seed, epoch, index)
         if self.drawn:

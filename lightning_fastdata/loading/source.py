@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_fastdata.augment import WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import keyed, reads_together
+from lightning_fastdata.batches.keyed import keyed, keys_repeated, reads_together
 from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.staged import (
     FirstOfPairs,
@@ -562,7 +562,20 @@ def indices_of(settings: Loader) -> EpochIndices | None:
     if isinstance(settings.dataset, IterableDataset):
         return None
     seed = None if settings.training.run is None else settings.seed
-    return EpochIndices(order_of(settings), arrays=kind_of(settings.executor).gathers, seed=seed)
+    arrays = kind_of(settings.executor).gathers
+    drawn = settings.dataset if _draws_by_index(settings) else None
+    return EpochIndices(order_of(settings), arrays=arrays, seed=seed, drawn=drawn)
+
+
+def _draws_by_index(loader: Loader) -> bool:
+    """Return whether samples may be drawn under a key with their index."""
+    dataset, transform = loader.dataset, loader.transform
+    if transform is not None and transform.in_worker(on_device=loader.on_device) is not None:
+        return True
+    if reads_with_torch(loader):
+        return keys_repeated(dataset) or bool(find_composes(dataset))
+    own_collation = loader.collate_fn not in (default_collate, collate_samples)
+    return own_collation or rows_of(dataset, tried=False) is None
 
 
 def open_source(

@@ -35,11 +35,13 @@ from lightning_fastdata.order.samplers import (
     epoch_order,
     index_batches,
     keyed,
+    may_repeat,
     rows_in,
     share_in,
     tell_samplers,
 )
 from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.types import Repeated
 
 AnyOrder: TypeAlias = EpochOrder | BucketOrder
 Drawn: TypeAlias = dict[str, Any]
@@ -50,6 +52,8 @@ _DIGESTS_KEPT: Final = 2**12
 """Last steps of an epoch whose digests are kept; no more are read ahead of the training."""
 _CHECKED: Final = 2**27
 """Most samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
+_COUNTED: Final = 2**30
+"""Most samples of a dataset whose repetitions are counted, at 4 bytes each."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that, without a generator, draw from torch's global one at their first index."""
 
@@ -102,13 +106,21 @@ class EpochIndices:
         source: A batch sampler, or a sampler whose items are taken one by one.
         arrays: Yield int64 arrays where that gives the same indices, and no others.
         seed: Keys draws from global generators, together with the epoch; None: they are not keyed.
+        drawn: Dataset whose samples are drawn by their indices, so that one that comes again in an
+            epoch is given as a :class:`Repeated`; None: none are.
     """
 
     def __init__(
-        self, source: Iterable[Any], *, arrays: bool = False, seed: int | None = None
+        self,
+        source: Iterable[Any],
+        *,
+        arrays: bool = False,
+        seed: int | None = None,
+        drawn: object = None,
     ) -> None:
         self.source = source
-        self.arrays = arrays
+        self._drawn_by_index = drawn if may_repeat(source) else None
+        self.arrays = arrays and self._drawn_by_index is None
         self._share = share_in(source)
         self._seed = seed if self._share is None else self._share.seed
         self.start = Start()
@@ -263,14 +275,16 @@ class EpochIndices:
         """Yield the steps that follow the samples of a start."""
         sampler, size, drop_last = self._cut()
         sampler, samples = _drawing_again(sampler, start.drawn), start.samples
-        items = sampler
+        items, times = sampler, _Times(self._drawn_by_index)
         if size is not None:
             if samples % size:  # no present step ends there: the rest is cut into steps anew
-                sampler, samples = _without_first(sampler, samples), 0
+                sampler, samples = _without_first(sampler, samples, times), 0
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
             items = map(_own, items)
+        if self._drawn_by_index is not None:
+            items = map(times.told, items)
         share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
@@ -360,8 +374,10 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
 # -- what was taken of an epoch --------------------------------------------------------------------
 
 
-def _without_first(sampler: Iterable[Any], samples: int) -> Iterator[Any]:
-    yield from islice(sampler, samples, None)
+def _without_first(sampler: Iterable[Any], samples: int, times: _Times) -> Iterator[Any]:
+    items = iter(sampler)
+    times.told(list(islice(items, samples)))
+    yield from items
 
 
 def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:
@@ -391,6 +407,32 @@ def _own(batch: Any) -> Any:
 
 def _rows(batch: object) -> int:
     return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
+
+
+class _Times:
+    """How many times each sample of a dataset came in an epoch; of no dataset, nothing is counted.
+
+    Counted are indices that are whole numbers, alone or in lists and tuples.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        length = dataset_length(dataset) or 0
+        # The system gives memory only to the parts of it that are written to.
+        self._counts = np.zeros(min(length, _COUNTED), np.uint32).data
+
+    def told(self, item: Any) -> Any:
+        """Return an index, or the indices of a batch, and count them."""
+        if type(item) not in (list, tuple):
+            return self.told([item])[0]
+        counts, found = self._counts, []
+        for index in item:
+            try:
+                times = counts[index]
+                counts[index] = times + 1
+                found.append(Repeated.of(index, times) if times else index)
+            except (IndexError, NotImplementedError, TypeError):  # no index of a sequence
+                found.append(index)
+        return found if type(item) is list else tuple(found)
 
 
 class _Taken:

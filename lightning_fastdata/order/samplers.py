@@ -594,6 +594,14 @@ def is_drawn_at_start(source: object) -> bool:
     return type(_grouped_in(source)) in _DRAWN_AT_START
 
 
+def may_repeat(source: object) -> bool:
+    """Return whether an order may have an index twice, as far as is known of its sampler."""
+    sampler = _grouped_in(source)
+    if type(sampler) is RandomSampler:
+        return sampler.replacement or sampler.num_samples > len(sampler.data_source)
+    return type(sampler) not in _DRAWN_AT_START or type(sampler) is WeightedRandomSampler
+
+
 def draws_at_start(source: object) -> bool:
     """Return whether an epoch makes all draws from global generators before its first index."""
     return is_drawn_at_start(source) or type(_grouped_in(source)) is SubsetRandomSampler

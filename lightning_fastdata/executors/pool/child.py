@@ -46,7 +46,7 @@ from lightning_fastdata.sources.files import ListedFiles
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.torch_internals import set_worker_info
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import SampleKey, repeats
 
 _BEGAN_WITHIN_S = 0.05
 """CPU seconds for noting what is read as an epoch begins; its first batch waits for that."""
@@ -263,7 +263,7 @@ def _write_image_of(
     seed, length = dataset.seed, len(dataset)
 
     def write(row: int, index: int) -> None:
-        key = SampleKey(seed, epoch, int(index) % length)
+        key = SampleKey(seed, epoch, int(index) % length + repeats(index))
         targets[row] = dataset.write_into(index, images[row], key=key)
 
     return write

@@ -50,7 +50,7 @@ from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.order.epoch_order import Counted
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.sources.files import PackedStrings
-from lightning_fastdata.types import SampleKey
+from lightning_fastdata.types import SampleKey, repeats
 
 _HEAD_BYTES: Final = 8
 """Number of bytes of height and width, 4 each, with which a kept picture begins."""
@@ -265,10 +265,10 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         count = len(self._targets)
         if not -count <= index < count:
             raise IndexError(f"There is no sample {index}: the dataset has {count}.")
-        index = int(index) % count
+        index, again = int(index) % count, repeats(index)
         self._check_out(out)
         image = self._open(index)
-        uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index))
+        uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index + again))
         placement = self.rule.place(image.height, image.width, uniform)
         plan = plan_resample(placement, self.resample, scalable=image.scalable)
         if self.pictures is not None:
