@@ -157,7 +157,8 @@ class EpochIndices:
             return self._watched(start, self._taken, again=again)
         self._drawn = self._to_draw()
         if start.digest is not None and start.samples <= _CHECKED:
-            _check(start, self.digest(self.epoch, start.samples, 0), deciding(self.source))
+            found = self.digest(self.epoch, start.samples, 0)
+            _check(start, found, deciding(self.source), computed=True)
         late = map(whole.batch, start.late if start.same_batches else ())
         batches = chain(late, left.batches())
         return batches if self.arrays else (batch.tolist() for batch in batches)
@@ -299,14 +300,28 @@ class EpochIndices:
         )
 
 
-def _check(start: Start, found: int | None, sampler: object) -> None:
+def _check(start: Start, found: int | None, sampler: object, *, computed: bool = False) -> None:
+    """Warn if an epoch's indices before its start are others than were delivered.
+
+    ``computed``: its order follows from seed, epoch and length.
+    """
+    remedy = "Give the sampler a seed and set_epoch(), or state_dict() and load_state_dict()"
+    if computed:
+        remedy = (
+            "The dataset had another length as the epoch began (or the sampler another seed): "
+            "change that between epochs alone"
+        )
+    elif start.drawn or type(sampler).__module__.startswith("torch.utils.data."):
+        remedy = (
+            "What it draws from was another as the epoch began (its weights or indices, or the "
+            "length of the dataset): change that between epochs alone"
+        )
     if start.digest is not None and found != start.digest:
         warnings.warn(
             f"The first {start.batches} batches of this epoch are not those that were delivered "
             f"before the training was saved: {type(sampler).__name__} gives another order now. The "
             f"epoch goes on with batch {start.batches} of the new order, so that samples may come "
-            "twice or not at all in it. Give the sampler a seed and set_epoch(), or state_dict() "
-            "and load_state_dict().",
+            f"twice or not at all in it. {remedy}.",
             FastDataWarning,
             stacklevel=2,
         )

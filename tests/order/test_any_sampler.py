@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -510,3 +511,32 @@ def test_an_order_that_is_another_one_is_noticed_on_any_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("error", FastDataWarning)
         next(iter(once_more))
+
+
+def of_weights(data):
+    generator = torch.Generator().manual_seed(1)
+    return WeightedRandomSampler(torch.ones(len(data)), len(data), generator=generator)
+
+
+@each(
+    ("make", "why"),
+    [
+        (partial(ShuffleSampler, seed=3), "dataset had another length as the epoch began"),
+        (of_weights, "What it draws from was another as the epoch began .its weights"),
+    ],
+)
+def test_of_an_order_that_a_step_has_changed_it_is_said_what_may_have_changed(make, why):
+    data = list(range(24))
+    loader = FastDataLoader(data, 4, sampler=make(data))
+    batches = iter(loader)
+    next(batches)
+    data.extend(range(24, 30))
+    if hasattr(loader.sampler, "weights"):
+        loader.sampler.weights[:20] = 0
+    next(batches)
+    again = FastDataLoader(data, 4, sampler=make(data))
+    if hasattr(loader.sampler, "weights"):
+        again.sampler.weights[:20] = 0
+    again.load_state_dict(loader.state_dict())
+    with pytest.warns(FastDataWarning, match=f"gives another order now.*{why}"):
+        next(iter(again))
