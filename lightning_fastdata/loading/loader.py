@@ -435,7 +435,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._passes = Passes()
-        self._asked: weakref.ref[position.CountedBatches] | None = None
+        self._asked_for: weakref.ref[position.CountedBatches] | None = None
         """The iterator that was asked for last; None: there was none yet."""
         self._told_loose = False
         self._indices: EpochIndices | None = None
@@ -452,7 +452,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def __len__(self) -> int:
         """Return the number of batches that dataset and sampler report."""
         settle_ranks(self.dataset)
-        reading = None if self._asked is None else self._asked()
+        reading = None if self._asked_for is None else self._asked_for()
         if reading is None or not reading.is_read:
             self._take_over()
         length = super().__len__()
@@ -478,7 +478,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         batches = position.CountedBatches(
             self._begin, self, watch, ahead_of, self._passes, by_index=by_index
         )
-        vars(self)["_asked"] = weakref.ref(batches)
+        vars(self)["_asked_for"] = weakref.ref(batches)
         return batches
 
     def _state_watch(self) -> StateWatch | None:
@@ -850,7 +850,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             "_read_by",
             "_inner_settings",
             "_indices",
-            "_asked",
+            "_asked_for",
             "records",
             "tuning_records",
         )
