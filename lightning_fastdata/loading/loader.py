@@ -447,7 +447,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._passes = Passes()
-        self._asked: weakref.ref[position.CountedBatches] | None = None
+        self._asked_for: weakref.ref[position.CountedBatches] | None = None
         """The iterator that was asked for last; None: there was none yet."""
         self._told_loose = False
         self._opened = False
@@ -466,7 +466,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def __len__(self) -> int:
         """Return the number of batches that dataset and sampler report."""
         settle_ranks(self.dataset)
-        reading = None if self._asked is None else self._asked()
+        reading = None if self._asked_for is None else self._asked_for()
         if reading is None or not reading.is_read:
             self._take_over()
         length = super().__len__()
@@ -493,7 +493,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         batches = position.CountedBatches(
             begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index
         )
-        vars(self)["_asked"] = weakref.ref(batches)
+        vars(self)["_asked_for"] = weakref.ref(batches)
         return batches
 
     def _draw(self) -> torch.Generator | None:
@@ -901,7 +901,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             "_read_by",
             "_inner_settings",
             "_indices",
-            "_asked",
+            "_asked_for",
             "records",
             "tuning_records",
         )
