@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from torch.utils.data import DataLoader
 
@@ -14,7 +14,7 @@ from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.errors import OptionsError, check
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.finding import LoaderFacts, read_loader
+from lightning_fastdata.insight.finding import LoaderFacts, class_of_settings, read_loader
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.stage import StageMeter
 from lightning_fastdata.insight.step_costs import StepCosts
@@ -27,6 +27,10 @@ from lightning_fastdata.types import STAGES, AroundLoader, B, Batch, Batch_co, S
 
 if TYPE_CHECKING:
     import torch
+
+_ITSELF: Final = (
+    "timer.batches() of a FastDataLoader itself, with tqdm and the like around that: it tells why"
+)
 
 
 class StepTimer:
@@ -153,8 +157,9 @@ class StepTimer:
         stages = [self._stages[name] for name in measured]
         verdict = waited = None
         if stages:
-            first, val = stages[0], measured.get("val")
-            verdict = first.verdict(measured[first.stage], val if first.stage == "train" else None)
+            first, val = stages[0], measured.get("val") if "train" in measured else None
+            val_facts = self._stages["val"].facts if val is not None else LoaderFacts()
+            verdict = first.verdict(measured[first.stage], val, val_facts)
         if "train" in measured:
             trained = [each for each in stages if each.stage in ("train", "val")]
             waited = sum(each.timeline.history.stalled_s() for each in trained) / 60
@@ -243,7 +248,9 @@ class LoopStage(StageMeter):
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
         super().__init__(stage, device)
-        self._facts = LoaderFacts()
+        self.facts = LoaderFacts()
+        """What the loader that was read last says about itself."""
+        self._settings_in: Literal["FastDataLoader", "DataLoader"] = "DataLoader"
         self._zipped = False
         """Whether each batch is a tuple with one of each of several loaders."""
         self._moved_by: dict[str, None] = {}
@@ -255,7 +262,14 @@ class LoopStage(StageMeter):
         loader, moves = _unwrapped(loader)
         if moves:
             self._moved_by[moves] = None
-        self._facts = read_loader(loader)
+        self.facts = facts = read_loader(loader)
+        self._settings_in = class_of_settings(loader)
+        if facts.learn:
+            from lightning_fastdata.prove.session import own_method
+
+            plain = isinstance(loader, DataLoader) and not own_method(loader)
+            learn = "FastDataLoader in place of DataLoader: it tells why" if plain else _ITSELF
+            self.facts = replace(facts, learn="" if isinstance(loader, zip) else learn)
         self.stamps.watch([loader])
         return loader
 
@@ -270,20 +284,30 @@ class LoopStage(StageMeter):
         self.stamps.stop()
         self.paused()
 
-    def verdict(self, summary: StageSummary, val: StageSummary | None = None) -> Verdict:
+    def verdict(
+        self, summary: StageSummary, val: StageSummary | None, val_facts: LoaderFacts
+    ) -> Verdict:
         """Return what limits the stage, given its validation, if there is one."""
         cpus = read_cpu_limit().usable_cpus
-        loader = replace(self.changes.heeded(self._facts), usable_cpus=cpus)
+        loader = replace(self.changes.heeded(self.facts), usable_cpus=cpus)
+        closed = {f"val.{option}": why for option, why in val_facts.closed.items()}
+        loader = replace(loader, closed={**loader.closed, **closed})
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
         late = self.late_batches(summary, loader, cpus=float(cpus))
         step = StepCosts(
             summary=summary,
             loader=loader,
+            settings_in=self._settings_in,
             padding=self.padding.padding(),
             few_objects=self.padding.few_objects,
         )
-        pauses = Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader)
+        pauses = Pauses(
+            wall=loop_time(summary, val),
+            epochs=summary.cold_steps,
+            loader=loader,
+            val_workers=val_facts.num_workers,
+        )
         return judge(Evidence(late=late, step=step, pauses=pauses))
 
     def not_known(self) -> tuple[str, ...]:

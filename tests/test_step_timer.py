@@ -13,7 +13,7 @@ import torch
 from conformance.pieces import Rows
 from misses import each
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
 from lightning_fastdata.errors import OptionsError
@@ -344,6 +344,65 @@ def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
     assert report.notes == (
         "Why batches were late is not known: a DataLoader does not tell, FastDataLoader does.",
     )
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+class SlowStream(IterableDataset):
+    def __iter__(self):
+        for number in range(64):
+            pass_ms(4)
+            yield number
+
+
+def slow_rows():
+    return samples(64, slow=range(64), ms=4)
+
+
+ITSELF = "timer.batches() of a FastDataLoader itself, with tqdm and the like around that"
+IN_PLACE = "FastDataLoader in place of DataLoader: it tells why"
+
+
+@each(
+    ("make", "told", "note"),
+    [
+        (lambda: DataLoader(slow_rows()), "num_workers 0 -> ", "a DataLoader does not tell"),
+        (lambda: DataLoader(SlowStream()), IN_PLACE, "a DataLoader does not tell"),
+        (lambda: Own(SlowStream()), ITSELF, "a Own does not tell"),
+        (lambda: iter(DataLoader(slow_rows())), ITSELF, "FastDataLoader itself does"),
+        (lambda: map(list, FastDataLoader(slow_rows())), ITSELF, "FastDataLoader itself does"),
+        (lambda: zip(DataLoader(slow_rows()), strict=True), "", "FastDataLoader itself does"),
+        (lambda: FastDataLoader(slow_rows(), num_workers=0), "FastDataLoader(", ""),
+    ],
+)
+def test_what_a_loop_is_told_is_of_the_class_of_its_loader_and_can_be_followed(make, told, note):
+    timer, loader = StepTimer("cpu"), make()
+    for _ in timer.batches(loader):
+        pass_ms(2)
+    report = timer.report()
+    assert report.verdict.kind == "data-bound"
+    assert report.verdict.findings[0].remedy.startswith(told)
+    assert bool(report.verdict.findings[0].remedy) is bool(told)
+    assert note in str(report.notes)
+
+
+def test_a_validation_loader_is_told_the_workers_that_it_lacks():
+    timer = StepTimer("cpu")
+    for _ in range(2):
+        for _ in timer.batches(DataLoader(samples(64))):
+            pass_ms(2)
+        validation = DataLoader(slow_rows())
+        for _ in timer.batches(validation, stage="val"):
+            pass_ms(0.1)
+    (found,) = (each for each in timer.report().verdict.findings if each.code == "FD318")
+    assert found.remedy.startswith("num_workers 0 -> ")
+    for _ in timer.batches(DataLoader(SlowStream()), stage="val"):
+        pass_ms(0.1)
+    (found,) = (each for each in timer.report().verdict.findings if each.code == "FD318")
+    assert found.remedy == ""
 
 
 class Begins:

@@ -54,6 +54,7 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
+_LEARN: Final = "FastDataModule.from_loaders(train_loader): it tells why"
 _WHOLE_STREAM: Final = (
     "as each may read the whole stream, so that samples come several times: split=True says that "
     "it divides itself among them (get_worker_info)"
@@ -124,6 +125,8 @@ class LoaderFacts:
     loader: str | None = None
     """Name of the loader that the facts are about, e.g. ``loader 'images'``: of several, the one
     that is waited for most. None: there is one."""
+    learn: str = _LEARN
+    """What to change so that it is known why batches are late; empty: nothing is known to help."""
     closed: Mapping[str, str] = field(default_factory=dict)
     """Option -> why nobody is told to change it: the package chose it, this run has tried another
     value, or the package would not take one. Options of validation begin with ``"val."``."""
@@ -146,7 +149,13 @@ def read_loader(loader: object) -> LoaderFacts:
         persistent_workers=kept if workers else None,
         streamed=isinstance(dataset, IterableDataset),
         closed=closed_options(loader),
+        learn="" if isinstance(loader, FastDataLoader) else _LEARN,
     )
+
+
+def class_of_settings(loader: object) -> Literal["FastDataLoader", "DataLoader"]:
+    """Return the class whose arguments hold the settings of a loader that no data module makes."""
+    return "FastDataLoader" if isinstance(loader, FastDataLoader) else "DataLoader"
 
 
 def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.batches.staged import batch_samples
@@ -354,7 +354,9 @@ class StageStamps:
     def _recording(self, loader: object) -> _Watched | None:
         """Have a loader record its stamps, or note why it does not."""
         if not isinstance(loader, FastDataLoader):
-            self._unwatched[f"a {type(loader).__name__} does not tell, FastDataLoader does"] = None
+            itself = "" if isinstance(loader, DataLoader) else " itself"  # others may wrap one
+            why = f"a {type(loader).__name__} does not tell, FastDataLoader{itself} does"
+            self._unwatched[why] = None
             return None
         for watched in self._watched:
             if loader.records is watched.records:

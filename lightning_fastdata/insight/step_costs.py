@@ -238,7 +238,7 @@ class StepCosts:
     """The user's hook that moves a batch, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
     augment_hook: str = ""
     """The user's hook that augments, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
-    settings_in: Literal["LoaderOptions", "FastDataLoader"] = "LoaderOptions"
+    settings_in: Literal["LoaderOptions", "FastDataLoader", "DataLoader"] = "LoaderOptions"
     """Class whose arguments hold the loader's settings, as advice writes them."""
     padding: Padding | None = None
     """How much of the batches is padding."""

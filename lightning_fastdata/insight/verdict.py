@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import itemgetter
 from typing import Final
 
@@ -50,7 +49,6 @@ _CLEARLY: Final = 1.5
 _FEWEST_STEPS: Final = 5
 """Number of steps below which nothing is said of a stage."""
 _SHOWN_PARTS: Final = 3
-_LEARN: Final = Advice(text="FastDataModule.from_loaders(train_loader): it tells why, and tunes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +98,8 @@ def _passed(found: Found, e: Evidence) -> Found:
     """Return a finding after the gate, its remedy written for where the settings are."""
     finding = passed(found.finding, e.late.loader.closed)
     remedy = finding.remedy
-    if e.step.settings_in == "FastDataLoader":
-        remedy = remedy.replace("LoaderOptions(", "FastDataLoader(")
+    if e.step.settings_in != "LoaderOptions":
+        remedy = remedy.replace("LoaderOptions(", f"{e.step.settings_in}(")
         remedy = remedy.replace("FastDataModule(cache='auto')", "CachedDataset(dataset)")
     return Found(found.rule, replace(finding, remedy=remedy))
 
@@ -297,10 +295,15 @@ def _few_workers(e: LateBatches) -> Finding | None:
     return _late(e, _more_workers(e, wanted), least_ms=step.mean_ms * workers / wanted)
 
 
-def _late(e: LateBatches, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
+def _unknown(e: LateBatches) -> Finding | None:
+    return _late(e, None)
+
+
+def _late(e: LateBatches, remedy: Advice | None, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
-    ``least_ms``: least time of a step with the remedy. Who takes stamps is not told to do so.
+    ``least_ms``: least time of a step with the remedy; None: it is to be known why. Who takes
+    stamps is not told to do so.
     """
     step, stall = e.summary.step, e.summary.stall
     if step is None or stall is None or stall.share <= STALL_HIGH:
@@ -309,8 +312,9 @@ def _late(e: LateBatches, remedy: Advice, *, least_ms: float = 0.0) -> Finding |
         return None
     cause, label = waiting_text(e.summary), e.loader.loader
     prefix = "" if label is None else f"{label}: "
-    advice = [replace(remedy, text=f"{prefix}{remedy.text}")]
-    if remedy is _LEARN and e.summary.causes is not None:
+    text = e.loader.learn if remedy is None else remedy.text
+    advice = [replace(remedy or Advice(text=text), text=f"{prefix}{text}")] if text else []
+    if remedy is None and e.summary.causes is not None:
         largest = sorted(e.causes.wait.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
         parts = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
         cause += f"; {prefix}no single cost stands out: {parts} of the wait"
@@ -335,7 +339,7 @@ COSTS: Final = (
     Rule("FD000", "too few steps were timed", _too_few_steps),
     Rule("FD101", "batches are late, and the training process loads them", _no_workers),
     Rule("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    Rule("FD104", "batches are late, and why is not known", partial(_late, remedy=_LEARN)),
+    Rule("FD104", "batches are late, and why is not known", _unknown),
     Rule("FD002", "the device waits a little", _moderate_stall),
     Rule("FD001", "data is free", _fine),
 )

@@ -296,7 +296,7 @@ def _epoch_starts(e: Pauses) -> Finding | None:
 
 def _validation(e: Pauses) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
-    text = f"give {which} the options of the training loader, num_workers above all"
+    text = f"have workers read {which} (num_workers)"
     cpus, enough = e.loader.usable_cpus, False
     if e.val_workers is not None and cpus is not None:
         free = e.machine.left_of(cpus)

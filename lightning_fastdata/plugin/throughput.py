@@ -18,13 +18,20 @@ from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
 
+from torch.utils.data import DataLoader
+
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, check, is_whole
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.host.system_calls import check_replaceable
-from lightning_fastdata.insight.finding import LoaderFacts, closed_options, read_loader
+from lightning_fastdata.insight.finding import (
+    LoaderFacts,
+    class_of_settings,
+    closed_options,
+    read_loader,
+)
 from lightning_fastdata.insight.machine import (
     NO_MACHINE,
     MemorySeen,
@@ -56,6 +63,7 @@ from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin import boards, seams
 from lightning_fastdata.plugin.recording import LATER_EPOCHS, Recording, attach_tee
 from lightning_fastdata.plugin.transforms import augment_foreign_batches
+from lightning_fastdata.prove.session import own_method
 from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:
@@ -700,7 +708,7 @@ class MeasuredRun:
             before_hook=before,
             transfer_hook=moves,
             augment_hook=augments,
-            settings_in="FastDataLoader" if ours is None else "LoaderOptions",
+            settings_in=class_of_settings(loader) if ours is None else "LoaderOptions",
             padding=recording.main.padding.padding(),
             few_objects=recording.main.padding.few_objects,
         )
@@ -730,6 +738,8 @@ class MeasuredRun:
         settled = ours is not None and ours.placing.choice(stage) is not None
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
+        if known.learn and (not isinstance(loader, DataLoader) or own_method(loader)):
+            known = replace(known, learn="FastDataModule.from_datasets(dataset): it tells why")
         return replace(
             self.recording.main.changes.heeded(known),
             usable_cpus=self._usable_cpus,

@@ -551,6 +551,47 @@ def test_workers_are_not_told_where_they_would_read_what_was_there_before_the_st
         assert not (changes and "cache" in told)
 
 
+class Own(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+@pytest.mark.usefixtures("virtual")
+@each(
+    ("make", "told"),
+    [
+        (lambda: DataLoader(SlowStream(), 2), "FastDataModule.from_loaders(train_loader): "),
+        (lambda: Own(SlowStream(), 2), "FastDataModule.from_datasets(dataset): "),
+        (lambda: iter(DataLoader(SlowStream(), 2)), "FastDataModule.from_datasets(dataset): "),
+    ],
+)
+def test_why_batches_are_late_is_told_by_what_takes_that_loader(make, told, tmp_path):
+    callback = DataThroughputCallback(summary=False, report=False)
+    quiet_trainer(tmp_path, callbacks=[callback]).fit(Learner(), make())
+    assert callback.report.verdict.code == "FD104"
+    assert callback.report.verdict.findings[0].remedy.startswith(told)
+
+
+class SlowStream(Stream):
+    def __init__(self):
+        super().__init__(32)
+
+    def __iter__(self):
+        for row in super().__iter__():
+            clock.sleep(1.0)
+            yield row
+
+
+@each("settings", ["LoaderOptions", "FastDataLoader", "DataLoader"])
+def test_settings_are_those_of_the_class_that_has_them(settings):
+    slow = evidence_with(
+        TABLE["FD310"][0],
+        loader=LoaderFacts(persistent_workers=False),
+        settings_in=settings,
+    )
+    assert findings(slow)[0].remedy.startswith(f"{settings}(persistent_workers=True)")
+
+
 def test_about_a_dozen_families_have_every_code_once():
     codes = " ".join(FAMILIES.values()).split()
     assert sorted(codes) == sorted({rule.code for rule in (*RULES, *COSTS)})
