@@ -30,6 +30,8 @@ EVERY: Final = 32
 """Number of parts of the reading time, of which one is looked at."""
 _UNSEEN_TASKS: Final = 2
 """Number of first tasks of a process that are not looked at, as they pay for what is done once."""
+_TINY_NS: Final = 200_000
+"""Mean nanoseconds of a task below which none is looked at: starting to would take longer."""
 _ROUND_NS: Final = 100_000_000
 """Nanoseconds of reading that are looked at in one go: one long task, or many short ones."""
 _TICK_NS: Final = 2_000_000
@@ -75,6 +77,8 @@ class LineWatch:
     def __init__(self, every: int = EVERY) -> None:
         self._every = every
         self._tasks = 0
+        self._began_ns = self._all_ns = 0
+        """Nanoseconds at which the open task began, and of reading in all tasks but the first."""
         self._next_ns: float = 0
         self._read_ns = self._seen_ns = 0
         """Nanoseconds of reading in this round, in all and until the last look."""
@@ -83,16 +87,23 @@ class LineWatch:
     def begin(self) -> None:
         """Note that the calling thread starts to read for a task."""
         self._tasks += 1
-        if self._tasks <= _UNSEEN_TASKS or clock.monotonic_ns() < self._next_ns:
+        self._began_ns = clock.monotonic_ns()
+        if self._tasks <= _UNSEEN_TASKS or self._began_ns < self._next_ns:
+            return
+        if self._all_ns < (self._tasks - 2) * _TINY_NS:
             return
         try:
             self._look = _Look(self._read_ns, self._seen_ns)
+            self._began_ns = clock.monotonic_ns()
         except RuntimeError:
             self._next_ns = math.inf
 
     def end(self) -> tuple[LineTime, ...]:
         """Note that it has ended; return where it was, longest first: empty if nobody looked."""
         look, self._look = self._look, None
+        if self._tasks > 1 and self._began_ns:
+            self._all_ns += clock.monotonic_ns() - self._began_ns
+        self._began_ns = 0
         if look is None:
             return ()
         self._read_ns, self._seen_ns = look.end(), look.seen_ns

@@ -185,6 +185,21 @@ def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its
     assert sum(ms_of(found).values()) == 4 * 52
 
 
+def test_no_thread_starts_for_tasks_that_are_shorter_than_starting_it(its_time, monkeypatch):
+    started, kind = [], threading.Thread
+
+    def starts(*args, **named):
+        started.append(named["name"])
+        return kind(*args, **named)
+
+    watch = TaskWatch(0, LineWatch(every=1))
+    monkeypatch.setattr(line_names.threading, "Thread", starts)
+    tasks(watch, lambda: its_time.advance(40_000), number=20)
+    assert started == []
+    tasks(watch, lambda: its_time.advance(4_000_000), number=2)
+    assert len(started) == 1
+
+
 def test_starting_to_look_is_neither_seen_nor_counted_as_reading(its_time, monkeypatch):
     class Slow(threading.Thread):
         def start(self):
