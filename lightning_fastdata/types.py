@@ -101,7 +101,7 @@ class Repeated(int):
     """Index of a sample that came before in its epoch, so that it draws otherwise this time."""
 
     times: int
-    """Number of times that it came before, from 1 on."""
+    """Number of times that it came before, from 1 on; a pass over the data counts as ``2**24``."""
 
     @classmethod
     def of(cls, index: SupportsInt, times: int) -> Repeated:
@@ -135,4 +135,4 @@ class SampleKey(NamedTuple):
     """Epoch in which the sample is drawn, counted from 0."""
     index: int  # type: ignore[assignment]  # the field's name matters more than tuple.index
     """Position of the sample in the dataset, or in the stream of an iterable dataset; where it came
-    ``n`` times before in the epoch, plus ``n * 2**40``."""
+    ``n`` times before in the epoch, plus ``n * 2**40`` (see :class:`Repeated`)."""

@@ -778,6 +778,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             position.as_it_is(self, indices),
             epoch=epoch,
             batches=batches,
+            passes=0 if found is None else found.passes,
             reached=reached,
             late=late,
             digest=digest,
@@ -861,7 +862,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             if isinstance(inner, KeptExecutor):
                 inner.go_on_from(state.base_seed, epoch=state.epoch, within=state.batches > 0)
         if indices is not None:
-            indices.epoch = begun.epoch
+            indices.epoch, indices.earlier = begun.epoch, begun.passes
             indices.start = position.start_of(begun, position.as_it_is(self, indices), indices)
             return 0
         return 0 if state is None else self._go_on_in_stream(state)

@@ -68,6 +68,9 @@ class Position:
     late: list[int] = field(default_factory=list)
     """Numbers, in the order of the epoch, of batches that later ones have overtaken. They were not
     taken, and come first when the training goes on."""
+    passes: int = 0
+    """Passes over the data in the epoch before this one, where the loader is shorter than others;
+    each has an order and draws of its own."""
     reached: int | None = None
     """Batches of the order up to the last one that was taken; None: equal to ``batches``."""
     in_order: bool = True
@@ -224,6 +227,8 @@ class Pass:
     """Position at which the pass began; None: the start of the epoch."""
     before: int = 0
     """Batches of earlier passes in the same epoch, where the loader is shorter than others."""
+    passes: int = 0
+    """Number of these passes."""
     handed: int = 0
     """Batches that were handed out, including those before the pass began."""
     exhausted: bool = False
@@ -432,14 +437,18 @@ class Passes:
         now = self.current
         if now is not None and now.epoch == number and taken:
             if now.exhausted:
-                return Pass(epoch=number, before=now.before + now.handed, earlier=now)
+                if taken >= now.before:  # no state is asked for of passes before it
+                    now.earlier = None
+                before, passes = now.before + now.handed, now.passes + 1
+                return Pass(epoch=number, before=before, passes=passes, earlier=now)
             if now.handed:
                 return Pass(epoch=number, aside=True)
         if state is not None and not state.batches:
             # The run may not have counted yet that its last batch ended an epoch.
             over = taken and last and state.epoch == number + 1
             if over or state.epoch == number:
-                return Pass(epoch=state.epoch, state=state)
+                before, passes = taken if state.passes else 0, state.passes
+                return Pass(epoch=state.epoch, state=state, before=before, passes=passes)
         if not taken:
             return Pass(epoch=number)
         if state is None or state.epoch != number:
@@ -447,11 +456,13 @@ class Passes:
                 return Pass(epoch=number)
             state = Position(epoch=number, batches=taken, samples=-1)
         before = max(0, taken - state.batches)
-        return Pass(epoch=number, state=state, before=before, handed=state.batches)
+        begun = Pass(epoch=number, state=state, before=before, passes=state.passes)
+        begun.handed = state.batches
+        return begun
 
     def another_begins(self, indices: EpochIndices | None) -> None:
-        """Keep the indices of the last pass with it, if it is still open: the next draws anew."""
-        if self._begun is not None and not self._begun.exhausted and indices is not None:
+        """Keep the indices of the last pass with it, as the next draws anew."""
+        if self._begun is not None and indices is not None:
             self._begun.indices = copy.copy(indices)
 
     def settle(self, begun: Pass) -> None:

@@ -214,7 +214,9 @@ class BlockOrder:
         blocks, first = self._blocks, number * self._blocks.at_once
         edges = np.append(blocks.starts, blocks.length)
         together, _ = reordered(edges, self._order[first : first + blocks.at_once])
-        key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
+        # The upper half of an epoch says which pass of it this is.
+        seed = self._seed ^ self._epoch >> 32 << 32
+        key = np.array([seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
         drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
         return drawn if blocks.positions is None else blocks.positions[drawn]
 

@@ -29,6 +29,8 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of, steps_in
 from lightning_fastdata.order.lengths import BucketOrder
 from lightning_fastdata.order.samplers import (
+    BlockShuffleSampler,
+    ShuffleSampler,
     Step,
     deciding,
     draws_at_start,
@@ -107,7 +109,7 @@ class EpochIndices:
         arrays: Yield int64 arrays where that gives the same indices, and no others.
         seed: Keys draws from global generators, together with the epoch; None: they are not keyed.
         drawn: Dataset whose samples are drawn by their indices, so that one that comes again in an
-            epoch is given as a :class:`Repeated`; None: none are.
+            epoch, or in a later pass of it, is given as a :class:`Repeated`; None: none are.
     """
 
     def __init__(
@@ -119,14 +121,16 @@ class EpochIndices:
         drawn: object = None,
     ) -> None:
         self.source = source
-        self._drawn_by_index = drawn if may_repeat(source) else None
-        self.arrays = arrays and self._drawn_by_index is None
+        self.arrays = arrays
+        self._drawn_by_index, self._may_repeat = drawn, may_repeat(source)
         self._share = share_in(source)
         self._seed = seed if self._share is None else self._share.seed
         self.start = Start()
         """Place at which the next epoch begins."""
         self.epoch = 0
         """Number of the next epoch, counted from 0."""
+        self.earlier = 0
+        """Number of passes over the data in that epoch that came before, each in another order."""
         self._taken = _Taken()
         self._began_at = Start()
         self._drawn = self._to_draw()
@@ -147,7 +151,7 @@ class EpochIndices:
         start = self._began_at = self.start
         if start.drawn and epoch_order(self.source) is not None:
             _restore(deciding(self.source), start.drawn)
-        whole, left = epoch_order(self.source), epoch_order(self.source, start=start.samples)
+        whole, left = self._planned(), self._planned(start=start.samples)
         self._plan, self._plan_epoch = None if left is None else whole, self.epoch
         if whole is None or left is None:
             # An order that ranks share is continued by samples, unless late batches come first.
@@ -161,7 +165,25 @@ class EpochIndices:
             _check(start, found, deciding(self.source), computed=True)
         late = map(whole.batch, start.late if start.same_batches else ())
         batches = chain(late, left.batches())
-        return batches if self.arrays else (batch.tolist() for batch in batches)
+        if self.arrays:
+            return batches
+        return self._told((batch.tolist() for batch in batches), self._times())
+
+    def _planned(self, epoch: int | None = None, start: int = 0) -> AnyOrder | None:
+        order = epoch_order(self.source, epoch, start)
+        return None if order is None else replace(order, epoch=self._anew(order.epoch))
+
+    def _anew(self, epoch: int) -> int:
+        """Return what stands for an epoch, in the present pass of it, where an order is drawn."""
+        return epoch + (self.earlier << 32)
+
+    def _times(self) -> _Times | None:
+        """Return what counts the indices of a pass; None: they need not be counted."""
+        counts = self._drawn_by_index is not None and (self._may_repeat or self.earlier > 0)
+        return _Times(self._drawn_by_index, self.earlier) if counts else None
+
+    def _told(self, items: Iterable[Any], times: _Times | None) -> Iterator[Any]:
+        return iter(items) if times is None else map(times.told, items)
 
     def drawn(self, epoch: int | None = None) -> Drawn:
         """Return the state from which the sampler drew the epoch that began last.
@@ -216,7 +238,7 @@ class EpochIndices:
     def _order(self, epoch: int, start: int = 0) -> AnyOrder | None:
         """Return the plan of an epoch, whatever was set on the sampler since it began."""
         if self._plan is None or epoch != self._plan_epoch:
-            return epoch_order(self.source, epoch, start)
+            return self._planned(epoch, start)
         return replace(self._plan, start=start)
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
@@ -257,7 +279,8 @@ class EpochIndices:
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
         steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
         if self._seed is not None:
-            steps = keyed(steps, self._seed, self.epoch, once=draws_at_start(decides))
+            epoch = self._anew(self.epoch)
+            steps = keyed(steps, self._seed, epoch, once=draws_at_start(decides))
         late = []
         with _as_before(start.drawn):
             for number, step in enumerate(islice(steps, start.batches if again else 0)):
@@ -276,7 +299,10 @@ class EpochIndices:
         """Yield the steps that follow the samples of a start."""
         sampler, size, drop_last = self._cut()
         sampler, samples = _drawing_again(sampler, start.drawn), start.samples
-        items, times = sampler, _Times(self._drawn_by_index)
+        if self.earlier and type(sampler) in (ShuffleSampler, BlockShuffleSampler):
+            sampler = copy.copy(sampler)
+            sampler.set_epoch(self._anew(sampler.epoch))
+        items, times = sampler, self._times()
         if size is not None:
             if samples % size:  # no present step ends there: the rest is cut into steps anew
                 sampler, samples = _without_first(sampler, samples, times), 0
@@ -284,8 +310,7 @@ class EpochIndices:
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
             items = map(_own, items)
-        if self._drawn_by_index is not None:
-            items = map(times.told, items)
+        items = self._told(items, times) if times is not None else items
         share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
@@ -389,9 +414,11 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
 # -- what was taken of an epoch --------------------------------------------------------------------
 
 
-def _without_first(sampler: Iterable[Any], samples: int, times: _Times) -> Iterator[Any]:
+def _without_first(sampler: Iterable[Any], samples: int, times: _Times | None) -> Iterator[Any]:
     items = iter(sampler)
-    times.told(list(islice(items, samples)))
+    first = list(islice(items, samples))
+    if times is not None:
+        times.told(first)
     yield from items
 
 
@@ -425,12 +452,14 @@ def _rows(batch: object) -> int:
 
 
 class _Times:
-    """How many times each sample of a dataset came in an epoch; of no dataset, nothing is counted.
+    """How many times each sample of a dataset came in an epoch, in its last pass over the data.
 
-    Counted are indices that are whole numbers, alone or in lists and tuples.
+    Counted are indices that are whole numbers, alone or in lists and tuples. ``earlier``: passes
+    over the data that came before, each of which counts more than all times in one.
     """
 
-    def __init__(self, dataset: object) -> None:
+    def __init__(self, dataset: object, earlier: int) -> None:
+        self._before = earlier << 24
         length = dataset_length(dataset) or 0
         # The system gives memory only to the parts of it that are written to.
         self._counts = np.zeros(min(length, _COUNTED), np.uint32).data
@@ -439,11 +468,11 @@ class _Times:
         """Return an index, or the indices of a batch, and count them."""
         if type(item) not in (list, tuple):
             return self.told([item])[0]
-        counts, found = self._counts, []
+        counts, before, found = self._counts, self._before, []
         for index in item:
             try:
-                times = counts[index]
-                counts[index] = times + 1
+                times = counts[index] + before
+                counts[index] += 1
                 found.append(Repeated.of(index, times) if times else index)
             except (IndexError, NotImplementedError, TypeError):  # no index of a sequence
                 found.append(index)

@@ -114,6 +114,7 @@ def keyed_uniform(key: SampleKey) -> Callable[[], float]:
     checks would take per sample.
     """
     seed = (key.seed & _MASK) << 128 | (key.epoch & _MASK) << 64 | (key.index & _MASK)
+    seed |= max(0, key.index >> 64) << 192  # of a sample that comes again
     return random.Random(seed).random
 
 
