@@ -34,7 +34,7 @@ Path = tuple[Any, ...]
 _LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, type)
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 256
-_HOLD_NOTHING: Final = (
+HOLD_NOTHING: Final = (
     str, bytes, bytearray, int, float, complex, NoneType, np.ndarray, torch.Tensor, PurePath,
 )  # fmt: skip
 _INSTALLED: Final = ("site-packages", "dist-packages")
@@ -306,7 +306,7 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     """
     if not kinds:
         return ()
-    passed_over = tuple(each for each in _HOLD_NOTHING if each not in kinds)
+    passed_over = tuple(each for each in HOLD_NOTHING if each not in kinds)
     found: list[Any] = []
     seen: set[int] = set()
     waiting: deque[tuple[object, int]] = deque([(obj, 0)])

@@ -199,15 +199,15 @@ class KorniaWorker(WorkerTransform):
             params = tree_map_only(Tensor, Tensor.numpy, params)
         return BatchDraws(len(keys), (params, keys))
 
-    def stacks(
-        self, samples: Sequence[Batch], drawn: Sequence[_Drawn], batch: Batch = None
-    ) -> bool:
-        """Return whether the images make one tensor of the shape for which parameters are drawn."""
-        shapes = {one.shape for one in drawn}
-        if batch is None or len(shapes) > 1:
-            return len(shapes) == 1
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[_Drawn]) -> bool:  # noqa: ARG002
+        """Return whether the images have one shape."""
+        return len({one.shape for one in drawn}) == 1
+
+    def holds(self, batch: Batch, drawn: Sequence[_Drawn], _: Mapping[Any, Tensor]) -> bool:
+        """Return whether the images have the shape for which parameters are drawn."""
         images = get_field(batch, find_fields(batch, self._fields, batched=True).image)
-        return tuple(images.shape) == (len(samples), *(drawn[0].shape or ()))
+        shape = (len(drawn), *(drawn[0].shape or ()))
+        return isinstance(images, Tensor) and tuple(images.shape) == shape
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[_Drawn]

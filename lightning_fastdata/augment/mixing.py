@@ -32,6 +32,7 @@ from lightning_fastdata.augment.fields import (
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
+    Rows,
     StageTransform,
     TapedWorker,
     WorkerTransform,
@@ -509,18 +510,23 @@ class MixedWorker(WorkerTransform):
         tapes, own = zip(*drawn, strict=True)
         return self._mixer.pack(own, self._inner, tapes)
 
-    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
-        """Return whether what waits for the device can be stacked, or is stacked in ``batch``."""
-        tapes = [tape for tape, _ in drawn]
-        return self._inner is None or self._inner.stacks(samples, tapes, batch)
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
+        """Return whether what waits for the device can be stacked."""
+        return self._inner is None or self._inner.stacks(samples, [tape for tape, _ in drawn])
 
-    def waiting_in(
-        self, samples: Sequence[Batch], drawn: Sequence[Any]
-    ) -> list[list[torch.Tensor]]:
-        """Return the tensors of each sample that the pipeline left to the device."""
-        if self._inner is None:
-            return super().waiting_in(samples, drawn)
-        return self._inner.waiting_in(samples, [tape for tape, _ in drawn])
+    def rows(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> Rows | None:
+        """Return for each field that the pipeline left to the device its tensors."""
+        return {} if self._inner is None else self._inner.rows(samples, [t for t, _ in drawn])
+
+    def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:
+        """Return a sample with other tensors in the place of those that wait."""
+        return sample if self._inner is None else self._inner.put(sample, tensors)
+
+    def holds(
+        self, batch: Batch, drawn: Sequence[Any], stacked: Mapping[Any, torch.Tensor]
+    ) -> bool:
+        """Return whether a batch holds, where the device looks for them, what was ``stacked``."""
+        return self._inner is None or self._inner.holds(batch, [t for t, _ in drawn], stacked)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]

@@ -22,7 +22,6 @@ from lightning_fastdata.augment.fields import (
 )
 from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay.torch import are_rows
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.tree import name_of
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 
 Where: TypeAlias = Literal["worker", "device", "either"]
+Rows: TypeAlias = dict[Any, list[torch.Tensor]]
+"""For each field, by its name in the tapes, the tensor of each sample."""
 
 
 class OpPlacement(NamedTuple):
@@ -90,18 +91,30 @@ class WorkerTransform:
         """Complete a collated batch and return it; used where no device takes part."""
         return batch
 
-    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
-        """Return whether what waits for the device can be stacked, or is stacked in ``batch``."""
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
+        """Return whether what waits for the device can be stacked."""
         raise NotImplementedError
 
-    def waiting_in(
-        self,
-        samples: Sequence[Batch],
-        drawn: Sequence[Any],  # noqa: ARG002
-        /,
-    ) -> list[list[torch.Tensor]]:
-        """Return the tensors of each sample that :meth:`finish_each` would finish."""
-        return [[] for _ in samples]
+    def rows(self, samples: Sequence[Batch], drawn: Sequence[Any], /) -> Rows | None:  # noqa: ARG002
+        """Return for each field that waits for the device its tensors, sample by sample.
+
+        None: once they are finished they are no tensors.
+        """
+        return {}
+
+    def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:  # noqa: ARG002
+        """Return a sample with other tensors in the place of those that wait."""
+        return sample
+
+    def holds(
+        self, batch: Batch, drawn: Sequence[Any], stacked: Mapping[Any, torch.Tensor]
+    ) -> bool:
+        """Return whether a batch holds, where the device looks for them, what was ``stacked``.
+
+        Raises:
+            BatchError: the batch has no image.
+        """
+        raise NotImplementedError
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any], /
@@ -118,6 +131,8 @@ class TapedWorker(WorkerTransform):
 
     fuses_steps = False
     """Whether there are kernels that carry out several of its operations together."""
+    ends_in_tensors = True
+    """Whether finished images and masks are tensors."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -149,35 +164,35 @@ class TapedWorker(WorkerTransform):
         fuse = registry.fuse() if self.fuses_steps else None
         return compile_tapes([tape or {} for tape in tapes], beside, fuse)
 
-    def stacks(
-        self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None
-    ) -> bool:
-        """Return whether the tensors that wait for the device can be stacked, or are in ``batch``.
+    def stacks(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> bool:
+        """Return whether the tensors that wait for the device can be stacked.
 
-        They cannot if some samples lack one, or have it in another shape or dtype. A
-        ``collate_fn`` may keep them in lists, pad, sort or convert them, or leave them out.
-
-        Raises:
-            BatchError: the batch has no image.
+        They cannot if some samples lack one, or have it in another shape or dtype.
         """
-        names = {name for tape in tapes for name in tape or ()}
-        if not names:
-            return True
-        each = [self.waiting(sample, names) for sample in samples]
-        if not all(names <= one.keys() for one in each):
-            return False
-        rows = {name: [one[name] for one in each] for name in names}
-        if batch is None:
-            return all(len({(one.shape, one.dtype) for one in row}) == 1 for row in rows.values())
-        stacked = self.waiting(batch, names, batched=True)
-        return all(are_rows(stacked.get(name), row) for name, row in rows.items())
+        rows = self._rows(samples, tapes).values()
+        return all(
+            len(row) == len(samples) and len({(one.shape, one.dtype) for one in row}) == 1
+            for row in rows
+        )
 
-    def waiting_in(
-        self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
-    ) -> list[list[torch.Tensor]]:
-        """Return the tensors of each sample that wait for the device."""
-        names = {name for tape in tapes for name in tape or ()}
-        return [list(self.waiting(sample, names).values()) for sample in samples]
+    def rows(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> Rows | None:
+        """Return for each field that waits for the device its tensors, sample by sample."""
+        return self._rows(samples, tapes) if self.ends_in_tensors else None
+
+    def _rows(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> Rows:
+        names = {name: None for tape in tapes for name in tape or ()}
+        each = [self.waiting(sample, names) for sample in samples] if names else []
+        return {name: [one[name] for one in each if name in one] for name in names}
+
+    def holds(
+        self,
+        batch: Batch,
+        tapes: Sequence[Tape | None],  # noqa: ARG002
+        stacked: Mapping[Any, torch.Tensor],
+    ) -> bool:
+        """Return whether a batch holds, where the device looks for them, what was ``stacked``."""
+        found = self.waiting(batch, stacked, batched=True) if stacked else {}
+        return all(found.get(name) is one for name, one in stacked.items())
 
     def finish_each(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None]

@@ -5,25 +5,22 @@ In between, a thread may copy it into page-locked memory while the training goes
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from copy import copy
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from lightning_fastdata import tree
 from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
-from lightning_fastdata.batches.descent import Descent
+from lightning_fastdata.batches.waiting import Waiting
 from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.randomness.seeds import OwnGenerators
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
@@ -39,6 +36,13 @@ _NOT_UNWRAPPED = (
     "If your class overrides on_before_batch_transfer, transfer_batch_to_device or "
     "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, read "
     "`batch.batch` and return `batch.with_batch(...)`."
+)
+
+_FINISHED_HERE = (
+    "The collate_fn does not just stack the images, or it gets arrays, as of a pipeline without "
+    "ToTensorV2. So the workers finish the images one by one before it is called, and leave "
+    "nothing to the device. Let it stack them as they are (torch.stack, default_collate), all of "
+    "them and in order, or set augment_on='cpu', which takes the workers less time."
 )
 
 
@@ -231,12 +235,12 @@ class StagingCollate(HandsOn):
         collate_fn: Collate,
         transform: WorkerTransform | None,
         stage: Stage,
-        own: OwnGenerators | None = None,
     ) -> None:
         super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
-        self._own = OwnGenerators(None, collate_fn) if own is None else own
+        self._finishes = False
+        """Whether the images of all batches are finished before ``collate_fn`` gets them."""
         self._only_stacks = collate_fn in (collate_samples, default_collate)
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
@@ -247,36 +251,34 @@ class StagingCollate(HandsOn):
         samples = [sample for sample, _tape in samples]
         if not self.transform.stacks(samples, drawn):
             samples, drawn = self.transform.finish_each(samples, drawn)
+        elif not self._only_stacks and (
+            self._finishes or self.transform.rows(samples, drawn) is None
+        ):
+            self._finishes_here()
+            samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
         if draws is None:
             batch = _finished(self.transform, self.collate_fn(samples), drawn)
             return StagedBatch(batch, None, self.stage)
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
-        with suppress(Exception), self._own.undone():
-            waiting = self.transform.waiting_in(samples, drawn)
-            with Descent(itertools.chain(*waiting)) as descent:
-                batch = self._collate_handed_on([_twin(sample) for sample in samples])
-            stacks = batch is not None and self.transform.stacks(samples, drawn, batch)
-            if not stacks or not descent.has_only(len(waiting[0]), batch):
-                raise BatchError("The images are not in the batch as they were, or not they alone.")
-            return StagedBatch(batch, draws, self.stage)
-        # What the collation did to unfinished images, or could not do, it does to finished ones,
-        # with the same draws.
-        samples, drawn = self.transform.finish_each(samples, drawn)
-        batch = self.collate_fn(samples)
-        draws = None if batch is None else self.transform.collate(drawn)
+        waiting = Waiting(self.transform, samples, drawn)
+        with waiting if waiting.rows else nullcontext():
+            batch = self._collate_handed_on(waiting.samples)
+        if batch is None:
+            return StagedBatch(None, None, self.stage)
+        waiting.settle(batch)
+        if waiting.over:
+            self._finishes_here()
+        if waiting.drawn is not drawn:
+            draws = self.transform.collate(waiting.drawn)
         return StagedBatch(batch, draws, self.stage)
 
-
-def _twin(sample: Batch) -> Batch:
-    """Return a sample of the same values, out of which a collate_fn may take what it likes."""
-    parts = tree.children(sample)
-    if parts is None:
-        return sample
-    return tree.rebuilt(
-        sample, [copy(p) if isinstance(p, list | MutableMapping) else p for _, p in parts]
-    )
+    def _finishes_here(self) -> None:
+        if not self._finishes:
+            self._finishes, worker = True, get_worker_info()
+            if worker is None or worker.id == 0:
+                warnings.warn(_FINISHED_HERE, FastDataWarning, stacklevel=2)
 
 
 class FirstOfPairs(HandsOn):

@@ -604,7 +604,7 @@ def open_source(
     if settings.transform is not None:
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
     own = OwnGenerators(settings.dataset, settings.collate_fn, worker_part)
-    collate_fn = _collation(settings, worker_part, own)
+    collate_fn = _collation(settings, worker_part)
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
     if not reads_with_torch(settings):
         plan = worker_part, own
@@ -656,14 +656,12 @@ def epoch_of(
     return iter(source)
 
 
-def _collation(
-    settings: Loader, worker_part: WorkerTransform | None, own: OwnGenerators
-) -> Callable[[Any], Batch]:
+def _collation(settings: Loader, worker_part: WorkerTransform | None) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
     collate_fn = collate_samples if collate_fn is default_collate else collate_fn
     # A kept executor stages batches without draws itself, so that it can collate in place.
     if settings.staged is not None and (worker_part is not None or reads_with_torch(settings)):
-        return StagingCollate(collate_fn, worker_part, settings.staged, own)
+        return StagingCollate(collate_fn, worker_part, settings.staged)
     if worker_part is not None:
         return FirstOfPairs(collate_fn, worker_part, single=not makes_batches(settings))
     return collate_fn

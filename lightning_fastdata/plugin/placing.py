@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -232,7 +233,9 @@ def _measure(
     middle = {name: median(values[skip:]) for name, values in took_ms.items()}
     each = {}
     for name, collated in collates.items():
-        collated(list(made[name]))  # the first one imports
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is a trial
+            collated(list(made[name]))  # the first one imports
         _, ms, _ = clocks.of(partial(collated, list(made[name])))
         each[f"{name}_ms"] = middle["read"] + middle[name] + ms / len(made[name])
     costs = SampleCosts(

@@ -27,7 +27,6 @@ from lightning_fastdata.randomness.global_generators import (
     GENERATORS,
     NUMPY,
     PYTHON,
-    DrawWatch,
     kept_random_state,
 )
 from lightning_fastdata.tree import find_instances, held, held_by, loaded_classes
@@ -300,17 +299,6 @@ class OwnGenerators:
             yield
         finally:
             _put_back(states)
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Restore these and the global generators, too, if the block raises: it is done again."""
-        states, watch = self._states(), DrawWatch()
-        try:
-            yield
-        except BaseException:
-            _put_back(states)
-            watch.restore()
-            raise
 
     def _states(self) -> list[tuple[_Generator, object]]:
         return [(generator, state_of(generator)) for generator, _ in self._found]

@@ -126,7 +126,6 @@ def carried_out(pipeline, samples):
     if not worker.stacks(made, tapes):
         return None, worker.finish_each(made, tapes)[0]
     batch = collate_samples(made)
-    assert worker.stacks(made, tapes, batch)
     return transform.apply(batch, worker.collate(tapes)), None
 
 

@@ -85,7 +85,7 @@ class ComposeWorker(TapedWorker):
         self._taken = argument_names(compose)
         self._mover = mover_of(compose)
         leaves = list_leaves(compose)
-        self._makes_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
+        self.ends_in_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
         """Return the sample as the worker leaves it, and a tape of what the device has still to do.
@@ -163,8 +163,13 @@ class ComposeWorker(TapedWorker):
             made, program = pixels, draws.programs.get(name)
             if program is not None:
                 made = replay(program, draws.blob, pixels[None], ops)[0]
-            values[place] = made if self._makes_tensors else made.numpy()
+            values[place] = made if self.ends_in_tensors else made.numpy()
         return put_fields(sample, values)
+
+    def put(self, sample: Batch, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """Return a sample with other tensors in the place of those that wait."""
+        places = self._tensors(sample)
+        return put_fields(sample, {places[name][0]: one for name, one in tensors.items()})
 
     def _tensors(
         self, item: Batch, *, batched: bool = False

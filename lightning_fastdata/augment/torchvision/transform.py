@@ -436,6 +436,10 @@ class PipelineWorker(TapedWorker):
             done[path] = made.as_subclass(type(value))
         return put_leaves(sample, done)
 
+    def put(self, sample: Batch, tensors: Mapping[Path, Tensor]) -> Batch:
+        """Return a sample with other tensors in the place of those that wait."""
+        return put_leaves(sample, tensors)
+
 
 class Traits(NamedTuple):
     """What a pipeline does to samples, as far as its transforms tell."""
