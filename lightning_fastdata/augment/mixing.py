@@ -382,6 +382,11 @@ def mixed(
     pipeline = None
     if rest and not isinstance(rest[0], MixStep):
         pipeline = as_batch_transform(rest.pop(0), image=image, stays=stays)
+        if isinstance(pipeline, MixedTransform):
+            raise TransformError(
+                f"{pipeline.name} mixes already. Give all of it at once: mixed(compose, MixUp(), "
+                "CutMix())."
+            )
         worker = pipeline.in_worker(on_device=False)
         if worker is None or worker.needs_batches:
             raise TransformError(

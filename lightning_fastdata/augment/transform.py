@@ -106,7 +106,9 @@ def as_batch_transform(
     fields = Fields(image=image, mask=mask, stays=listed(stays))
     if isinstance(transform, StageTransform):
         return transform
-    if isinstance(transform, type) or not callable(transform):
+    forward = getattr(transform, "forward", None)
+    lists_modules = getattr(forward, "__func__", None) is torch.nn.Module.forward  # it has none
+    if isinstance(transform, type) or lists_modules or not callable(transform):
         raise TransformError(
             f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a "
             "torchvision v2.Compose (an instance), an nn.Module, or a callable that takes a batch "

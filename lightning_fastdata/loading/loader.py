@@ -81,7 +81,7 @@ _CHANGED_WHILE_READ: Final = (
     "be chosen elsewhere, would have it in the next epoch. Set num_workers=0 for the former, or a "
     'number of them and executor="workers" for the latter.'
 )
-_PIPELINE_CHANGED: Final = (
+PIPELINE_CHANGED: Final = (
     "Step {} of the training changed the pipeline of augment=, and the next epoch is the first "
     "that is drawn so. Change it between epochs, or have the dataset call it."
 )
@@ -520,7 +520,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             order = () if is_drawn_at_start(source) else (source,)
             what = (self.dataset, self.collate_fn, given, *order)
             return StateWatch(what, text, caches, self._reads_later)
-        return StateWatch(given, _PIPELINE_CHANGED, caches) if here and (given or caches) else None
+        return StateWatch(given, PIPELINE_CHANGED, caches) if here and (given or caches) else None
 
     def _reads_later(self) -> bool:
         """Return whether later batches of this epoch are read in the state of that time."""

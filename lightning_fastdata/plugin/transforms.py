@@ -29,7 +29,9 @@ from lightning_fastdata.batches.staged import StagedBatch, batch_samples, move
 from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning, TransformError
+from lightning_fastdata.loading.loader import PIPELINE_CHANGED
 from lightning_fastdata.loading.options import check_among
+from lightning_fastdata.loading.position import StateWatch
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 from lightning_fastdata.randomness.global_generators import DrawWatch
@@ -227,13 +229,16 @@ def augment_foreign_batches(
     datamodule = seams.attributes_of(trainer).datamodule
     owner = pl_module if seams.overridden_hook(datamodule, _HOOK) is None else datamodule
     epoch, samples = -1, 0  # ``samples`` of this epoch were augmented
+    watch = StateWatch((), "")
 
     def augment(batch: Batch) -> Batch:
-        nonlocal epoch, samples
+        nonlocal epoch, samples, watch
         if batch is None or not trainer.training or not in_transfer():
             return batch
         if trainer.current_epoch != epoch:
             epoch, samples = trainer.current_epoch, 0
+            watch = StateWatch(transform.made_of(), PIPELINE_CHANGED)
+        watch.asked()
         # Other ranks, other callbacks and the loader draw for other samples of these numbers.
         own = derived_seed(seed, "callback", steps.index(augment), trainer.global_rank)
         key = SampleKey(own, epoch, samples)
@@ -242,6 +247,7 @@ def augment_foreign_batches(
         # floating point only now.
         with told_of_shared_draws(transform, batch):
             batch = transform.apply_unprepared(batch, key)
+        watch.handed_out()
         return trainer.precision_plugin.convert_input(batch)
 
     earlier = getattr(owner, _HOOK)

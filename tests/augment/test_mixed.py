@@ -181,6 +181,7 @@ def test_any_layout_of_images_is_kept_and_nothing_is_written_to_what_was_given(s
         ((), "There is nothing that mixes"),
         ((PIPELINE,), "There is nothing that mixes"),
         ((CutMix(), PIPELINE), "does not mix"),
+        ((mixed(PIPELINE, CutMix()), CutMix()), r"at once: mixed\(compose, MixUp\(\), CutMix"),
         ((torch.nn.Identity(), CutMix()), "Register a callable by itself"),
     ],
 )

@@ -199,7 +199,10 @@ def test_a_pipeline_that_would_not_come_first(tmp_path, first):
         fit(tmp_path, module, callbacks=[callback])
 
 
-@each("value", ["flip", 3, A.HorizontalFlip, A.Compose, [A.HorizontalFlip()]])
+LISTED = torch.nn.ModuleList([torch.nn.Identity()])
+
+
+@each("value", ["flip", 3, A.HorizontalFlip, A.Compose, [A.HorizontalFlip()], LISTED])
 def test_what_is_not_a_transform(value):
     for attempt in (
         lambda: FastDataModule(augment=value),

@@ -35,6 +35,7 @@ from lightning_fastdata.executors.pool.protocol import (
     wire_pair,
 )
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor, StreamExecutor
+from lightning_fastdata.executors.pool.watches import death
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -83,6 +84,15 @@ def firsts(batches: Iterable[Any]) -> list[int]:
 class Quick(Dataset):
     def __getitem__(self, index: int) -> Any:
         return torch.full((200,), index)
+
+
+def test_a_process_that_does_not_leave_by_itself_is_not_said_to_be_killed_for_memory(pool) -> None:
+    executor = pool(Quick(), processes=1)
+    executor.start_epoch([], 0)
+    [child] = executor.children.values()
+    halt(child)
+    child.stop(0)
+    assert death(child.exitcode) == "died"
 
 
 def test_a_process_that_leaves_before_it_is_asked_has_taken_nothing(pool) -> None:

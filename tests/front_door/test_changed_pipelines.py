@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
@@ -120,3 +120,23 @@ def test_what_setup_registers_takes_the_place_of_what_it_registered_in_the_run_b
         assert fitted(lambda: None, datamodule=data) == [True, True, True]
         assert len(taken) == 3 * run
         quiet_trainer().test(Evaluated(), data)
+
+
+@each("place", ["cpu", "callback"])
+def test_a_pipeline_that_a_step_changes_is_warned_of(place) -> None:
+    compose = inverting()
+    images = Samples(lambda _: IMAGE, 8)
+
+    class Changes(Learner):
+        def on_train_batch_end(self, *_: object) -> None:
+            compose.transforms[0].p = 0
+
+    if place == "callback":
+        callbacks = [DataThroughputCallback(augment=compose, summary=False, report=False)]
+        given = {"train_dataloaders": DataLoader(images, 4, num_workers=0)}
+    else:
+        how = {"batch_size": 4, "num_workers": 0, "augment": compose, "augment_on": place}
+        callbacks, given = [], {"datamodule": FastDataModule.from_datasets(images, **how)}
+    with pytest.warns(FastDataWarning, match="Step 1 of the training changed the pipeline") as said:
+        quiet_trainer(max_epochs=2, callbacks=callbacks).fit(Changes(), **given)
+    assert sum("changed the pipeline" in str(each.message) for each in said) == 1

@@ -297,7 +297,7 @@ class ChildProcess:
         """State of what it reads, as it told last; None: it has not told since it last read."""
         self.hang: watches.Hang | None = None
         """What the process got nowhere with, and was killed for; None: it was not."""
-        self.retiring = self.retired = False
+        self.retiring = self.retired = self._killed = False
         ours, theirs = protocol.wire_pair()
         ours.setblocking(False)
         context = plan.context
@@ -348,8 +348,11 @@ class ChildProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Exit code, or the signal that ended the process as a negative number; None: it lives."""
-        code: int | None = self.process.exitcode
+        """Exit code, or the signal that ended the process as a negative number.
+
+        None: it lives, or was killed by :meth:`stop`, which tells nothing of why it ended.
+        """
+        code: int | None = None if self._killed else self.process.exitcode
         return code
 
     @property
@@ -450,6 +453,7 @@ class ChildProcess:
         self.wire.close()
         self.process.join(patience_s)
         if self.process.is_alive():
+            self._killed = True
             self.process.kill()
             self.process.join()
         self._pidfd = ()
@@ -743,7 +747,8 @@ class Crew:
     def discard(self, child: ChildProcess) -> None:
         """Stop a process and forget it; one that takes its place draws other random numbers."""
         self._forget(child)
-        child.stop(patience_s=5)
+        # One that cannot start still has to leave a Python that has imported torch.
+        child.stop(patience_s=5 if child.began else 30)
         self.plan = self.plan.with_other_draws()
 
     def _forget(self, child: ChildProcess) -> None:
@@ -774,7 +779,7 @@ class Crew:
         living = {each.number: each.pid for each in self.children.values()}
         if self._streams:
             self._deaths.warn_of_memory(
-                child.process.exitcode, living, "The rest of its stream is missing."
+                child.exitcode, living, "The rest of its stream is missing."
             )
             return
         if self._queue is not None:
@@ -788,7 +793,7 @@ class Crew:
         self.respawned += 1
         self.plan.faults.deaths += 1
         if child.hang is None:
-            self._deaths.note(child.process.exitcode, self._answered, living)
+            self._deaths.note(child.exitcode, self._answered, living)
         self._spawn_missing()
         if not child.began:
             self._died_starting += 1
