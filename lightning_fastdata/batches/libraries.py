@@ -46,8 +46,8 @@ def tell_rank(rank: Rank) -> None:
 
 _WITH_EPOCHS: Final = (__name__.partition(".")[0], "datasets", "litdata")
 """Packages whose datasets draw by the epoch that they are told."""
-_TOLD: Final[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
-"""Epoch that a loader told each of Hugging Face's datasets last; ours keep it as Counted."""
+_TOLD: Final[WeakKeyDictionary[Any, object]] = WeakKeyDictionary()
+"""Epoch of each of Hugging Face's datasets since a loader told it one; ours keep it as Counted."""
 
 
 def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
@@ -75,7 +75,7 @@ def _told(one: Any, epoch: int) -> bool:
     # LitData's own loader counts its epochs from 1.
     one.set_epoch(epoch + 1 if is_a(one, "litdata") else Counted(epoch))
     if is_a(one, "datasets"):
-        _TOLD[one] = epoch
+        _TOLD[one] = getattr(one, "epoch", None)
     return True
 
 
@@ -96,7 +96,7 @@ def epoch_set_on(dataset: Dataset[Any]) -> int | None:
         epoch = getattr(one, "epoch", None)
         theirs = is_a(one, "datasets")
         told = epoch == _TOLD.get(one, 0) if theirs else isinstance(epoch, Counted)
-        if isinstance(epoch, int) and not told:
+        if isinstance(epoch, int) and epoch >= 0 and not told:
             found.append(epoch)
         return True
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fastdata import tree
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.torch_internals import collate_tensor_fn
+from lightning_fastdata.torch_internals import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    collate_tensor_fn,
+)
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import WorkerTransform
@@ -106,7 +109,7 @@ class Waiting(TorchFunctionMode):
 
     def _look(self, value: object) -> None:
         """Finish all if a tensor in ``value`` waits."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for one in () if self._quiet else tree.leaves(value):
                 known = self._known.get(_address(one))
                 if known is not None:

@@ -54,8 +54,8 @@ from lightning_fastdata import (
     FastDataModule,
     FastDataWarning,
     LoaderOptions,
-    OptionsError,
 )
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors import fetch, inline
 from lightning_fastdata.insight import stage as measured
 
