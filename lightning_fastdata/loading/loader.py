@@ -377,7 +377,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 worker_init_fn=worker_init_fn,
                 keeps=chosen,
             )
-            as_torch = frozenset(name for name, is_left in left.items() if is_left)
+            untouched = (name for name, is_left in left.items() if is_left)
+            # Without a number, remote executors have as many workers as the cluster has room for.
+            as_torch = frozenset(name for name in untouched if getattr(asked, name) != "auto")
             self.plan = plan = replace(plan_for(spec), as_torch=as_torch)
             tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
