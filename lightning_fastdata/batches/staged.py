@@ -25,7 +25,7 @@ from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import Draws, WorkerTransform
+    from lightning_fastdata.augment import Draws, Rows, WorkerTransform
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, Stage
 
@@ -249,20 +249,21 @@ class StagingCollate(HandsOn):
             return StagedBatch(self._collate_handed_on(samples), None, self.stage)
         drawn = [tape for _sample, tape in samples]
         samples = [sample for sample, _tape in samples]
+        rows: Rows | None = None
         if not self.transform.stacks(samples, drawn):
             samples, drawn = self.transform.finish_each(samples, drawn)
-        elif not self._only_stacks and (
-            self._finishes or self.transform.rows(samples, drawn) is None
-        ):
-            self._finishes_here()
-            samples, drawn = self.transform.finish_each(samples, drawn)
+        elif not self._only_stacks:
+            rows = None if self._finishes else self.transform.rows(samples, drawn)
+            if rows is None:
+                self._finishes_here()
+                samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
         if draws is None:
             batch = _finished(self.transform, self.collate_fn(samples), drawn)
             return StagedBatch(batch, None, self.stage)
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
-        waiting = Waiting(self.transform, samples, drawn)
+        waiting = Waiting(self.transform, samples, drawn, rows or {})
         with waiting if waiting.rows else nullcontext():
             batch = self._collate_handed_on(waiting.samples)
         if batch is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +20,7 @@ from lightning_fastdata.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import WorkerTransform
+    from lightning_fastdata.augment import Rows, WorkerTransform
     from lightning_fastdata.types import Batch
 
 
@@ -32,11 +32,12 @@ class Waiting(TorchFunctionMode):
     stacked of them, then hold finished pixels, wherever the code keeps them.
     """
 
-    def __init__(self, transform: WorkerTransform, samples: list[Any], drawn: list[Any]) -> None:
+    def __init__(
+        self, transform: WorkerTransform, samples: list[Any], drawn: list[Any], rows: Rows
+    ) -> None:
         super().__init__()
         self._transform, self._given, self._first_drawn = transform, samples, drawn
-        found = (transform.rows(samples, drawn) or {}).items()
-        self.rows = {name: [one.clone() for one in row] for name, row in found}
+        self.rows = {name: [one.clone() for one in row] for name, row in rows.items()}
         """Copies of what waits, which no dataset holds: by field, sample by sample."""
         self.samples = samples
         """The samples with these copies."""
@@ -70,9 +71,9 @@ class Waiting(TorchFunctionMode):
         name = self._field(*args, **kwargs) if func is torch.stack else None
         if func is torch.as_tensor and len(args) == 1 and not kwargs and _address(*args):
             return args[0]
-        self._quiet = name is not None or _within_collation()
+        self._quiet = name is not None
         try:
-            self._look((args, kwargs))
+            self._look(_tensors((args, kwargs)))
             result = func(*args, **kwargs)
         finally:
             self._quiet = False
@@ -94,7 +95,7 @@ class Waiting(TorchFunctionMode):
         if not holds:
             self._finish()
         if self.over:
-            self._look(batch)
+            self._look(leaves)
 
     def _finish(self) -> None:
         if self.over:
@@ -107,12 +108,12 @@ class Waiting(TorchFunctionMode):
             if name in self._stacked:
                 self._stacked[name].data = torch.stack(self.rows[name])
 
-    def _look(self, value: object) -> None:
-        """Finish all if a tensor in ``value`` waits."""
+    def _look(self, values: Iterable[Any]) -> None:
+        """Finish all if one of these values is a tensor that waits."""
         with DisableTorchFunction():
-            for one in () if self._quiet else tree.leaves(value):
+            for one in () if self._quiet else values:
                 known = self._known.get(_address(one))
-                if known is not None:
+                if known is not None and not _within_collation():
                     self._finish()
                     one.data = known[1].data  # ``as_subclass`` makes others of the same pixels
 
@@ -129,14 +130,14 @@ class Waiting(TorchFunctionMode):
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows what torch's operations are given, those of compiled functions among them."""
 
-    def __init__(self, look: Callable[[object], None]) -> None:
+    def __init__(self, look: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._look = look
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self._look((args, kwargs))
+        self._look(_tensors((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
 
@@ -146,6 +147,16 @@ def _within_collation() -> bool:
     while frame is not None and frame.f_code is not collate_tensor_fn.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of a function of torch, which are mostly numbers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            if not isinstance(one, int | float):
+                yield from _tensors(one)
 
 
 def _address(value: object) -> int | None:
