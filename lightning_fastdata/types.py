@@ -10,6 +10,7 @@ from typing import (
     Literal,
     NamedTuple,
     Protocol,
+    Self,
     SupportsInt,
     TypeAlias,
     runtime_checkable,
@@ -103,15 +104,14 @@ class Repeated(int):
     times: int
     """Number of times that it came before, from 1 on; a pass over the data counts as ``2**24``."""
 
-    @classmethod
-    def of(cls, index: SupportsInt, times: int) -> Repeated:
+    def __new__(cls, index: SupportsInt, times: int) -> Self:
         """Return an index that came ``times`` before."""
-        repeated = cls(index)
+        repeated = super().__new__(cls, index)
         repeated.times = times
         return repeated
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Repeated.of, (int(self), self.times)
+        return Repeated, (int(self), self.times)
 
 
 def unmarked(index: Any) -> Any:

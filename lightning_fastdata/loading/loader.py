@@ -610,7 +610,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _rests_on(self) -> tuple[Any, ...]:
         # A tuple is compared by identity first: a dataset may have any ``==``.
-        functions = _known_by(self.collate_fn), _known_by(self.worker_init_fn)
+        functions = (_known_by(getattr(self, name)) for name in _FUNCTIONS)
         return *functions, *(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass, draw_from: torch.Generator | None) -> Iterator[Batch]:
@@ -913,12 +913,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
 
 _OF_WHO_TAKES: Final = ("epoch", "plan", "_passes")
-_NOT_OF_SOURCE: Final = {"self", "shuffle", "split", *_OF_WHO_TAKES}
+_FUNCTIONS: Final = ("collate_fn", "worker_init_fn")
+_NOT_OF_SOURCE: Final = {"self", "shuffle", "split", *_OF_WHO_TAKES, *_FUNCTIONS}
 _RESTS_ON: Final = (
     *(name for name in signature(FastDataLoader).parameters if name not in _NOT_OF_SOURCE),
     *("asked_prefetch_factor", "keeps", "faults"),
 )
-"""Names of the settings that decide which batches the source of a loader gives."""
+"""Names of the settings, besides functions, that decide which batches the source gives."""
 
 
 def _asked(

@@ -574,8 +574,7 @@ def _draws_by_index(loader: Loader) -> bool:
         return True
     if reads_with_torch(loader):
         return keys_repeated(dataset) or bool(find_composes(dataset))
-    own_collation = loader.collate_fn not in (default_collate, collate_samples)
-    return own_collation or rows_of(dataset, tried=False) is None
+    return not collates_as_torch(loader) or rows_of(dataset, tried=False) is None
 
 
 def open_source(
@@ -603,12 +602,10 @@ def open_source(
     worker_part = None
     if settings.transform is not None:
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
-    own = OwnGenerators(settings.dataset, settings.collate_fn, worker_part)
     collate_fn = _collation(settings, worker_part)
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
     if not reads_with_torch(settings):
-        plan = worker_part, own
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, *plan)
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, worker_part)
     wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
     if wrapped and settings.num_workers > 1:
         raise OptionsError(_WRAPPED_PIPE.format(name=type(settings.dataset).__name__))
@@ -675,7 +672,6 @@ def _open_executor(
     epochs: EpochCell,
     reported: dict[str, int],
     worker_part: WorkerTransform | None,
-    own: OwnGenerators,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
@@ -701,7 +697,7 @@ def _open_executor(
         drop_last=streamed and settings.drop_last,
         # A stream's random numbers go on from sample to sample, as its state does: no keys.
         seed=None if streamed else settings.seed,
-        own=None if streamed else own,
+        own=None if streamed else OwnGenerators(settings.dataset, settings.collate_fn, worker_part),
         worker_init_fn=settings.worker_init_fn,
         timeout_s=None if settings.timeout == "auto" else settings.timeout,
         in_order=settings.in_order,

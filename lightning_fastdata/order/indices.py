@@ -167,7 +167,7 @@ class EpochIndices:
         batches = chain(late, left.batches())
         if self.arrays:
             return batches
-        return self._told((batch.tolist() for batch in batches), self._times())
+        return iter(_told((batch.tolist() for batch in batches), self._times()))
 
     def _planned(self, epoch: int | None = None, start: int = 0) -> AnyOrder | None:
         order = epoch_order(self.source, epoch, start)
@@ -181,9 +181,6 @@ class EpochIndices:
         """Return what counts the indices of a pass; None: they need not be counted."""
         counts = self._drawn_by_index is not None and (self._may_repeat or self.earlier > 0)
         return _Times(self._drawn_by_index, self.earlier) if counts else None
-
-    def _told(self, items: Iterable[Any], times: _Times | None) -> Iterator[Any]:
-        return iter(items) if times is None else map(times.told, items)
 
     def drawn(self, epoch: int | None = None) -> Drawn:
         """Return the state from which the sampler drew the epoch that began last.
@@ -310,7 +307,7 @@ class EpochIndices:
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
             items = map(_own, items)
-        items = self._told(items, times) if times is not None else items
+        items = _told(items, times)
         share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
@@ -451,6 +448,10 @@ def _rows(batch: object) -> int:
     return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
 
 
+def _told(items: Iterable[Any], times: _Times | None) -> Iterable[Any]:
+    return items if times is None else map(times.told, items)
+
+
 class _Times:
     """How many times each sample of a dataset came in an epoch, in its last pass over the data.
 
@@ -473,7 +474,7 @@ class _Times:
             try:
                 times = counts[index] + before
                 counts[index] += 1
-                found.append(Repeated.of(index, times) if times else index)
+                found.append(Repeated(index, times) if times else index)
             except (IndexError, NotImplementedError, TypeError):  # no index of a sequence
                 found.append(index)
         return found if type(item) is list else tuple(found)

@@ -294,14 +294,12 @@ class OwnGenerators:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore the generators at the end of the block."""
-        states = self._states()
+        states = [(generator, state_of(generator)) for generator, _ in self._found]
         try:
             yield
         finally:
-            _put_back(states)
-
-    def _states(self) -> list[tuple[_Generator, object]]:
-        return [(generator, state_of(generator)) for generator, _ in self._found]
+            for generator, state in states:
+                _set_state(generator, state)
 
     def _refuse(self, generator: _Generator, error: Exception) -> None:
         if not self._refused:
@@ -391,11 +389,10 @@ def own_states(holder: object) -> list[bytes]:
     return [pickle.dumps(state_of(one)) for one in find_instances(holder, GENERATOR_CLASSES)]
 
 
-def _put_back(states: Sequence[tuple[_Generator, Any]]) -> None:
-    for generator, state in states:
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.set_state(state)
+def _set_state(generator: _Generator, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
