@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -98,6 +99,9 @@ class AroundLoader(Generic[Batch_co]):
         return getattr(self.loader, name)
 
 
+_TIMES: ContextVar[int] = ContextVar("times that the sample came before", default=0)
+
+
 class Repeated(int):
     """Index of a sample that came before in its epoch, so that it draws otherwise this time."""
 
@@ -121,9 +125,22 @@ def unmarked(index: Any) -> Any:
     return int(index) if type(index) is Repeated else index
 
 
+def read_again(dataset: Any, index: Repeated) -> Any:
+    """Return a sample that came before; whatever is read for it may ask how many times."""
+    token = _TIMES.set(index.times)
+    try:
+        return dataset[int(index)]
+    finally:
+        _TIMES.reset(token)
+
+
 def repeats(index: object) -> int:
-    """Return what the times that an index came before add to it in the key of its draws."""
-    return index.times << 40 if type(index) is Repeated else 0
+    """Return what the times that an index came before add to it in the key of its draws.
+
+    A dataset that draws by a key of its own asks for the sample that is being read: below a wrapper
+    it gets another index, and a plain one.
+    """
+    return (index.times if type(index) is Repeated else _TIMES.get()) << 40
 
 
 class SampleKey(NamedTuple):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from lightning_fastdata.batches.libraries import tell_epoch
+from lightning_fastdata.batches.libraries import tell_epoch, visit
 from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import find_composes, has_method, held
-from lightning_fastdata.types import SampleKey, repeats, unmarked
+from lightning_fastdata.types import Repeated, SampleKey, read_again, repeats, unmarked
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import WorkerTransform
@@ -55,9 +55,6 @@ class _Keying:
 
     def key(self, index: int) -> SampleKey:
         return SampleKey(self.seed, self.epoch.get(), index)
-
-    def asked(self, index: Any) -> Any:
-        return index if keys_repeated(self.dataset) else unmarked(index)
 
     def seed_for(self, key: SampleKey) -> None:
         # Found on first use, because a worker process holds its own copies of the pipelines, and
@@ -110,7 +107,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
-        return keying.finish(keying.dataset[keying.asked(index)], key)
+        return keying.finish(read_item(keying.dataset, index), key)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -119,7 +116,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Have the dataset begin to read samples, if it can."""
-        read_ahead(self._keying.dataset, indices)
+        read_ahead(self._keying.dataset, unmarked(indices))
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]] | None:
@@ -131,7 +128,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keys = [keying.key(_as_int(index)) for index in indices]
         # One call draws for all its samples, so its first key has to stand for them.
         keying.seed_for(keys[0])
-        asked = keying.asked(indices)
+        asked = unmarked(indices)
         samples: list[Batch] = keying.dataset.__getitems__(asked)  # type: ignore[attr-defined]
         if keying.transform is None:
             return samples
@@ -172,9 +169,13 @@ def keyed(
     seed: int,
     epoch: EpochCell,
     transform: WorkerTransform | None,
+    always: bool = False,
 ) -> Dataset[Any]:
-    """Return the dataset with keyed randomness, or the dataset itself if it has none to key."""
-    if transform is None and not find_composes(dataset):
+    """Return the dataset with keyed randomness, or the dataset itself if it has none to key.
+
+    ``always``: also then, so that what it wraps is told of samples that come again.
+    """
+    if transform is None and not always and not find_composes(dataset):
         return dataset
     keying = _Keying(dataset, seed, epoch, transform)
     if isinstance(dataset, IterableDataset):
@@ -204,9 +205,20 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
     return has_method(dataset, "__getitems__") or callable(held(dataset, "__getitems__"))
 
 
-def keys_repeated(dataset: object) -> bool:
-    """Return whether a dataset looks itself at which indices are ``Repeated``."""
-    return isinstance(dataset, KeyedDataset) or decodes_in_place(dataset)
+def read_item(dataset: Any, index: Any) -> Any:
+    """Return a sample of a dataset that gets plain indices, which one of ours tells apart."""
+    plainly = type(index) is not Repeated or isinstance(dataset, KeyedDataset)
+    return dataset[index] if plainly else read_again(dataset, index)
+
+
+def asked_together(dataset: object, indices: Any) -> Any:
+    """Return indices as a dataset is asked for them in one call."""
+    return indices if isinstance(dataset, KeyedDataset) else unmarked(indices)
+
+
+def draws_by_itself(dataset: object) -> bool:
+    """Return whether a dataset, or one that it wraps, draws by keys that it makes itself."""
+    return visit(dataset, decodes_in_place)
 
 
 def reads_together(dataset: Dataset[Any]) -> bool:

@@ -60,7 +60,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
     began. Only what wrappers hold themselves is looked at: a property may open what is to be opened
     in the workers.
     """
-    return _visit(dataset, lambda one: _told(one, epoch))
+    return visit(dataset, lambda one: _told(one, epoch))
 
 
 def _told(one: Any, epoch: int) -> bool:
@@ -100,11 +100,11 @@ def epoch_set_on(dataset: Dataset[Any]) -> int | None:
             found.append(epoch)
         return True
 
-    _visit(dataset, look)
+    visit(dataset, look)
     return found[0] if found else None
 
 
-def _visit(
+def visit(
     dataset: object,
     done: Callable[[Any], bool],
     parts: Callable[[Any], Iterable[object]] | None = None,
@@ -144,7 +144,7 @@ def settle_ranks(dataset: object) -> None:
     """
     rank = rank_now()
     if rank.ranks > 1:
-        _visit(dataset, lambda one: _settled(one, rank))
+        visit(dataset, lambda one: _settled(one, rank))
 
 
 def _settled(one: Any, rank: Rank) -> bool:
@@ -186,7 +186,7 @@ def why_state_is_lost(stream: object) -> str:
     The text follows ``state_dict()``. A shuffle of Hugging Face's holds samples in a buffer, which
     its state leaves out.
     """
-    buffers = _visit(stream, lambda one: type(one).__name__ == _SHUFFLE_BUFFER, _parts_of_stream)
+    buffers = visit(stream, lambda one: type(one).__name__ == _SHUFFLE_BUFFER, _parts_of_stream)
     return "leaves out the samples in its shuffle buffer, which would be lost" if buffers else ""
 
 

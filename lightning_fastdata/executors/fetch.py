@@ -20,9 +20,10 @@ from lightning_fastdata.batches.bad_samples import (
 from lightning_fastdata.batches.keyed import (
     KeyedDataset,
     ReadsTogether,
+    asked_together,
     fetches_in_batches,
-    keys_repeated,
     own_dataset,
+    read_item,
 )
 from lightning_fastdata.executors.columns import Rows, rows_of
 from lightning_fastdata.fingerprint import Watched
@@ -143,10 +144,6 @@ def copy_limit_bytes() -> int:
     return min(COPIED_BYTES, read_host_memory().available_bytes // _PART_OF_FREE)
 
 
-def _as_it_is(indices: Any) -> Any:
-    return indices
-
-
 def _in_key(index: Any) -> Any:
     return index + repeats(index) if type(index) is Repeated else index
 
@@ -181,7 +178,6 @@ class Fetcher:
         self.coming: Sequence[Any] = ()
         """Indices of the batch after the present one, as far as they are known."""
         self._skips = plan.guard.policy == "skip"
-        self._asked = unmarked if not keys_repeated(plan.dataset) else _as_it_is
         self._watch = DrawWatch() if plan.seed is not None else None
         self._own = plan.own if plan.seed is not None else None
         self._own_draws = bool(self._own)
@@ -275,7 +271,7 @@ class Fetcher:
         return sample
 
     def _item(self, index: object) -> Batch:
-        return self.dataset[self._asked(index)]
+        return read_item(self.dataset, index)
 
     def _knows_draws(self, epoch: int) -> bool:
         """Return whether it is known that samples draw from no generators but the global ones."""
@@ -312,7 +308,7 @@ class Fetcher:
             samples = self._together(self.dataset, indices, epoch)
         else:
             if self.reads_ahead:
-                read_ahead(self.dataset, self._asked([*indices, *self.coming]))
+                read_ahead(self.dataset, unmarked([*indices, *self.coming]))
             samples = self._one_by_one(indices, epoch, mark)
         if self._skips:
             samples = [sample for sample in samples if sample is not SKIPPED]
@@ -331,12 +327,12 @@ class Fetcher:
         if plain and self._knows_draws(epoch):
             # As torch does it: the checks of each sample would cost as much as a cheap sample.
             dataset, drawn, failed = self.dataset, self.drawn, None
-            asked = self._asked
             try:
                 for index in indices:
                     if drawn:
                         self._key(epoch, index)
-                    samples.append(dataset[index if type(index) is int else asked(index)])
+                    plainly = type(index) is int
+                    samples.append(dataset[index] if plainly else read_item(dataset, index))
             except Exception as error:
                 failed = error
             if failed is None:
@@ -377,7 +373,7 @@ class Fetcher:
         first = next(iter(asked), None)
         began_ns = clock.monotonic_ns()
         try:
-            samples = self._read(read, self._asked(asked), first, epoch)
+            samples = self._read(read, asked_together(self.dataset, asked), first, epoch)
         except Exception as error:
             failed = error
         else:
@@ -397,7 +393,8 @@ class Fetcher:
         """Return a single sample of a dataset that reads several in one call."""
 
         def read(asked: object) -> Batch:
-            return self._read(dataset.__getitems__, self._asked([asked]), asked, epoch)[0]
+            together = asked_together(dataset, [asked])
+            return self._read(dataset.__getitems__, together, asked, epoch)[0]
 
         if type(index) is Gone:
             return SKIPPED

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_fastdata.augment import WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import keyed, keys_repeated, reads_together
+from lightning_fastdata.batches.keyed import draws_by_itself, keyed, reads_together
 from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.staged import (
     FirstOfPairs,
@@ -573,7 +573,7 @@ def _draws_by_index(loader: Loader) -> bool:
     if transform is not None and transform.in_worker(on_device=loader.on_device) is not None:
         return True
     if reads_with_torch(loader):
-        return keys_repeated(dataset) or bool(find_composes(dataset))
+        return draws_by_itself(dataset) or bool(find_composes(dataset))
     return not collates_as_torch(loader) or rows_of(dataset, tried=False) is None
 
 
@@ -603,8 +603,15 @@ def open_source(
     if settings.transform is not None:
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
     collate_fn = _collation(settings, worker_part)
-    dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
-    if not reads_with_torch(settings):
+    torchs = reads_with_torch(settings)
+    dataset = keyed(
+        settings.dataset,
+        seed=settings.seed,
+        epoch=epochs,
+        transform=worker_part,
+        always=torchs and indices is not None and draws_by_itself(settings.dataset),
+    )
+    if not torchs:
         return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, worker_part)
     wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
     if wrapped and settings.num_workers > 1:

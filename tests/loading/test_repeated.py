@@ -11,7 +11,7 @@ import torch
 from misses import each
 from PIL import Image
 from resilience.runs import warned
-from torch.utils.data import Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import Dataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler
 from trainers import Learner, quiet_trainer, trained
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
@@ -169,12 +169,14 @@ def loader_of_rank(rank, ranks):
     return FastDataLoader(Drawing(), size, sampler=share, executor="inline", seed=7)
 
 
+@each("within", [None, Subset])
 @each("executor", ["inline", "workers", "torch"])
-def test_a_folder_of_images_crops_anew(tmp_path, executor):
+def test_a_folder_of_images_crops_anew(tmp_path, executor, within):
     (tmp_path / "only").mkdir()
     pixels = np.arange(90 * 90 * 3, dtype=np.int64).reshape(90, 90, 3) % 251
     Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "only" / "0.png")
     folder = FastImageFolder(tmp_path, size=32, seed=3)
+    folder = folder if within is None else within(folder, [0])
     order = {"batch_sampler": [[0, 0], [0, 0]], "seed": 3}
     crops = []
     for who in ("inline", executor):
