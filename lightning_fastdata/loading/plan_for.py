@@ -738,6 +738,5 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
     """
     if prefetch is not None:
         return max(_LOOK_AHEAD_BATCHES, workers * prefetch)
-    if split:
-        return _LOOK_AHEAD_BATCHES + math.ceil(workers / batch_size)
-    return max(_LOOK_AHEAD_BATCHES, workers * 2)
+    shared = math.ceil(workers / batch_size) if split else 0
+    return max(_LOOK_AHEAD_BATCHES + shared, workers * 2)

@@ -51,6 +51,9 @@ _MEASURED: Final = 24
 """Number of steps whose batches are measured before a decision, later in the run."""
 _VERIFIED: Final = 24
 """Number of steps that show what a move has brought."""
+_DRAINED: Final = 3
+"""Number of steps for each batch ahead after which too few workers show: three quarters of those
+that just suffice make three batches in four steps, and the fourth comes from those ahead."""
 _STARTING: Final = 14
 """Number of first steps that are not counted: processes start and learn what samples are."""
 _COLD: Final = 2
@@ -199,7 +202,7 @@ class Phase(Enum):
     VERIFYING = "steps show what the move has brought"
 
 
-_WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
+_WITH_STAMPS: Final = (Phase.MEASURING, Phase.SETTLING, Phase.VERIFYING)
 
 
 class Tuner:
@@ -275,15 +278,16 @@ class Tuner:
             self._cold -= 1
             if self._watch.stamps:
                 self._watch.stamps.pop()
-            loader = self._loader()
-            if not self._cold and self.phase is Phase.SETTLING and loader is not None:
-                self._measure(loader, _VERIFIED, Phase.VERIFYING)
+            if not self._cold and self.phase is Phase.SETTLING:
+                self._begin(Phase.VERIFYING, self._wanted)
 
     def _begin(self, phase: Phase, steps: int) -> None:
         self.phase, self._wanted = phase, steps
         self._watch.clear(costs=phase in _WITH_STAMPS)
 
     def _measure(self, loader: Tunable, steps: int, phase: Phase = Phase.MEASURING) -> None:
+        if self.phase not in _WITH_STAMPS:  # the batches under way have none
+            self._cold = max(self._cold, self._ahead)
         self._begin(phase, steps)
         loader.tuning_stamps(self._watch.stamps)
 
@@ -388,9 +392,11 @@ class Tuner:
             self._rest_now(loader)
             return False
         self.workers = workers
-        self._ahead = self._look_ahead(loader)
-        self._cold = _COLD + self._ahead
-        self._begin(Phase.SETTLING, _VERIFIED)
+        # The batches that are under way were begun before, and are the first to be delivered.
+        begun, self._ahead = self._ahead, self._look_ahead(loader)
+        steps = _VERIFIED if workers > before else max(_VERIFIED, _DRAINED * begun)
+        self._measure(loader, steps, Phase.SETTLING)
+        self._cold = _COLD + begun
         return True
 
     def _look_ahead(self, loader: Tunable) -> int:

@@ -38,7 +38,7 @@ def test_the_step_that_a_loader_without_workers_is_promised_with_some_comes_true
     costs, loader, code
 ):
     training = Training(
-        dataset=Samples(960, **costs), step=sleep_for(0.002), batch_size=8, loader=loader
+        dataset=Samples(4800, **costs), step=sleep_for(0.002), batch_size=8, loader=loader
     )
     first = findings(followed(training, 0))[0]
     assert first.code == code
