@@ -241,6 +241,7 @@ class Tuner:
         self._decided: Window | None = None
         self._rest, self._rested_until, self._differed = _REST, 0, False
         self._open, self._again = ALL_NUMBERS, False
+        self._dearest: Sequence[BatchCost] = ()
         self._ahead = self._paused_at = 0
         """Number of batches that the loader is ahead, and number of batches that it had given
         before the last pause of the training."""
@@ -337,6 +338,8 @@ class Tuner:
         return self._pressure()
 
     def _decide(self, loader: Tunable, window: Window) -> None:
+        step_cpus, costs = self._watch.costs()
+        self._dearest = max(self._dearest, costs, key=_makes_ns)
         if not window.steady and not self._again:
             self._again = True
             self._measure(loader, _MEASURED)
@@ -344,7 +347,6 @@ class Tuner:
         now, self._again = loader.num_workers, False
         self._decided = window
         numbers = numbers_to_try(now, most=self.most_workers)
-        step_cpus, costs = self._watch.costs()
         cpus = {"cpus": self._cpus, "step_cpus": min(self._cpus, step_cpus)}
         proposal = propose(
             window,
@@ -352,6 +354,7 @@ class Tuner:
             lambda workers: loader.setup_with(workers, **cpus),
             now,
             [number for number in numbers if number in self._open],
+            dearest=self._dearest,
         )
         self._rest_now(loader)
         if proposal is None:
@@ -584,13 +587,16 @@ def propose(
     setup_with: Callable[[int], LoaderSetup | None],
     now: int,
     numbers: Sequence[int],
+    *,
+    dearest: Sequence[BatchCost] = (),
 ) -> Proposal | None:
     """Return the number of workers that pays; None: the present one is good.
 
     More workers have to make a step shorter. Fewer have to do so, too, as where the training gets
-    more of the CPUs; or leave it as it is, also if samples came to take a quarter longer. The model
-    takes milliseconds for each number, so that no more are looked at than needed. The smallest of
-    ``numbers`` comes first. ``setup_with`` is that of :class:`Tunable`.
+    more of the CPUs; or leave it as it is, also for the ``dearest`` batches that were seen, and if
+    their samples came to take a quarter longer. The model takes milliseconds for each number, so
+    that no more are looked at than needed. The smallest of ``numbers`` comes first. ``setup_with``
+    is that of :class:`Tunable`.
     """
     here = setup_with(now)
     if not costs or here is None:
@@ -628,7 +634,7 @@ def propose(
             hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
             return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
     fewer = [number for number in numbers if _LEAST_PART * now <= number <= _FEWER * now]
-    slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
+    slower = scaled(dearest or costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
     limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
 
     def gains(number: int) -> bool:
@@ -645,6 +651,11 @@ def propose(
     why = "fewer workers leave the training more CPUs"
     why = why if gains(number) else "fewer workers make the batches in time"
     return Proposal(number, ratio * step_ms(number), why)
+
+
+def _makes_ns(costs: Sequence[BatchCost]) -> float:
+    """Return the mean time to make a batch, in nanoseconds."""
+    return statistics.fmean(c.cpu_ns + c.blocked_ns + c.collate_ns for c in costs) if costs else 0.0
 
 
 def _computes(costs: Sequence[BatchCost]) -> bool:

@@ -218,6 +218,15 @@ def test_batches_that_were_made_in_a_pause_are_no_reason_for_fewer_workers():
     assert not [move for move in mine.moves if move.after < 4 and move.outcome == "kept"]
 
 
+def test_calm_batches_after_a_burst_of_slow_ones_take_no_workers_away():
+    def cost(index):
+        sleep(0.02 if index // 256 % 8 == 0 else 0.0005)
+
+    loader, mine = run(Costly(8 * 600, cost), step_s=0.006, workers=14)
+    assert moves_of(mine) == []  # two would be enough for seven batches of eight
+    assert loader.num_workers == 14
+
+
 def test_workers_that_wait_for_each_other_are_taken_back():
     lock = VirtualLock()
 
