@@ -105,31 +105,33 @@ _TIMES: ContextVar[int] = ContextVar("times that the sample came before", defaul
 class Repeated(int):
     """Index of a sample that came before in its epoch, so that it draws otherwise this time."""
 
+    given: SupportsInt
+    """The index as the sampler gave it, for the dataset: a tensor, an enumeration's member, ..."""
     times: int
     """Number of times that it came before, from 1 on; a pass over the data counts as ``2**24``."""
 
     def __new__(cls, index: SupportsInt, times: int) -> Self:
         """Return an index that came ``times`` before."""
         repeated = super().__new__(cls, index)
-        repeated.times = times
+        repeated.given, repeated.times = index, times
         return repeated
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Repeated, (int(self), self.times)
+        return Repeated, (self.given, self.times)
 
 
 def unmarked(index: Any) -> Any:
     """Return an index as a dataset gets it; several, if it is a list or tuple of them."""
     if type(index) in (list, tuple):
         return type(index)(map(unmarked, index))
-    return int(index) if type(index) is Repeated else index
+    return index.given if type(index) is Repeated else index
 
 
 def read_again(dataset: Any, index: Repeated) -> Any:
     """Return a sample that came before; whatever is read for it may ask how many times."""
     token = _TIMES.set(index.times)
     try:
-        return dataset[int(index)]
+        return dataset[index.given]
     finally:
         _TIMES.reset(token)
 

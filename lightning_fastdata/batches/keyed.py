@@ -207,8 +207,9 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
 
 def read_item(dataset: Any, index: Any) -> Any:
     """Return a sample of a dataset that gets plain indices, which one of ours tells apart."""
-    plainly = type(index) is not Repeated or isinstance(dataset, KeyedDataset)
-    return dataset[index] if plainly else read_again(dataset, index)
+    if isinstance(dataset, KeyedDataset):
+        return dataset[index]
+    return read_again(dataset, index) if type(index) is Repeated else dataset[unmarked(index)]
 
 
 def asked_together(dataset: object, indices: Any) -> Any:

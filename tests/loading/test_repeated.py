@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 
 import albumentations as A
@@ -11,7 +12,14 @@ import torch
 from misses import each
 from PIL import Image
 from resilience.runs import warned
-from torch.utils.data import Dataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from trainers import Learner, quiet_trainer, trained
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
@@ -191,3 +199,42 @@ def test_rows_of_a_tensor_are_taken_as_they_were():
     data = TensorDataset(torch.arange(LENGTH))
     found = torch.cat([part for (part,) in loader_of("weighted", "gather", data)])
     assert found.tolist() == [*ORDERS["weighted"]()]
+
+
+class Asked(Dataset):
+    """Says how it was asked for a sample."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        whole = index if isinstance(index, list | tuple) else [index]
+        return repr(index), [type(each).__name__ for each in (index, *whole)]
+
+
+class Color(enum.IntEnum):
+    RED, BLUE = range(2)
+
+
+GIVEN = {
+    "tensors": {"sampler": torch.tensor([1, 1, 2, 1]), "batch_size": 2},
+    "tensors in tensors": {"batch_sampler": [*torch.tensor([[1, 1, 0], [2, 1, 0]])]},
+    "numbers of NumPy": {"sampler": np.array([1, 1, 2, 1], np.uint8), "batch_size": 2},
+    "members": {"sampler": [Color.RED, Color.BLUE, Color.RED, Color.RED], "batch_size": 2},
+    "truths": {"sampler": [True, True, False, True], "batch_size": 2},
+    "lists": {"sampler": [[1, 2], [2, 1], [1, 2]], "batch_size": None},
+    "tuples": {"sampler": [(1, 2), (2, 1), (1, 2)], "batch_size": None},
+    "arrays of one": {"sampler": torch.tensor([[1], [1], [2]]), "batch_size": None},
+    "batches of one": {"batch_sampler": [*torch.tensor([[1], [1], [2]])]},
+}
+
+
+@each("executor", ["inline", "workers"])
+@each("given", GIVEN)
+def test_a_dataset_gets_each_index_as_the_sampler_gave_it(given, executor):
+    how = {"collate_fn": list, **GIVEN[given]}
+    workers = 2 * (executor == "workers")
+    loader = FastDataLoader(Asked(), **how, executor=executor, num_workers=workers)
+    found = [*loader]
+    loader.close()
+    assert found == [*DataLoader(Asked(), **how)]

@@ -525,7 +525,7 @@ def _own_memory(indices: Any, *, batched: bool) -> Any:
         return indices.clone() if isinstance(indices, torch.Tensor) else indices
     if isinstance(indices, Mapping | deque) or not hasattr(indices, "__getitem__"):
         return list(indices)  # a set, for example: it has no parts
-    if not any(isinstance(each, torch.Tensor) for each in indices[:1]):
+    if not any(isinstance(getattr(each, "given", each), torch.Tensor) for each in indices[:1]):
         return list(indices) if type(indices) is list else indices
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in indices]
 
