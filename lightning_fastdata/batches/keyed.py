@@ -79,15 +79,10 @@ class _Keying:
 
 
 class _Stand:
-    """Stands for a dataset, whose attributes are read and written through it.
-
-    So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches that dataset.
-    """
-
-    _keying: _Keying
+    """Stands for a dataset, whose attributes are read through it."""
 
     def __init__(self, keying: _Keying) -> None:
-        object.__setattr__(self, "_keying", keying)
+        self._keying = keying
 
     def set_epoch(self, epoch: int) -> None:
         """Draw for this epoch from now on, counted from 0."""
@@ -98,9 +93,6 @@ class _Stand:
         if name.startswith("__") or name == "_keying":
             raise AttributeError(name)
         return getattr(self._keying.dataset, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._keying.dataset, name, value)
 
 
 class KeyedDataset(_Stand, Dataset[Any]):
