@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import (
     TYPE_CHECKING,
@@ -99,48 +100,49 @@ class AroundLoader(Generic[Batch_co]):
         return getattr(self.loader, name)
 
 
-_TIMES: ContextVar[int] = ContextVar("times that the sample came before", default=0)
+READ_FOR: ContextVar[tuple[int | None, int]] = ContextVar("READ_FOR", default=(None, 0))
+"""Epoch of the sample that is read (None: the one that was told), and what it adds to indices, in
+the keys of what draws by keys of its own: below a wrapper that gets another index."""
 
 
 class Repeated(int):
     """Index of a sample that came before in its epoch, so that it draws otherwise this time."""
 
+    given: SupportsInt
+    """The index as the sampler gave it, for the dataset: a tensor, an enumeration's member, ..."""
     times: int
     """Number of times that it came before, from 1 on; a pass over the data counts as ``2**24``."""
 
     def __new__(cls, index: SupportsInt, times: int) -> Self:
         """Return an index that came ``times`` before."""
         repeated = super().__new__(cls, index)
-        repeated.times = times
+        repeated.given, repeated.times = index, times
         return repeated
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Repeated, (int(self), self.times)
+        return Repeated, (self.given, self.times)
 
 
 def unmarked(index: Any) -> Any:
     """Return an index as a dataset gets it; several, if it is a list or tuple of them."""
     if type(index) in (list, tuple):
         return type(index)(map(unmarked, index))
-    return int(index) if type(index) is Repeated else index
+    return index.given if type(index) is Repeated else index
 
 
-def read_again(dataset: Any, index: Repeated) -> Any:
-    """Return a sample that came before; whatever is read for it may ask how many times."""
-    token = _TIMES.set(index.times)
+@contextmanager
+def reading_for(epoch: int | None, added: int) -> Iterator[None]:
+    """Set :data:`READ_FOR` in the block."""
+    token = READ_FOR.set((epoch, added))
     try:
-        return dataset[int(index)]
+        yield
     finally:
-        _TIMES.reset(token)
+        READ_FOR.reset(token)
 
 
 def repeats(index: object) -> int:
-    """Return what the times that an index came before add to it in the key of its draws.
-
-    A dataset that draws by a key of its own asks for the sample that is being read: below a wrapper
-    it gets another index, and a plain one.
-    """
-    return (index.times if type(index) is Repeated else _TIMES.get()) << 40
+    """Return what the times that an index came before add to it in the key of its draws."""
+    return index.times << 40 if type(index) is Repeated else 0
 
 
 class SampleKey(NamedTuple):

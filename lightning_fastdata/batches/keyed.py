@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from lightning_fastdata.batches.libraries import tell_epoch, visit
-from lightning_fastdata.batches.memory import decodes_in_place
+from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import find_composes, has_method, held
-from lightning_fastdata.types import Repeated, SampleKey, read_again, repeats, unmarked
+from lightning_fastdata.tree import find_composes, find_instances, has_method, held, loaded_classes
+from lightning_fastdata.types import Repeated, SampleKey, reading_for, repeats, unmarked
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import WorkerTransform
@@ -45,6 +45,7 @@ class _Keying:
         seed: int,
         epoch: EpochCell,
         transform: Callable[[Batch, SampleKey], Batch] | None,
+        draws_below: bool,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
@@ -52,6 +53,7 @@ class _Keying:
         self.transform = transform
         self._composes: Sequence[Any] | None = None
         self._found_in_epoch = 0
+        self._draws_below = draws_below
 
     def key(self, index: int) -> SampleKey:
         return SampleKey(self.seed, self.epoch.get(), index)
@@ -65,6 +67,10 @@ class _Keying:
         if self._composes:
             reseed(self._composes, key)
 
+    def reading(self, key: SampleKey) -> AbstractContextManager[None]:
+        added = (key.index % 2**80 + 1) << 64
+        return reading_for(key.epoch, added) if self._draws_below else nullcontext()
+
     def finish(self, sample: Batch, key: SampleKey) -> Batch:
         return sample if self.transform is None else self.transform(sample, key)
 
@@ -73,15 +79,10 @@ class _Keying:
 
 
 class _Stand:
-    """Stands for a dataset, whose attributes are read and written through it.
-
-    So a ``worker_init_fn`` that configures ``get_worker_info().dataset`` reaches that dataset.
-    """
-
-    _keying: _Keying
+    """Stands for a dataset, whose attributes are read through it."""
 
     def __init__(self, keying: _Keying) -> None:
-        object.__setattr__(self, "_keying", keying)
+        self._keying = keying
 
     def set_epoch(self, epoch: int) -> None:
         """Draw for this epoch from now on, counted from 0."""
@@ -92,9 +93,6 @@ class _Stand:
         if name.startswith("__") or name == "_keying":
             raise AttributeError(name)
         return getattr(self._keying.dataset, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._keying.dataset, name, value)
 
 
 class KeyedDataset(_Stand, Dataset[Any]):
@@ -107,7 +105,8 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
-        return keying.finish(read_item(keying.dataset, index), key)
+        with keying.reading(key):
+            return keying.finish(read_item(keying.dataset, index), key)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -129,7 +128,8 @@ class KeyedDataset(_Stand, Dataset[Any]):
         # One call draws for all its samples, so its first key has to stand for them.
         keying.seed_for(keys[0])
         asked = unmarked(indices)
-        samples: list[Batch] = keying.dataset.__getitems__(asked)  # type: ignore[attr-defined]
+        with keying.reading(keys[0]):
+            samples: list[Batch] = keying.dataset.__getitems__(asked)  # type: ignore[attr-defined]
         if keying.transform is None:
             return samples
         if not isinstance(samples, Sequence) or len(samples) != len(keys):
@@ -175,9 +175,10 @@ def keyed(
 
     ``always``: also then, so that what it wraps is told of samples that come again.
     """
-    if transform is None and not always and not find_composes(dataset):
+    below = not isinstance(dataset, IterableDataset) and draws_by_itself(dataset, below=True)
+    if transform is None and not (always or below) and not find_composes(dataset):
         return dataset
-    keying = _Keying(dataset, seed, epoch, transform)
+    keying = _Keying(dataset, seed, epoch, transform, below)
     if isinstance(dataset, IterableDataset):
         return KeyedIterableDataset(keying)
     return KeyedDataset(keying)
@@ -206,9 +207,13 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
 
 
 def read_item(dataset: Any, index: Any) -> Any:
-    """Return a sample of a dataset that gets plain indices, which one of ours tells apart."""
-    plainly = type(index) is not Repeated or isinstance(dataset, KeyedDataset)
-    return dataset[index] if plainly else read_again(dataset, index)
+    """Return a sample of a dataset that gets indices as they were given, but for one of ours."""
+    if isinstance(dataset, KeyedDataset):
+        return dataset[index]
+    if type(index) is not Repeated:
+        return dataset[unmarked(index)]
+    with reading_for(None, repeats(index)):
+        return dataset[index.given]
 
 
 def asked_together(dataset: object, indices: Any) -> Any:
@@ -216,9 +221,10 @@ def asked_together(dataset: object, indices: Any) -> Any:
     return indices if isinstance(dataset, KeyedDataset) else unmarked(indices)
 
 
-def draws_by_itself(dataset: object) -> bool:
-    """Return whether a dataset, or one that it wraps, draws by keys that it makes itself."""
-    return visit(dataset, decodes_in_place)
+def draws_by_itself(dataset: object, *, below: bool = False) -> bool:
+    """Return whether a dataset (``below``: not it but one that it holds) draws by its own keys."""
+    kinds = loaded_classes("lightning_fastdata.ext.images.folder", "FastImageFolder")
+    return bool(find_instances(dataset, kinds)) and not (below and isinstance(dataset, kinds))
 
 
 def reads_together(dataset: Dataset[Any]) -> bool:

@@ -129,12 +129,13 @@ def visit(
 
 
 def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
-    """Yield the datasets that a dataset holds, by themselves or in lists."""
+    """Yield the datasets that a dataset holds, by themselves or in lists, tuples and dicts."""
     for value in list(held_by(dataset).values()):
+        parts = value.values() if type(value) is dict else value
         if isinstance(value, Dataset):
             yield value
-        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
-            yield from (part for part in value if isinstance(part, Dataset))
+        elif type(value) in (list, tuple, dict) and isinstance(next(iter(parts), None), Dataset):
+            yield from (part for part in parts if isinstance(part, Dataset))
 
 
 def settle_ranks(dataset: object) -> None:

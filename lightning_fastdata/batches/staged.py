@@ -39,10 +39,11 @@ _NOT_UNWRAPPED = (
 )
 
 _FINISHED_HERE = (
-    "The collate_fn does not just stack the images, or it gets arrays, as of a pipeline without "
-    "ToTensorV2. So the workers finish the images one by one before it is called, and leave "
-    "nothing to the device. Let it stack them as they are (torch.stack, default_collate), all of "
-    "them and in order, or set augment_on='cpu', which takes the workers less time."
+    "The collate_fn does not just stack the images, or keeps some of them for later, or it gets "
+    "arrays, as of a pipeline without ToTensorV2. So the workers finish the images one by one "
+    "before it is called, and leave nothing to the device. Let it stack them as they are "
+    "(torch.stack, default_collate), all of them and in order, or set augment_on='cpu', which "
+    "takes the workers less time."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -37,7 +38,9 @@ class Waiting(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._transform, self._given, self._first_drawn = transform, samples, drawn
-        self.rows = {name: [one.clone() for one in row] for name, row in rows.items()}
+        self.rows: dict[str, list[Any]] = {
+            name: [one.clone() for one in row] for name, row in rows.items()
+        }
         """Copies of what waits, which no dataset holds: by field, sample by sample."""
         self.samples = samples
         """The samples with these copies."""
@@ -83,7 +86,7 @@ class Waiting(TorchFunctionMode):
         return result
 
     def settle(self, batch: Batch) -> None:
-        """Finish all that waits in a batch, unless the device finds there what was stacked."""
+        """Finish what waits, unless the device finds all in the batch and code keeps none of it."""
         leaves = list(tree.leaves(batch))
         known = sum(_address(leaf) in self._known for leaf in leaves)
         alone = known == len(self.rows) == len(self._stacked) and all(map(_is_plain, leaves))
@@ -92,10 +95,21 @@ class Waiting(TorchFunctionMode):
             holds = alone and self._transform.holds(batch, self._first_drawn, self._stacked)
         except BatchError:  # it has no image
             holds = False
-        if not holds:
+        if not holds or self._is_kept(isinstance(batch, torch.Tensor)):
             self._finish()
         if self.over:
             self._look(leaves)
+
+    def _is_kept(self, alone: bool) -> bool:
+        """Return whether code keeps what waits, beside the batch. ``alone``: that is a tensor."""
+        rows = {name: list(map(weakref.ref, row)) for name, row in self.rows.items()}
+        self.samples, self.rows, self._known = [], {}, {}
+        self.rows = {name: [one() for one in row] for name, row in rows.items()}
+        mine = {"": torch.empty(0)}  # held as often as what was stacked
+        _beside = [*mine.values()] * (3 if alone else 2)  # the leaves, and the batch or its callers
+        most, *_ = map(sys.getrefcount, mine.values())
+        stacked = any(count > most for count in map(sys.getrefcount, self._stacked.values()))
+        return stacked or any(one is not None for row in self.rows.values() for one in row)
 
     def _finish(self) -> None:
         if self.over:
@@ -104,9 +118,10 @@ class Waiting(TorchFunctionMode):
         done, self.drawn = self._transform.finish_each(self._given, self._first_drawn)
         for name, row in (self._transform.rows(done, self._first_drawn) or {}).items():
             for one, finished in zip(self.rows[name], row, strict=True):
-                one.data = finished
+                if one is not None:
+                    one.data = finished
             if name in self._stacked:
-                self._stacked[name].data = torch.stack(self.rows[name])
+                self._stacked[name].data = torch.stack(row)
 
     def _look(self, values: Iterable[Any]) -> None:
         """Finish all if one of these values is a tensor that waits."""

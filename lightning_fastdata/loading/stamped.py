@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
-from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.keyed import fetches_in_batches, own_dataset
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
@@ -177,15 +177,14 @@ class EnvelopeCollate:
 
 
 def show_dataset() -> None:
-    """Make ``get_worker_info().dataset`` the dataset itself, where a wrapper times it."""
+    """Make ``get_worker_info().dataset`` the user's, where one that wraps it stands for it."""
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, StampedDataset | StampedStream):
-        set_worker_info(
-            number=info.id,
-            workers=info.num_workers,
-            seed=info.seed,
-            dataset=cast("Dataset[object]", info.dataset.dataset),
-        )
+    if info is not None:
+        stands: Any = info.dataset
+        timed = isinstance(stands, StampedDataset | StampedStream)
+        shown: Any = own_dataset(stands.dataset if timed else stands)
+        if shown is not stands:
+            set_worker_info(number=info.id, workers=info.num_workers, seed=info.seed, dataset=shown)
 
 
 def stampable(dataset: object) -> bool:

@@ -474,7 +474,10 @@ class _Times:
             try:
                 times = counts[index] + before
                 counts[index] += 1
-                found.append(Repeated(index, times) if times else index)
+                again = times and not getattr(index, "ndim", 0)  # an array of one is none itself
+                # A tensor would be sent to workers with all of the memory that it lies in.
+                own = index.clone() if again and isinstance(index, torch.Tensor) else index
+                found.append(Repeated(own, times) if again else index)
             except (IndexError, NotImplementedError, TypeError):  # no index of a sequence
                 found.append(index)
         return found if type(item) is list else tuple(found)

@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from lightning_fastdata import as_batch_transform
+from lightning_fastdata import as_batch_transform, tree
 from lightning_fastdata.batches import staged
 from lightning_fastdata.batches.staged import FirstOfPairs, StagedBatch, StagingCollate
 from lightning_fastdata.errors import FastDataWarning
@@ -229,6 +229,28 @@ class Counting:
         return {"image": images, "calls": self.calls, "before": before}
 
 
+class Keeping:
+    """Keeps some of each batch, and looks at it in the next one."""
+
+    def __init__(self, kept: Callable[[Samples, dict[str, Any]], Any]) -> None:
+        self.kept, self.before = kept, list[Any]()
+
+    def __call__(self, samples: Samples) -> Any:
+        before, batch = self.before, stacks(samples)
+        self.before = [self.kept(samples, batch)]
+        tensors = (one for one in tree.leaves(before) if isinstance(one, torch.Tensor))
+        return {**batch, "before": [float(one.double().mean()) for one in tensors]}
+
+
+KEPT: dict[str, Callable[[Samples, dict[str, Any]], Any]] = {
+    "images": lambda samples, batch: batch["image"],
+    "an image": lambda samples, batch: samples[1]["image"],
+    "samples": lambda samples, batch: samples,
+    "a sample": lambda samples, batch: samples[0],
+    "a batch": lambda samples, batch: batch,
+}
+
+
 def padded(samples: Samples) -> Any:
     images = [T(sample["image"]) for sample in samples]
     page = images[0].new_zeros(len(images), *images[0].shape[:-1], 50)
@@ -324,6 +346,7 @@ EXTRA: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 PROGRAMS: dict[str, Callable[[Samples], Any]] = {
     **{f"extra: {name}": with_extra(make) for name, make in EXTRA.items()},
+    **{f"kept: {name}": Keeping(kept) for name, kept in KEPT.items()},
     "in lists": lambda samples: tuple(
         zip(*[(s["image"], s["label"]) for s in samples], strict=True)
     ),

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from misses import each
+from torch.utils.data import StackDataset
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, Mixture
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+    Mixture,
+)
 from lightning_fastdata.errors import OptionsError
 
 LENGTH, BATCH = 40, 4
@@ -68,3 +76,13 @@ def test_a_mixture_is_shuffled_and_cached_by_nobody(tmp_path):
         module(mixture(), shuffle=True).train_dataloader()
     cached = module(mixture(), cache="ram").train_dataloader()
     assert isinstance(cached.dataset, Mixture)
+
+
+@each(("executor", "workers"), [("inline", 0), ("workers", 2), ("torch", 0), ("torch", 2)])
+def test_a_mixture_in_a_dict_of_another_dataset_goes_on_from_epoch_to_epoch(executor, workers):
+    part = Mixture({"a": list(range(24))}, length=8, shuffle=False)
+    pairs = StackDataset(number=part, place=list(range(8)))
+    loader = FastDataLoader(pairs, 8, executor=executor, num_workers=workers)
+    numbers = [number for _ in range(3) for batch in loader for number in batch["number"].tolist()]
+    loader.close()
+    assert numbers == list(range(24))

@@ -55,6 +55,13 @@ class Kinds(Rows):
         return type(index).__name__, str(getattr(index, "dtype", "")), str(index)
 
 
+class Together(Kinds):
+    """Reads the samples of a batch in one call: each is the type of all their indices."""
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [self[indices] for _ in indices]
+
+
 class Given(Sampler):
     """Counts how often it was begun."""
 
@@ -171,15 +178,17 @@ ORDERS = (
     {"batch_sampler": Given((0, 1), range(2, 4), [4, 5])},
     {"sampler": Given(*torch.arange(3)), "batch_size": None},
     {"sampler": Given([1], [2]), "batch_size": None},
+    {"sampler": Given(np.arange(2), np.arange(3)), "batch_size": None},
 )
 
 
 @each("order", ORDERS)
-def test_indices_reach_the_dataset_as_the_sampler_gave_them(order) -> None:
+@each("kind", [Kinds, Together])
+def test_indices_reach_the_dataset_as_the_sampler_gave_them(kind, order) -> None:
     # As many workers as there are, torch's get the same.
-    wanted = [list(map(str, batch)) for batch in DataLoader(Kinds(), num_workers=1, **order)]
+    wanted = [list(map(str, batch)) for batch in DataLoader(kind(), num_workers=1, **order)]
     for executor, workers in (*READERS, ("workers", 2)):
-        loader = FastDataLoader(Kinds(), num_workers=workers, executor=executor, **order)
+        loader = FastDataLoader(kind(), num_workers=workers, executor=executor, **order)
         assert [list(map(str, batch)) for batch in loader] == wanted, (executor, workers)
 
 

@@ -97,6 +97,7 @@ class OpenedStream(Opened, IterableDataset):
 
 def open_file(worker_id):
     dataset = get_worker_info().dataset
+    assert type(dataset) in (Opened, OpenedStream)
     dataset.open()
     dataset.offset = dataset.file + 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 
 import albumentations as A
@@ -11,10 +12,18 @@ import torch
 from misses import each
 from PIL import Image
 from resilience.runs import warned
-from torch.utils.data import Dataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from trainers import Learner, quiet_trainer, trained
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
+from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder, Mixture
 from lightning_fastdata.data import SharedSampler
 
 LENGTH = 6
@@ -169,25 +178,106 @@ def loader_of_rank(rank, ranks):
     return FastDataLoader(Drawing(), size, sampler=share, executor="inline", seed=7)
 
 
+def folder_of(path):
+    (path / "only").mkdir(exist_ok=True)
+    pixels = np.arange(90 * 90 * 3, dtype=np.int64).reshape(90, 90, 3) % 251
+    Image.fromarray(pixels.astype(np.uint8)).save(path / "only" / "0.png")
+    return FastImageFolder(path, size=32, seed=3)
+
+
+def crops_of(dataset, executor, epochs=1, **how):
+    workers = 2 * (executor != "inline")
+    loader = FastDataLoader(dataset, **how, executor=executor, num_workers=workers, seed=3)
+    batches = [batch for _ in range(epochs) for batch in loader]
+    loader.close()
+    return [image.numpy().tobytes() for images, _ in batches for image in images]
+
+
 @each("within", [None, Subset])
 @each("executor", ["inline", "workers", "torch"])
 def test_a_folder_of_images_crops_anew(tmp_path, executor, within):
-    (tmp_path / "only").mkdir()
-    pixels = np.arange(90 * 90 * 3, dtype=np.int64).reshape(90, 90, 3) % 251
-    Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "only" / "0.png")
-    folder = FastImageFolder(tmp_path, size=32, seed=3)
+    folder = folder_of(tmp_path)
     folder = folder if within is None else within(folder, [0])
-    order = {"batch_sampler": [[0, 0], [0, 0]], "seed": 3}
-    crops = []
-    for who in ("inline", executor):
-        loader = FastDataLoader(folder, **order, executor=who, num_workers=2 * (who != "inline"))
-        crops.append([image.numpy().tobytes() for images, _ in loader for image in images])
-        loader.close()
+    order = {"batch_sampler": [[0, 0], [0, 0]]}
+    crops = [crops_of(folder, who, **order) for who in ("inline", executor)]
     assert crops[0] == crops[1]
     assert len(set(crops[0])) == 4
+
+
+class Held(Dataset):
+    """Reads samples of another dataset, which it does not hold itself, several times an epoch."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.parts["images"][index % len(self.parts["images"])]
+
+
+AROUND = {
+    "held in a dict": lambda folder: Held(images=folder),
+    "held by another": lambda folder: Held(images=Subset(Held(images=folder), [0, 0])),
+    "a mixture": lambda folder: Mixture({"a": folder}, length=4),
+    "a part of a mixture": lambda folder: Mixture({"a": Subset(folder, [0])}, length=4),
+    "a subset": lambda folder: Subset(folder, [0, 0, 0, 0]),
+    "joined": lambda folder: ConcatDataset([folder] * 4),
+}
+
+
+@each("executor", ["inline", "workers", "torch"])
+@each("around", AROUND)
+def test_a_folder_of_images_below_another_dataset_crops_anew_for_each_sample(
+    tmp_path, around, executor
+):
+    dataset = AROUND[around](folder_of(tmp_path))
+    crops = crops_of(dataset, executor, 2, batch_size=2)
+    assert crops == crops_of(AROUND[around](folder_of(tmp_path)), "inline", 2, batch_size=2)
+    assert len(set(crops)) == 2 * 4
 
 
 def test_rows_of_a_tensor_are_taken_as_they_were():
     data = TensorDataset(torch.arange(LENGTH))
     found = torch.cat([part for (part,) in loader_of("weighted", "gather", data)])
     assert found.tolist() == [*ORDERS["weighted"]()]
+
+
+class Asked(Dataset):
+    """Says how it was asked for a sample."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        whole = index if isinstance(index, list | tuple) else [index]
+        return repr(index), [type(each).__name__ for each in (index, *whole)]
+
+
+class Color(enum.IntEnum):
+    RED, BLUE = range(2)
+
+
+GIVEN = {
+    "tensors": {"sampler": torch.tensor([1, 1, 2, 1]), "batch_size": 2},
+    "tensors in tensors": {"batch_sampler": [*torch.tensor([[1, 1, 0], [2, 1, 0]])]},
+    "numbers of NumPy": {"sampler": np.array([1, 1, 2, 1], np.uint8), "batch_size": 2},
+    "members": {"sampler": [Color.RED, Color.BLUE, Color.RED, Color.RED], "batch_size": 2},
+    "truths": {"sampler": [True, True, False, True], "batch_size": 2},
+    "lists": {"sampler": [[1, 2], [2, 1], [1, 2]], "batch_size": None},
+    "tuples": {"sampler": [(1, 2), (2, 1), (1, 2)], "batch_size": None},
+    "arrays of one": {"sampler": torch.tensor([[1], [1], [2]]), "batch_size": None},
+    "batches of one": {"batch_sampler": [*torch.tensor([[1], [1], [2]])]},
+}
+
+
+@each("executor", ["inline", "workers"])
+@each("given", GIVEN)
+def test_a_dataset_gets_each_index_as_the_sampler_gave_it(given, executor):
+    how = {"collate_fn": list, **GIVEN[given]}
+    workers = 2 * (executor == "workers")
+    loader = FastDataLoader(Asked(), **how, executor=executor, num_workers=workers)
+    found = [*loader]
+    loader.close()
+    assert found == [*DataLoader(Asked(), **how)]

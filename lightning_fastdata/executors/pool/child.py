@@ -22,6 +22,7 @@ import torch
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples, for_writing, in_own_side_process
+from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.batches.libraries import tell_epoch, tell_rank
 from lightning_fastdata.batches.memory import (
     MisfitError,
@@ -117,7 +118,8 @@ def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
     # As torch seeds NumPy in its workers.
     words = [number, plan.base_seed & 0xFFFFFFFF, plan.base_seed >> 32, 0]
     np.random.seed(np.random.SeedSequence(words).generate_state(4))
-    set_worker_info(number=number, workers=processes, seed=seed, dataset=plan.dataset)
+    shown: Any = own_dataset(plan.dataset)
+    set_worker_info(number=number, workers=processes, seed=seed, dataset=shown)
     in_own_side_process()
     keep_freed_memory()
     keep_own_epochs()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
-from lightning_fastdata.batches.keyed import reads_together
+from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.batches.memory import SampleLayout, SlotPool
 from lightning_fastdata.batches.staged import PinThread
 from lightning_fastdata.errors import WorkerError, as_error
@@ -352,9 +352,8 @@ class PoolExecutor(_CrewExecutor):
     def _begin(self, indices: Any) -> PendingBatch:
         """Begin a batch without the samples in quarantine, and return it."""
         plan = self.plan
-        if isinstance(indices, np.ndarray):
-            indices = list(indices)
-        indices = _own_memory(indices, batched=plan.batched)
+        whole = not plan.batched or fetches_in_batches(plan.dataset)
+        indices = _own_memory(indices, batched=plan.batched, whole=whole)
         indices, left_out = plan.faults.left_out(
             plan.guard, indices, self._now.number, batched=plan.batched
         )
@@ -519,13 +518,20 @@ def rows_per_task(
     return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))
 
 
-def _own_memory(indices: Any, *, batched: bool) -> Any:
-    """Return indices that nobody else changes, and whose tensors do not lie in larger ones."""
+def _own_memory(indices: Any, *, batched: bool, whole: bool) -> Any:
+    """Return indices that nobody else changes, and whose tensors do not lie in larger ones.
+
+    ``whole``: they are not divided, and so an array stays one.
+    """
+    if whole and isinstance(indices, torch.Tensor):
+        return indices.clone()
+    if isinstance(indices, np.ndarray):
+        return indices.copy() if whole else list(indices)
     if not batched:
-        return indices.clone() if isinstance(indices, torch.Tensor) else indices
+        return indices
     if isinstance(indices, Mapping | deque) or not hasattr(indices, "__getitem__"):
         return list(indices)  # a set, for example: it has no parts
-    if not any(isinstance(each, torch.Tensor) for each in indices[:1]):
+    if not any(isinstance(getattr(each, "given", each), torch.Tensor) for each in indices[:1]):
         return list(indices) if type(indices) is list else indices
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in indices]
 

@@ -50,7 +50,7 @@ from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.order.epoch_order import Counted
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.sources.files import PackedStrings
-from lightning_fastdata.types import SampleKey, repeats
+from lightning_fastdata.types import READ_FOR, SampleKey
 
 _HEAD_BYTES: Final = 8
 """Number of bytes of height and width, 4 each, with which a kept picture begins."""
@@ -83,7 +83,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     The random part of a sample depends on (``seed``, epoch, index) and nothing else: not on the
     worker, the thread, the batch size or what was read before. :meth:`set_epoch` says which epoch
     it is, also to the worker processes of torch's ``DataLoader``, persistent or not; without a call
-    every epoch draws the same crops. :meth:`write_into` takes another key.
+    every epoch draws the same crops. Below another dataset, loaders of this package add their own
+    epoch and index to that. :meth:`write_into` takes another key.
 
     Any number of threads may read from one instance. OpenCV and torch may use threads of their own
     for a single picture; in side processes set both to one (``cv2.setNumThreads(0)``,
@@ -265,10 +266,11 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         count = len(self._targets)
         if not -count <= index < count:
             raise IndexError(f"There is no sample {index}: the dataset has {count}.")
-        index, again = int(index) % count, repeats(index)
+        index, (epoch, added) = int(index) % count, READ_FOR.get()
+        epoch = self.epoch if epoch is None else epoch
         self._check_out(out)
         image = self._open(index)
-        uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index + again))
+        uniform = keyed_uniform(key or SampleKey(self.seed, epoch, index + added))
         placement = self.rule.place(image.height, image.width, uniform)
         plan = plan_resample(placement, self.resample, scalable=image.scalable)
         if self.pictures is not None:
