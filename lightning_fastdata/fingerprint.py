@@ -63,6 +63,7 @@ import torch
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.tree import (
+    bytes_of,
     closed_over,
     held,
     held_by,
@@ -426,7 +427,7 @@ class _Digesting(pickle.Pickler):
         if not dense or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             self.looks.unseen()
         # Not by NumPy: memory that it has viewed can never be resized again.
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = bytes_of(tensor.detach())
         content = self.looks.memory(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
         if tensor.is_shared():  # type: ignore[no-untyped-call]
             self._live.update(content)

@@ -47,6 +47,13 @@ def spelled(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the batch itself"
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a dense tensor as bytes, uint8 [bytes]: a view if it is contiguous."""
+    dense = tensor.contiguous()
+    # Not reshape(), which keeps the stride of a single number that was cut out of a table.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def children(value: Batch) -> list[tuple[Any, Any]] | None:
     """Return the parts of a container with their keys, positions or field names; None for a leaf.
 

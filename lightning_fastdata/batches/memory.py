@@ -37,7 +37,7 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.host.memory import read_host_memory, read_open_file_limits
-from lightning_fastdata.tree import is_named_tuple
+from lightning_fastdata.tree import bytes_of, is_named_tuple
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -788,8 +788,7 @@ def same_batch(ours: Batch, theirs: Batch) -> bool:
     if isinstance(ours, torch.Tensor):
         if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
             return False
-        ours, theirs = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
-        return torch.equal(ours, theirs)
+        return torch.equal(bytes_of(ours.cpu()), bytes_of(theirs.cpu()))
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(same_batch(ours[k], theirs[k]) for k in ours)
     return len(ours) == len(theirs) and all(map(same_batch, ours, theirs))

@@ -42,7 +42,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
 from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
 from lightning_fastdata.sources.files import PackedStrings
-from lightning_fastdata.tree import closed_over, has_method, held, held_by, is_users
+from lightning_fastdata.tree import bytes_of, closed_over, has_method, held, held_by, is_users
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """Place of a cache: ``"disk"``, ``"ram"`` or a folder."""
@@ -285,8 +285,7 @@ class _Digesting(pickle.Pickler):
         if has_method(obj, "recognised_by"):
             return _same, (type(obj), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
-            dense = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            raw = dense.reshape(-1).view(torch.uint8)
+            raw = bytes_of(obj.detach().cpu().resolve_conj().resolve_neg())
             return _same, (str(obj.dtype), tuple(obj.shape), raw.numpy())
         if isinstance(obj, np.ndarray):
             mapped = _mapped(obj)

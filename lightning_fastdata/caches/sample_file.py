@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from lightning_fastdata.caches.folders import locked
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host.system_calls import SharedFlags, write_atomically
+from lightning_fastdata.tree import bytes_of
 from lightning_fastdata.types import Batch
 
 Form: TypeAlias = dict[str, Any]
@@ -500,7 +501,6 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
         raise _unsupported(path, f"a tensor of {name} on {value.device}, {value.layout}")
     # A view may only note that its numbers are conjugate or negative.
     resolved = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-    dense = resolved.contiguous()
     form: Form = {
         "is": "tensor",
         "dtype": str(value.dtype).removeprefix("torch."),
@@ -508,9 +508,8 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
     }
     if tv:
         form["class"] = kind.__name__
-    # View as bytes: NumPy does not have all of torch's types.
-    raw = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
-    return form, raw
+    # As bytes: NumPy does not have all of torch's types.
+    return form, bytes_of(resolved).numpy()
 
 
 def _raw(array: NDArray[Any]) -> Raw:

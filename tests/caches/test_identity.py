@@ -154,6 +154,11 @@ def test_what_a_dataset_holds_counts(what):
     )
 
 
+def test_a_single_number_of_a_table_counts():
+    names = {identity(Plain(held=torch.full((2, 3), value)[1:, 1])) for value in (0, 0, 1)}
+    assert len(names) == 2
+
+
 def test_what_is_equal_counts_as_equal_in_whichever_order_it_was_made():
     name = "".join(["a", "b"])
     assert identity(Plain(held=[name, name])) == identity(Plain(held=["".join(["a", "b"]), name]))

@@ -64,11 +64,14 @@ def read(whole):
 
 
 CONJUGATE = torch.tensor([1 + 2j, 3 - 4j]).conj()
+OF_A_TABLE = torch.arange(6.0).view(2, 3)[1:, 1]
+"""A single number, whose stride is that of the table."""
 
 
 @max_examples(200)
 @example(sample=CONJUGATE)
 @example(sample=CONJUGATE.imag)  # noted as negative
+@example(sample=OF_A_TABLE)
 @given(sample=_samples)
 def test_a_sample_comes_back_from_bytes_and_json(sample):
     form, record = taken_apart(sample)

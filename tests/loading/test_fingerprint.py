@@ -215,6 +215,14 @@ def test_an_array_of_no_elements_is_one(roughly) -> None:
     assert fingerprint(np.zeros((0, 3)), torch.zeros(0), roughly=roughly) is not None
 
 
+def test_a_single_number_of_a_table_can_be_compared() -> None:
+    table = torch.zeros(2, 3)
+    before = fingerprint(table[1:, 1])
+    assert before is not None
+    table[1, 1] = 1
+    assert fingerprint(table[1:, 1]) != before
+
+
 class Row(NamedTuple):
     number: int
 
