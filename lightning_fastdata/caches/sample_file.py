@@ -451,12 +451,13 @@ def _leaf(value: object, path: str) -> tuple[Form, Raw]:
             raise _unsupported(path, f"the number {value}, which needs more than 64 bits")
         return {"is": kind.__name__}, _raw(np.array(value, _NUMBERS[kind.__name__]))
     if isinstance(value, str | bytes) and kind in (str, bytes):
-        data = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+        data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         return {"is": kind.__name__}, np.frombuffer(data, np.uint8)
     if isinstance(value, np.generic | np.ndarray) and (
         isinstance(value, np.generic) or kind in (np.ndarray, np.memmap)
     ):
-        if value.dtype.kind not in "biufc" or not value.dtype.isnative:
+        kind_fits = value.dtype.kind in "biufc" and value.dtype.char not in "gG"
+        if not (kind_fits and value.dtype.isnative):  # "gG": longer than double, with gaps
             raise _unsupported(path, f"an array of {value.dtype}")
         name = "scalar" if isinstance(value, np.generic) else "array"
         form = {"is": name, "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -536,7 +537,7 @@ def _made(form: Form, take: Callable[[], Raw]) -> Batch:
     if kind in _NUMBERS:
         return raw.view(_NUMBERS[kind])[0].item()
     if kind == "str":
-        return raw.tobytes().decode("utf-8", "surrogateescape")
+        return raw.tobytes().decode("utf-8", "surrogatepass")
     if kind == "bytes":
         return raw.tobytes()
     if kind == "picture":

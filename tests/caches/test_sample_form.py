@@ -72,6 +72,7 @@ OF_A_TABLE = torch.arange(6.0).view(2, 3)[1:, 1]
 @example(sample=CONJUGATE)
 @example(sample=CONJUGATE.imag)  # noted as negative
 @example(sample=OF_A_TABLE)
+@example(sample=["\udcc3\udca9", "\ud800"])  # half characters, as of names that are not UTF-8
 @given(sample=_samples)
 def test_a_sample_comes_back_from_bytes_and_json(sample):
     form, record = taken_apart(sample)
@@ -100,6 +101,7 @@ def test_pictures_of_pil_and_torchvision_stay_what_they_are(image):
         ({"a": {2.5: 1}}, r"dict with the keys \[2\.5\] at sample\['a'\]"),
         (np.array(["a"], object), "array of object"),
         (2**70, "more than 64 bits"),
+        (np.zeros(2, np.longdouble), f"array of {np.dtype(np.longdouble)}"),
         (torch.zeros(3, requires_grad=True), "tensor of torch.Tensor"),
         (torch.zeros(3).to_sparse(), "sparse"),
         (Image.new("P", (2, 2)), "PIL.Image.Image"),
