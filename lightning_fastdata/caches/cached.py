@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -183,7 +184,7 @@ class CachedDataset(Dataset[Any]):
             IndexError: There is no such sample.
             DatasetError: The cache holds other samples, or cannot be read.
         """
-        number = int(index)
+        number = operator.index(index)
         if not 0 <= number < self._length:  # else nobody is asked, as a length may take its time
             length = len(self)
             if not -length <= number < length:

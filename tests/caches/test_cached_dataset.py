@@ -524,3 +524,9 @@ def test_a_cache_is_as_long_as_its_dataset(tmp_path, folder, varies):
         assert alike(cached[-1], data[count - 1])
         with pytest.raises(IndexError, match=f"the dataset has {count}"):
             cached[43]
+
+
+@each("index", [2.5, 2.0, "2", None])
+def test_what_is_no_whole_number_is_no_index(tmp_path, folder, index):
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        ld.CachedDataset(Made(folder), tmp_path / "cache")[index]
