@@ -230,16 +230,17 @@ def arrays_of(dataset: Any) -> tuple[_TypedArrays, NDArray[np.int64] | None]:
     kept = _seen.get(dataset)
     if kept is not None and kept[0] == about:
         return kept[1], select
+    pieces = {name: dataset.data.column(name) for name in about["columns"]}
+    if not all(_holds_numbers(piece.type) for piece in pieces.values()):
+        raise NotRowsError  # before a row is read, which may be a file that is damaged or far away
     # Whole batches are what loaders ask for; a single row may come in other types.
     sample = dataset.__getitems__([0])[0]
-    pieces = {name: dataset.data.column(name) for name in sample}
-    if not all(_holds_numbers(piece.type) for piece in pieces.values()):
-        raise NotRowsError
     joined = sum(piece.nbytes for piece in pieces.values() if piece.num_chunks > 1)
     if joined > read_host_memory().available_bytes // _FREE_SHARE:  # joining copies them
         raise NotRowsError
     columns = {}
-    for name, piece in pieces.items():
+    for name in sample:
+        piece = pieces[name]
         array = _as_array(piece.combine_chunks() if piece.num_chunks != 1 else piece.chunk(0))
         columns[name] = array, _batch_type(array, sample[name])
     _seen[dataset] = about, columns

@@ -208,6 +208,15 @@ def test_other_tables_of_hugging_face_are_not_gathered() -> None:
         assert not gatherable(other)
 
 
+def test_no_row_of_pictures_is_read_to_see_whether_they_are_numbers() -> None:
+    datasets = pytest.importorskip("datasets")
+    broken = [{"bytes": b"no picture", "path": None}]
+    pictures = datasets.Dataset.from_dict(
+        {"picture": broken}, features=datasets.Features({"picture": datasets.Image()})
+    )
+    assert not gatherable(pictures.with_format("torch"))
+
+
 def test_a_format_that_is_set_later_counts() -> None:
     dataset = hugging_face().with_format("torch", columns=["score"])
     first = gathered(dataset, [[1, 2]])
