@@ -258,7 +258,7 @@ def _to_rgb(image: ImageFile) -> Image.Image:
     """Convert as ``ImageFolder`` does, except where that would clip the picture to white."""
     from PIL import Image
 
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         # Pillow would clip 16 bits at 255. OpenCV keeps the high byte, as Pillow itself does for
         # 16-bit colour.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")

@@ -62,9 +62,10 @@ def test_other_formats_in_any_mode_have_the_pixels_of_image_folder(
 
 
 @each("decoder", DECODERS)
-def test_sixteen_bit_grey_keeps_its_high_byte_instead_of_burning_out(decoder, encode):
+@each("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bit_grey_keeps_its_high_byte_instead_of_burning_out(decoder, kind, encode):
     levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    pixels = decoder.decode(encode(Image.fromarray(levels), format="PNG"))
+    pixels = decoder.decode(encode(Image.fromarray(levels), format=kind))
     np.testing.assert_array_equal(pixels, np.repeat((levels >> 8)[..., None], 3, axis=2))
 
 
