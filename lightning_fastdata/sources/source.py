@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +118,7 @@ class SourceDataset(Dataset[Any]):
             IndexError: There is no such record.
             DatasetError: The record cannot be read; the message names it.
         """
-        number, count = int(index), len(self.source)
+        number, count = operator.index(index), len(self.source)
         if not -count <= number < count:
             raise IndexError(f"There is no record {index}: the source has {count}.")
         number %= count

@@ -280,6 +280,11 @@ def test_a_record_that_is_not_there_is_an_error(index):
         sources.SourceDataset(Slow(), decode)[index]
 
 
+def test_what_is_no_whole_number_is_no_record():
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        sources.SourceDataset(Slow(), decode)[2.5]
+
+
 def test_an_impossible_argument_is_named():
     for wrong in (0, float("nan"), "x", None):
         with pytest.raises(OptionsError, match=f"timeout_s is {wrong!r}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -266,7 +267,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         count = len(self._targets)
         if not -count <= index < count:
             raise IndexError(f"There is no sample {index}: the dataset has {count}.")
-        index, (epoch, added) = int(index) % count, READ_FOR.get()
+        index, (epoch, added) = operator.index(index) % count, READ_FOR.get()
         epoch = self.epoch if epoch is None else epoch
         self._check_out(out)
         image = self._open(index)

@@ -134,6 +134,8 @@ def test_iteration_ends_after_the_last_sample(folder):
     for outside in (len(dataset), -len(dataset) - 1):
         with pytest.raises(IndexError, match="12"):
             dataset[outside]
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        dataset[2.5]
 
 
 def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
