@@ -19,7 +19,14 @@ from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import find_composes, find_instances, has_method, held, loaded_classes
+from lightning_fastdata.tree import (
+    find_composes,
+    find_instances,
+    has_method,
+    held,
+    held_by,
+    loaded_classes,
+)
 from lightning_fastdata.types import Repeated, SampleKey, reading_for, repeats, unmarked
 
 if TYPE_CHECKING:
@@ -203,7 +210,14 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
         return any(fetches_in_batches(part) for part in values)
     if isinstance(dataset, KeyedDataset):
         return dataset.__getitems__ is not None
-    return has_method(dataset, "__getitems__") or callable(held(dataset, "__getitems__"))
+    if has_method(dataset, "__getitems__") or callable(held(dataset, "__getitems__")):
+        return True
+    # Torch asks a wrapper that passes attributes on, and so reads what that holds. Another one is
+    # not asked here, as it may open something to answer.
+    passes_on = has_method(dataset, "__getattr__")
+    if passes_on and any(has_method(part, "__getitems__") for part in held_by(dataset).values()):
+        return callable(getattr(dataset, "__getitems__", None))
+    return False
 
 
 def read_item(dataset: Any, index: Any) -> Any:

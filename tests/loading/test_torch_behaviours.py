@@ -378,10 +378,31 @@ class Batched(Dataset):
         return [(index, len(indices)) for index in indices]
 
 
+class PassesOn(Dataset):
+    """Has the attributes of the dataset that it holds, and so its ``__getitems__``, too."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return "read alone", index
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+
 @each("executor", ENGINE)
 @each(
     "wrap",
     [
+        PassesOn,
+        lambda data: PassesOn(TensorDataset(torch.arange(12))),
+        lambda data: Subset(PassesOn(data), [5, 1, 7, 2]),
         lambda data: Subset(data, [5, 1, 7, 2]),
         lambda data: Subset(Subset(data, range(10)), [3, 1, 7]),
         lambda data: StackDataset(data, data),
