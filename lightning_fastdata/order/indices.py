@@ -330,8 +330,8 @@ def _check(start: Start, found: int | None, sampler: object, *, computed: bool =
     remedy = "Give the sampler a seed and set_epoch(), or state_dict() and load_state_dict()"
     if computed:
         remedy = (
-            "The dataset had another length as the epoch began (or the sampler another seed): "
-            "change that between epochs alone"
+            "The dataset had another length as the epoch began (or the sampler another seed, or "
+            "buckets batches of another size): change that between epochs alone"
         )
     elif start.drawn or type(sampler).__module__.startswith("torch.utils.data."):
         remedy = (
