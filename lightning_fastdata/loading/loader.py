@@ -772,6 +772,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         It is for a plain loop that takes batches ahead of their use.
         """
         epoch, batches, found = self._passes.now(self._run_now(), self._length(), ahead)
+        if isinstance(found, Pass) and not batches and found.state is not None:
+            # Larger batches than before leave a whole epoch of them: no number tells the place.
+            found = found.state if found.state.samples and not found.state.batches else found
         if isinstance(found, Position):
             return found.as_dict()
         reached, late, digest = (None, [], None) if found is None else found.behind(batches)

@@ -662,7 +662,7 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
     state = begun.state
     if state is None:
         return Start()
-    if not state.batches:
+    if not state.batches and not state.samples:
         indices.prepare(state.drawn)
         return Start(drawn=None if "ahead" in state.drawn else state.drawn or None)
     if state.samples < 0:  # the training was saved without a state of the loader

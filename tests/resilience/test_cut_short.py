@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from misses import each
 from resilience.cells import (
@@ -18,7 +19,8 @@ from resilience.cells import (
     make_module,
 )
 from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
-from resilience.test_resumed_again import StreamModule
+from resilience.test_resumed_again import NEVER, StreamModule, lives
+from torch.utils.data import SubsetRandomSampler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -155,10 +157,36 @@ def test_a_checkpoint_without_our_state_is_gone_on_from_where_lightning_counted(
     assert first_difference(first + rest, straight("plain")) is None
 
 
-@each(("at", "size"), [(3, 2), (2, 8), (4, 8), (5, 8), (1, 3)])
+@each(("at", "size"), [(3, 2), (1, 8), (2, 8), (4, 8), (5, 8), (1, 3)])
 def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size):
     """Lightning counts batches, but what was read is a number of samples."""
     data = Module(LOADERS["inline"], batch_size=size)
     first, rest = cut_and_resumed(tmp_path / "a", at, data, max_epochs=1)
     read = [int(i) for line in first + rest for i in line.split(" ")[3].split(",")]
     assert sorted(read) == list(range(SAMPLES))
+
+
+def drawn(length):
+    return SubsetRandomSampler(range(length), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("sampler", [None, drawn])
+@each(
+    ("sizes", "steps"),
+    [((4, 8, 8), (1, 0)), ((4, 8, 4), (1, 0)), ((4, 8, 8), (1, 1)), ((4, 22, 3), (2, 0)),
+     ((4, 5, 2, 11), (2, 1, 1)), ((4, 8, 8, 8), (3, 1, 0))],
+)  # fmt: skip
+def test_batch_sizes_that_change_at_each_resume_leave_out_no_sample(
+    tmp_path, sizes, steps, sampler
+):
+    """Also where the batches that are left are as many as those of a whole epoch."""
+    planned = [("inline", "raised", after) for after in (*steps, NEVER)]
+    left = list(sizes)
+
+    def make(loader, file):
+        data = Module(LOADERS[loader], batch_size=left.pop(0), sampler=sampler)
+        return Recorder(file), data
+
+    got, told = lives(tmp_path, make, planned, max_epochs=1)
+    read = [int(i) for line in got for i in line.split(" ")[3].split(",")]
+    assert sorted(read) == list(range(SAMPLES)), told
