@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from misses import each
 from resilience.cells import (
+    BATCH,
     EPOCHS,
     LOADERS,
     SAMPLES,
@@ -138,14 +140,14 @@ class Renamed(Module):
     """Lightning finds no state of it in the checkpoint of another class."""
 
 
-def cut_and_resumed(folder, at, data, **about):
+def cut_and_resumed(folder, at, data, first="plain", model=Recorder, **about):
     """The records of a run that is saved and ended at a step, and of one that goes on."""
     folder.mkdir()
     save = ModelCheckpoint(folder, "saved", every_n_train_steps=at)
-    first = make_model("plain", folder / "first"), Module(LOADERS["inline"])
-    train(*first, folder, callbacks=[save], max_steps=at)
+    begun = model(folder / "first"), make_module(first, "inline")
+    train(*begun, folder, callbacks=[save], max_steps=at)
     resume = folder / "saved.ckpt"
-    train(make_model("plain", folder / "rest"), data, folder, resume=resume, **about)
+    train(model(folder / "rest"), data, folder, resume=resume, **about)
     return lines(folder / "first"), lines(folder / "rest")
 
 
@@ -157,13 +159,37 @@ def test_a_checkpoint_without_our_state_is_gone_on_from_where_lightning_counted(
     assert first_difference(first + rest, straight("plain")) is None
 
 
+class AsksForSteps(Recorder):
+    """Has Lightning make the loaders before it has restored its own counts."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("model", [Recorder, AsksForSteps])
 @each(("at", "size"), [(3, 2), (1, 8), (2, 8), (4, 8), (5, 8), (1, 3)])
-def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size):
+def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size, model):
     """Lightning counts batches, but what was read is a number of samples."""
     data = Module(LOADERS["inline"], batch_size=size)
-    first, rest = cut_and_resumed(tmp_path / "a", at, data, max_epochs=1)
+    first, rest = cut_and_resumed(tmp_path / "a", at, data, model=model, max_epochs=1)
     read = [int(i) for line in first + rest for i in line.split(" ")[3].split(",")]
     assert sorted(read) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+@each(("at", "size"), [(1, 8), (2, 8), (2, 2), (4, 8), (5, 8), (5, 3)])
+def test_another_batch_size_ends_the_epoch_of_several_loaders_where_they_end(
+    tmp_path, at, size, mode
+):
+    """The long one gives each of its samples once, or the short one, where the epoch ends by it."""
+    data = Module(LOADERS["inline"], batch_size=size, mode=mode)
+    first, rest = cut_and_resumed(tmp_path / "a", at, data, first=mode, max_epochs=1)
+    times = Counter(int(i) for line in first + rest for i in line.split(" ")[3].split(","))
+    if mode == "min_size" and at * BATCH < SAMPLES // 2:
+        assert times.total() >= SAMPLES // 2 * 2
+    if mode != "min_size":
+        assert [times[i] for i in range(SAMPLES // 2, SAMPLES)] == [1] * (SAMPLES // 2)
 
 
 def drawn(length):
