@@ -491,6 +491,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         goes_on = not self.begun and (resumed is not None or self._passes.is_loaded)
+        if run is not None and resumed is not None:  # a loader may be made anew in a later epoch
+            goes_on &= resumed.epoch >= run.place().epoch
         begin = partial(self._begin, None if goes_on else self._draw())
         batches = position.CountedBatches(
             begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index

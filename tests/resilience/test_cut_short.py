@@ -22,7 +22,9 @@ from resilience.cells import (
 )
 from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
 from resilience.test_resumed_again import NEVER, StreamModule, lives
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from lightning_fastdata import FastDataModule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -134,6 +136,25 @@ def test_an_epoch_that_a_hook_ends_is_over(tmp_path):
     rest = run(tmp_path / "rest", tmp_path / "first" / "saved.ckpt", max_epochs=2)
     assert len(first) == 2
     assert first_difference(first + rest, whole) is None
+
+
+def shuffled_by_a_generator():
+    generator = torch.Generator().manual_seed(4)
+    given = DataLoader(Images(SAMPLES), BATCH, shuffle=True, generator=generator)
+    return FastDataModule.from_loaders(given)
+
+
+def test_loaders_that_are_made_anew_behind_a_resume_draw_as_without_a_break(tmp_path):
+    """Torch draws a seed from the generator with each iterator, of the later epochs, too."""
+    about = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
+    train(Recorder(tmp_path / "whole"), shuffled_by_a_generator(), tmp_path, **about)
+    save = ModelCheckpoint(tmp_path, "saved", every_n_train_steps=3)
+    first = {**about, "callbacks": [save], "max_steps": 3}
+    train(Recorder(tmp_path / "first"), shuffled_by_a_generator(), tmp_path, **first)
+    rest = {**about, "resume": tmp_path / "saved.ckpt"}
+    train(Recorder(tmp_path / "rest"), shuffled_by_a_generator(), tmp_path, **rest)
+    got = lines(tmp_path / "first") + lines(tmp_path / "rest")
+    assert first_difference(got, lines(tmp_path / "whole")) is None
 
 
 class Renamed(Module):
