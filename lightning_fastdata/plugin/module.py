@@ -1030,10 +1030,9 @@ class TrainingRun:
         anew = {at: loaders[at].cut_anew(state) for at, state in saved.items() if at in loaders}
         place = self._module._saved_place
         if place is not None and any(anew[at].batches != saved[at].batches for at in anew):
-            sizes = {at: dataset_length(loaders[at]) for at in anew}
             # A loader that began anew within the epoch does not decide when that ends.
-            first = {at: n for at, n in sizes.items() if n is not None and not anew[at].passes}
-            given = [(n, n - anew[at].batches) for at, n in first.items()]
+            first = [(one, dataset_length(loaders[at])) for at, one in anew.items()]
+            given = [(n, n - one.batches) for one, n in first if n is not None and not one.passes]
             self._module._saved_place = seams.move_place(trainer, place, given)
             if self._module._saved_place != place:
                 saved.update(anew)

@@ -573,17 +573,16 @@ def move_place(trainer: Trainer, place: Place, given: Collection[tuple[int, int]
     early = is_to_be_restored(trainer)
     if not given or not (early or training_place(trainer)[:2] == place[:2]):
         return place
-    counts: dict[str, int] = vars(trainer.fit_loop.epoch_loop.batch_progress.current)
+    loop: Any = trainer.fit_loop
+    counts: dict[str, int] = vars(loop.epoch_loop.batch_progress.current)
     if early:  # Lightning has the counts of the checkpoint still to restore
         counts = _loaded_counts(trainer).get("epoch_loop.batch_progress", {}).get("current", {})
-    combined = _private(trainer.fit_loop, "_combined_loader")
-    ends = min if combined_mode(combined) == "min_size" else max
+    ends = min if combined_mode(_private(loop, "_combined_loader")) == "min_size" else max
     length, left = (ends(numbers) for numbers in zip(*given, strict=True))
     taken, counted = place.taken, length - left
     counts.update({name: number + counted - taken for name, number in counts.items()})
-    fetcher = _private(trainer.fit_loop, "_data_fetcher")
-    if fetcher is not None and _private(fetcher, "fetched") == taken:
-        fetcher.fetched = counted  # batches of before the resume
+    if _private(loop, "_data_fetcher", "fetched") == taken:
+        loop._data_fetcher.fetched = counted  # batches of before the resume
     return place._replace(taken=counted)
 
 
