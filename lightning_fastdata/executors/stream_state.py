@@ -227,7 +227,8 @@ class StreamHistory:
                 FastDataWarning,
                 stacklevel=2,
             )
-        if self._refused or not begun:
+        anew = self._is_known or not tells_state(self._stream)
+        if self._refused or (anew and not begun):
             return ()
         sure = self._is_known or all(lane.state is not None for lane in found)
         return found if sure else None

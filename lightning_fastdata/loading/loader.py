@@ -491,6 +491,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         watch = self._state_watch()
         by_index = not isinstance(self.dataset, IterableDataset)
         goes_on = not self.begun and (resumed is not None or self._passes.is_loaded)
+        if run is not None and resumed is not None:  # a loader may be made anew in a later epoch
+            goes_on &= resumed.epoch >= run.place().epoch
         begin = partial(self._begin, None if goes_on else self._draw())
         batches = position.CountedBatches(
             begin, self._tell_again, self, watch, ahead_of, self._passes, by_index=by_index
@@ -772,6 +774,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         It is for a plain loop that takes batches ahead of their use.
         """
         epoch, batches, found = self._passes.now(self._run_now(), self._length(), ahead)
+        if isinstance(found, Pass) and not batches and found.state is not None:
+            # Larger batches than before leave a whole epoch of them: no number tells the place.
+            found = found.state if found.state.samples and not found.state.batches else found
         if isinstance(found, Position):
             return found.as_dict()
         reached, late, digest = (None, [], None) if found is None else found.behind(batches)

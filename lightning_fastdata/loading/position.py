@@ -28,6 +28,7 @@ from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.loading.stamped import Around
 from lightning_fastdata.order.epoch_order import Counted, dataset_length
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, tells_state
+from lightning_fastdata.order.lengths import BucketBatchSampler
 from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.order.samplers import (
     deciding,
@@ -661,7 +662,7 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
     state = begun.state
     if state is None:
         return Start()
-    if not state.batches:
+    if not state.batches and not state.samples:
         indices.prepare(state.drawn)
         return Start(drawn=None if "ahead" in state.drawn else state.drawn or None)
     if state.samples < 0:  # the training was saved without a state of the loader
@@ -841,6 +842,8 @@ def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str
         )
     if state.same_steps(now):
         return
+    if type(indices.source) is BucketBatchSampler and state.batch_size != now.batch_size:
+        return  # batches of another size are put together anew, of which the digest tells
     if state.late:
         yield (
             f"{len(state.late)} batches of {state.batch_size} samples that others had overtaken "

@@ -154,9 +154,11 @@ class EpochIndices:
         whole, left = self._planned(), self._planned(start=start.samples)
         self._plan, self._plan_epoch = None if left is None else whole, self.epoch
         if whole is None or left is None:
-            # An order that ranks share is continued by samples, unless late batches come first.
-            by_steps = self._share is None or bool(start.late) or not start.batches
-            again = start.same_batches and by_steps
+            # An order that ranks share is continued by samples, unless late batches come first, and
+            # so is another one whose batches had another size before an earlier resume.
+            size = self._cut()[1] if self._share is None else 0
+            by_steps = size is None or start.samples == start.batches * size
+            again = start.same_batches and (bool(start.late) or by_steps)
             self._taken = _Taken() if again else _Taken(start.batches, start.digest, start.samples)
             return self._watched(start, self._taken, again=again)
         self._drawn = self._to_draw()
@@ -330,8 +332,8 @@ def _check(start: Start, found: int | None, sampler: object, *, computed: bool =
     remedy = "Give the sampler a seed and set_epoch(), or state_dict() and load_state_dict()"
     if computed:
         remedy = (
-            "The dataset had another length as the epoch began (or the sampler another seed): "
-            "change that between epochs alone"
+            "The dataset had another length as the epoch began (or the sampler another seed, or "
+            "buckets batches of another size): change that between epochs alone"
         )
     elif start.drawn or type(sampler).__module__.startswith("torch.utils.data."):
         remedy = (

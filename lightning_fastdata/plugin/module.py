@@ -48,6 +48,7 @@ from lightning_fastdata.loading.options import (
 from lightning_fastdata.loading.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.datasets import (
@@ -1024,14 +1025,18 @@ class TrainingRun:
         path = next((path for path, one in loaders.items() if one is loader), None)
         if trainer is None or path is None or path not in saved:
             return None
-        state = saved[path]
         if trainer.global_rank:
-            state = of_other_rank(state, loaders[path].dataset)
-        anew = loaders[path].cut_anew(state)
-        if anew.batches != state.batches and len(loaders) == 1:
-            seams.move_place(trainer, state.epoch, state.batches, anew.batches)
-        saved[path] = anew if anew.batches != state.batches else state
-        return saved[path]
+            saved[path] = of_other_rank(saved[path], loaders[path].dataset)
+        anew = {at: loaders[at].cut_anew(state) for at, state in saved.items() if at in loaders}
+        place = self._module._saved_place
+        if place is not None and any(anew[at].batches != saved[at].batches for at in anew):
+            # A loader that began anew within the epoch does not decide when that ends.
+            first = [(one, dataset_length(loaders[at])) for at, one in anew.items()]
+            given = [(n, n - one.batches) for one, n in first if n is not None and not one.passes]
+            self._module._saved_place = seams.move_place(trainer, place, given)
+            if self._module._saved_place != place:
+                saved.update(anew)
+        return anew[path]
 
 
 def checked_batch_size(batch_size: object) -> int:

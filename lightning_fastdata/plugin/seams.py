@@ -526,8 +526,7 @@ def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
     batches of the one before are still counted. And an epoch within which the training was ended is
     counted as over, where by our own ``epoch_saved`` it is not.
     """
-    loaded = _private(trainer, "_checkpoint_connector", "_loaded_checkpoint") or {}
-    loops: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
+    loops = _loaded_counts(trainer)
     if not {"epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"} <= loops.keys():
         return
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
@@ -557,21 +556,34 @@ def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
     total["completed"] = total["processed"] - stepped
 
 
-def move_place(trainer: Trainer, epoch: int, taken: int, counted: int) -> None:
-    """Have a training that took ``taken`` batches of an epoch count them as ``counted``.
+def _loaded_counts(trainer: Trainer) -> dict[str, Any]:
+    """Return the counts of a checkpoint from which a fit goes on; empty: there are none."""
+    loaded = _private(trainer, "_checkpoint_connector", "_loaded_checkpoint") or {}
+    counts: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
+    return counts
 
-    Its loader gives what is left of the epoch in larger or smaller batches, and Lightning ends the
-    epoch by the number of batches.
+
+def move_place(trainer: Trainer, place: Place, given: Collection[tuple[int, int]]) -> Place:
+    """Have a training that goes on at a place count its batches as its loaders give them now.
+
+    They give what is left of the epoch in larger or smaller batches, and Lightning ends the epoch
+    by the number of batches. ``given``: for each loader that may end the epoch, its batches in all
+    of it, and those from here on. Return the new place, or the old one if the run is not there.
     """
-    if training_place(trainer)[:2] != (epoch, taken):
-        return
+    early = is_to_be_restored(trainer)
+    if not given or not (early or training_place(trainer)[:2] == place[:2]):
+        return place
     loop: Any = trainer.fit_loop
-    current = loop.epoch_loop.batch_progress.current
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(current, name, getattr(current, name) + counted - taken)
-    fetcher = _private(trainer.fit_loop, "_data_fetcher")
-    if fetcher is not None and _private(fetcher, "fetched") == taken:
-        fetcher.fetched = counted  # batches of before the resume
+    counts: dict[str, int] = vars(loop.epoch_loop.batch_progress.current)
+    if early:  # Lightning has the counts of the checkpoint still to restore
+        counts = _loaded_counts(trainer).get("epoch_loop.batch_progress", {}).get("current", {})
+    ends = min if combined_mode(_private(loop, "_combined_loader")) == "min_size" else max
+    length, left = (ends(numbers) for numbers in zip(*given, strict=True))
+    taken, counted = place.taken, length - left
+    counts.update({name: number + counted - taken for name, number in counts.items()})
+    if _private(loop, "_data_fetcher", "fetched") == taken:
+        loop._data_fetcher.fetched = counted  # batches of before the resume
+    return place._replace(taken=counted)
 
 
 def first_epoch() -> int:

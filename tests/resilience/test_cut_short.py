@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from misses import each
 from resilience.cells import (
+    BATCH,
     EPOCHS,
     LOADERS,
     SAMPLES,
@@ -18,7 +21,10 @@ from resilience.cells import (
     make_module,
 )
 from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
-from resilience.test_resumed_again import StreamModule
+from resilience.test_resumed_again import NEVER, StreamModule, lives
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from lightning_fastdata import FastDataModule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -132,18 +138,37 @@ def test_an_epoch_that_a_hook_ends_is_over(tmp_path):
     assert first_difference(first + rest, whole) is None
 
 
+def shuffled_by_a_generator():
+    generator = torch.Generator().manual_seed(4)
+    given = DataLoader(Images(SAMPLES), BATCH, shuffle=True, generator=generator)
+    return FastDataModule.from_loaders(given)
+
+
+def test_loaders_that_are_made_anew_behind_a_resume_draw_as_without_a_break(tmp_path):
+    """Torch draws a seed from the generator with each iterator, of the later epochs, too."""
+    about = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
+    train(Recorder(tmp_path / "whole"), shuffled_by_a_generator(), tmp_path, **about)
+    save = ModelCheckpoint(tmp_path, "saved", every_n_train_steps=3)
+    first = {**about, "callbacks": [save], "max_steps": 3}
+    train(Recorder(tmp_path / "first"), shuffled_by_a_generator(), tmp_path, **first)
+    rest = {**about, "resume": tmp_path / "saved.ckpt"}
+    train(Recorder(tmp_path / "rest"), shuffled_by_a_generator(), tmp_path, **rest)
+    got = lines(tmp_path / "first") + lines(tmp_path / "rest")
+    assert first_difference(got, lines(tmp_path / "whole")) is None
+
+
 class Renamed(Module):
     """Lightning finds no state of it in the checkpoint of another class."""
 
 
-def cut_and_resumed(folder, at, data, **about):
+def cut_and_resumed(folder, at, data, first="plain", model=Recorder, **about):
     """The records of a run that is saved and ended at a step, and of one that goes on."""
     folder.mkdir()
     save = ModelCheckpoint(folder, "saved", every_n_train_steps=at)
-    first = make_model("plain", folder / "first"), Module(LOADERS["inline"])
-    train(*first, folder, callbacks=[save], max_steps=at)
+    begun = model(folder / "first"), make_module(first, "inline")
+    train(*begun, folder, callbacks=[save], max_steps=at)
     resume = folder / "saved.ckpt"
-    train(make_model("plain", folder / "rest"), data, folder, resume=resume, **about)
+    train(model(folder / "rest"), data, folder, resume=resume, **about)
     return lines(folder / "first"), lines(folder / "rest")
 
 
@@ -155,10 +180,61 @@ def test_a_checkpoint_without_our_state_is_gone_on_from_where_lightning_counted(
     assert first_difference(first + rest, straight("plain")) is None
 
 
-@each(("at", "size"), [(3, 2), (2, 8), (4, 8), (5, 8), (1, 3)])
-def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size):
+class AsksForSteps(Recorder):
+    """Has Lightning make the loaders before it has restored its own counts."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("model", [Recorder, AsksForSteps])
+@each(("at", "size"), [(3, 2), (1, 8), (2, 8), (4, 8), (5, 8), (1, 3)])
+def test_another_batch_size_leaves_out_no_sample_of_the_epoch(tmp_path, at, size, model):
     """Lightning counts batches, but what was read is a number of samples."""
     data = Module(LOADERS["inline"], batch_size=size)
-    first, rest = cut_and_resumed(tmp_path / "a", at, data, max_epochs=1)
+    first, rest = cut_and_resumed(tmp_path / "a", at, data, model=model, max_epochs=1)
     read = [int(i) for line in first + rest for i in line.split(" ")[3].split(",")]
     assert sorted(read) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+@each(("at", "size"), [(1, 8), (2, 8), (2, 2), (4, 8), (5, 8), (5, 3)])
+def test_another_batch_size_ends_the_epoch_of_several_loaders_where_they_end(
+    tmp_path, at, size, mode
+):
+    """The long one gives each of its samples once, or the short one, where the epoch ends by it."""
+    data = Module(LOADERS["inline"], batch_size=size, mode=mode)
+    first, rest = cut_and_resumed(tmp_path / "a", at, data, first=mode, max_epochs=1)
+    times = Counter(int(i) for line in first + rest for i in line.split(" ")[3].split(","))
+    if mode == "min_size" and at * BATCH < SAMPLES // 2:
+        assert times.total() >= SAMPLES // 2 * 2
+        assert all(n <= 1 + (i < SAMPLES // 2) for i, n in times.items())
+    if mode != "min_size":
+        assert [times[i] for i in range(SAMPLES // 2, SAMPLES)] == [1] * (SAMPLES // 2)
+
+
+def drawn(length):
+    return SubsetRandomSampler(range(length), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("sampler", [None, drawn])
+@each(
+    ("sizes", "steps"),
+    [((4, 8, 8), (1, 0)), ((4, 8, 4), (1, 0)), ((4, 8, 8), (1, 1)), ((4, 22, 3), (2, 0)),
+     ((4, 5, 2, 11), (2, 1, 1)), ((4, 8, 8, 8), (3, 1, 0))],
+)  # fmt: skip
+def test_batch_sizes_that_change_at_each_resume_leave_out_no_sample(
+    tmp_path, sizes, steps, sampler
+):
+    """Also where the batches that are left are as many as those of a whole epoch."""
+    planned = [("inline", "raised", after) for after in (*steps, NEVER)]
+    left = list(sizes)
+
+    def make(loader, file):
+        data = Module(LOADERS[loader], batch_size=left.pop(0), sampler=sampler)
+        return Recorder(file), data
+
+    got, told = lives(tmp_path, make, planned, max_epochs=1)
+    read = [int(i) for line in got for i in line.split(" ")[3].split(",")]
+    assert sorted(read) == list(range(SAMPLES)), told

@@ -20,7 +20,7 @@ from resilience.cells import LOADERS, Draws, Reversing, weighted
 from resilience.runs import Images, digest, rows, through_a_file, warned
 from torch.utils.data import RandomSampler
 
-from lightning_fastdata import FastDataLoader, prefetch
+from lightning_fastdata import BucketBatchSampler, FastDataLoader, prefetch
 from lightning_fastdata.errors import OptionsError
 
 LENGTH, BATCH = 22, 4
@@ -202,6 +202,23 @@ def told_of(state, **how):
 def test_the_first_thing_that_differs_is_named(at, how, names):
     text = told_of(left_after(at), **how)[0]
     assert re.search(names, text), text
+
+
+def test_buckets_of_another_size_are_told_once_as_another_order():
+    """And not as the same order, cut anew."""
+
+    def loader_of(size):
+        batches = BucketBatchSampler(range(1, LENGTH + 1), batch_size=size)
+        return FastDataLoader(Images(LENGTH), batch_sampler=batches)
+
+    stopped = loader_of(4)
+    list(islice(stopped, 3))
+    again = loader_of(6)
+    again.load_state_dict(through_a_file(stopped.state_dict()))
+    with warned() as texts:
+        list(again)
+    (text,) = texts
+    assert re.search("gives another order now.* buckets batches of another size", text), text
 
 
 def test_another_version_of_the_package_is_named():

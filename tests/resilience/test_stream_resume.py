@@ -662,7 +662,7 @@ class Asks(Callback):
             trainer.save_checkpoint(pl_module.file.with_suffix(".ckpt"))
 
 
-def trained(folder, name, stream, resume=None, **how):
+def trained(folder, name, stream, resume=None, saves=Asks, **how):
     def index(samples):
         return {"index": torch.tensor(samples)}
 
@@ -670,7 +670,7 @@ def trained(folder, name, stream, resume=None, **how):
     data = FastDataModule.from_datasets(
         stream(), batch_size=BATCH, options=options, collate_fn=index
     )
-    train(Recorder(folder / name), data, folder, resume=resume, callbacks=[Asks()], **how)
+    train(Recorder(folder / name), data, folder, resume=resume, callbacks=[saves()], **how)
     return lines(folder / name)
 
 
@@ -683,9 +683,18 @@ def test_an_epoch_that_a_checkpoint_ended_is_not_trained_again(tmp_path, stream)
     assert first_difference(rest, whole[kept:]) is None
 
 
+class SavesInItsFirstStep(Callback):
+    """Saves when the first batch of the second epoch has been read, and is not taken yet."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (1, 0):
+            trainer.save_checkpoint(pl_module.file.with_suffix(".ckpt"))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_a_pass_that_was_left_before_its_end_is_told(tmp_path):
-    trained(tmp_path, "left", CountsPasses, limit_train_batches=2)
+@each("saves", [Asks, SavesInItsFirstStep])
+def test_a_pass_that_was_left_before_its_end_is_told(tmp_path, saves):
+    trained(tmp_path, "left", CountsPasses, saves=saves, limit_train_batches=2)
     saved = torch.load(tmp_path / "left.ckpt", weights_only=True)["FastDataModule"]
     again = resumed(saved["lightning_fastdata"]["loaders"][""], CountsPasses, 0)
     with pytest.warns(FastDataWarning, match=r"Epoch 1 begins as .* left before its end"):
