@@ -380,7 +380,7 @@ class Mover(NamedTuple):
     """Name of the transform in messages."""
     takes_boxes: bool
     """Whether the transform moves boxes, too; if so, fields that look like boxes get no warning."""
-    library: Literal["albumentations", "torchvision", "kornia", "mixing"] = "albumentations"
+    library: Literal["albumentations", "torchvision", "mixing"] = "albumentations"
     """Library for which messages explain how a field is given a role."""
 
 
@@ -466,20 +466,12 @@ def _left_behind(path: Path, value: Batch, mover: Mover) -> str:
     )
 
 
-_GIVEN: Final = {
-    "albumentations": "compose", "torchvision": "pipeline", "kornia": "module",
-    "mixing": "pipeline",
-}  # fmt: skip
+_GIVEN: Final = {"albumentations": "compose", "torchvision": "pipeline", "mixing": "pipeline"}
 
 
 def _role_of(path: Path, mover: Mover) -> str:
     """Return the part of a message that tells how to give a field a role."""
     place = path[0]
-    if mover.library == "kornia":
-        return (
-            f"If it is a mask, say mask={place!r} (to FastDataModule or as_batch_transform), and "
-            "name masks in the module, AugmentationSequential(..., data_keys=['input', 'mask'])."
-        )
     if mover.library == "mixing":
         return "Only images and labels are mixed."
     if mover.library == "torchvision":
@@ -500,26 +492,22 @@ def _role_of(path: Path, mover: Mover) -> str:
     )
 
 
-_BOXES: Final = (
-    "boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes", "bbox_xyxy",
-)  # fmt: skip
+_BOXES: Final = ("boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes")
 _KEYPOINTS: Final = (
-    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints", "keypoints",
+    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints",
 )  # fmt: skip
 """What such targets are called by: a word, the argument that tells a Compose of them, their usual
-field, the class of tv_tensors, and the key of Kornia."""
+field, and the class of tv_tensors."""
 _POINTS: Final = ("keypoint", "landmark")
 
 
 def _warn_of(targets: tuple[str, ...], path: Path, value: Batch, mover: Mover) -> None:
-    word, params, field, tv_tensor, kornia_key = targets
+    word, params, field, tv_tensor = targets
     how = {
         "albumentations": f"Say how they are written, A.Compose(..., {params}), and have the "
         f"dataset return a dict with 'image' and {field!r}.",
         "torchvision": f"Let the dataset return them as tv_tensors.{tv_tensor}, and a "
         "FastDataModule load it.",
-        "kornia": f"Name {word} in the module, AugmentationSequential(..., data_keys=['input', "
-        f"{kornia_key!r}]), and have the dataset return a dict with 'image' and {field!r}.",
         "mixing": "Only images and labels are mixed.",
     }[mover.library]
     text = (

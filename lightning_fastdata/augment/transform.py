@@ -69,7 +69,6 @@ OnCpu: TypeAlias = Literal["albumentations", "torch"]
 _FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
     ("torchvision.transforms", "lightning_fastdata.augment.torchvision.transform"),
-    ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )
 """For each library: the module that its pipelines have imported, and its front end's module."""
 _NUMBERS: Final = itertools.count()
@@ -88,8 +87,8 @@ def as_batch_transform(
 
     Args:
         transform: an ``A.Compose`` or any single Albumentations transform; a torchvision
-            ``v2.Compose`` or any single transform of v2; a module of Kornia or a sequence of them;
-            another ``nn.Module`` or callable; or a ``StageTransform``, which is returned as it is.
+            ``v2.Compose`` or any single transform of v2; another ``nn.Module`` or callable, such as
+            a module of Kornia; or a ``StageTransform``, which is returned as it is.
             A callable gets the whole batch and returns the whole batch; with ``image=`` it gets
             that field alone, and its result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.

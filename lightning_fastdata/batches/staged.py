@@ -292,9 +292,8 @@ class FirstOfPairs(HandsOn):
     def __init__(self, collate_fn: Collate, transform: WorkerTransform, *, single: bool) -> None:
         if single and transform.needs_batches:
             raise OptionsError(
-                "The transform works on the samples of a batch together, as mixing and Kornia do, "
-                "but batch_size=None makes no batches. Set batch_size, or do it where batches are "
-                "made."
+                "The transform works on the samples of a batch together, as mixing does, but "
+                "batch_size=None makes no batches. Set batch_size, or do it where batches are made."
             )
         super().__init__(collate_fn)
         self.transform = transform

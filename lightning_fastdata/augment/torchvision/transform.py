@@ -41,7 +41,7 @@ from lightning_fastdata.augment.fields import (
 )
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
 from lightning_fastdata.augment.ops.operation import Tape
-from lightning_fastdata.augment.replay.program import BatchDraws, Draws, compile_tapes, key_of_batch
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes, key_of_batch
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
@@ -350,17 +350,19 @@ class _OwnMixer(Mixer):
     ) -> Draws:
         """Return the key of the batch, and what was drawn for a pipeline before."""
         before = None if inner is None else inner.collate(tapes)
-        return BatchDraws(len(drawn), key_of_batch(drawn[0]), before)
+        draws = compile_tapes([{}] * len(drawn)) if before is None else before
+        draws.key = key_of_batch(drawn[0])
+        return draws
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
         """Return a collated batch as torchvision mixes it."""
         place = find_fields(batch, self.fields, batched=True).image
         images = get_field(batch, place)
-        assert isinstance(draws, BatchDraws)  # what pack() makes
+        assert draws.key is not None  # as pack() makes it
         self._check_beside(batch, {place}, images)
         # By this type it is found beside other tensors, whatever their order.
         made = put_fields(batch, {place: tv_tensors.Image(images)})
-        with plain_tensors(), keyed_draws(draws.values, ("torch",)):
+        with plain_tensors(), keyed_draws(draws.key, ("torch",)):
             for step in cast("tuple[Any, ...]", self.steps):
                 made = step(made)
         return put_fields(made, {place: get_field(made, place).as_subclass(torch.Tensor)})
