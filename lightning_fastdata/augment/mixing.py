@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Final, Self, TypeAlias, cast
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -29,12 +29,12 @@ from lightning_fastdata.augment.fields import (
     put_fields,
     size_of,
 )
-from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.ops.operation import Tape
+from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
     Rows,
     StageTransform,
-    TapedWorker,
     WorkerTransform,
     plain_tensors,
     table,
@@ -218,12 +218,14 @@ class Mixer:
         return draw_numbers(self.steps, key)
 
     def pack(
-        self, drawn: Sequence[Any], inner: WorkerTransform | None, tapes: Sequence[Any]
+        self,
+        drawn: Sequence[Any],
+        inner: WorkerTransform | None = None,
+        tapes: Sequence[Any] | None = None,
     ) -> Draws:
-        """Pack what the samples of a batch have drawn, beside the tapes of the pipeline before."""
-        if inner is None:
-            return compile_tapes([{}] * len(drawn), stack_drawn(drawn))
-        return cast("TapedWorker", inner).collate(tapes, stack_drawn(drawn))
+        """Pack what the samples of a batch have drawn, beside the tapes of a pipeline before."""
+        inner, tapes = inner or _Untouched(), tapes or [None] * len(drawn)
+        return inner.collate(tapes, stack_drawn(drawn))
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
         """Return a collated batch with its samples mixed as was drawn.
@@ -479,7 +481,7 @@ class MixedTransform(StageTransform):
         found = find_fields(batch, self._mixer.fields, batched=True)
         images: Tensor = get_field(batch, found.image)
         keys = [key._replace(index=key.index + row) for row in range(len(images))]
-        draws = self._mixer.pack([self._mixer.draw(own) for own in keys], None, ())
+        draws = self._mixer.pack([self._mixer.draw(own) for own in keys])
         return self._mixer.carry_out(batch, draws.to(images.device, True))
 
     def explain(self) -> str:
@@ -489,64 +491,83 @@ class MixedTransform(StageTransform):
         return table([*rows, *steps])
 
 
+class _Untouched(WorkerTransform):
+    """Leaves samples as they are, where no pipeline comes before the mixing."""
+
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, None]:  # noqa: ARG002
+        """Return the sample; there is no tape."""
+        return sample, None
+
+    def pipelines(self) -> tuple[object, ...]:
+        """Return that there is no pipeline."""
+        return ()
+
+    def finished(self, sample: Batch, tape: Tape) -> Batch:  # noqa: ARG002
+        """Return the sample, for which nothing is left to do."""
+        return sample
+
+
 class MixedWorker(WorkerTransform):
-    """The part of a mixed transform that runs on each sample; picklable."""
+    """The part of a mixed transform that runs on each sample; picklable.
+
+    What is drawn for a sample is a pair: the tape of the pipeline, and the numbers of the mixing.
+    """
 
     needs_batches = True
 
     def __init__(self, inner: WorkerTransform | None, mixer: Mixer) -> None:
-        self._inner = inner
+        super().__init__()
+        self._inner = inner or _Untouched()
         self._mixer = mixer
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         """Return the sample as the worker leaves it, and what was drawn for it."""
         self._mixer.check_classes(sample)
-        tape: object = None
-        if self._inner is not None:
-            sample, tape = self._inner(sample, key)
+        sample, tape = self._inner(sample, key)
         return sample, (tape, self._mixer.draw(key))
 
     def pipelines(self) -> tuple[object, ...]:
         """Return the pipeline that comes before the mixing, if there is one."""
-        return () if self._inner is None else self._inner.pipelines()
+        return self._inner.pipelines()
 
-    def collate(self, drawn: Sequence[Any]) -> Draws:
+    def collate(
+        self,
+        drawn: Sequence[Any],
+        beside: Mapping[str, np.ndarray] | None = None,  # noqa: ARG002
+    ) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
         tapes, own = zip(*drawn, strict=True)
         return self._mixer.pack(own, self._inner, tapes)
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
         """Return whether what waits for the device can be stacked."""
-        return self._inner is None or self._inner.stacks(samples, [tape for tape, _ in drawn])
+        return self._inner.stacks(samples, [tape for tape, _ in drawn])
 
     def rows(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> Rows | None:
         """Return for each field that the pipeline left to the device its tensors."""
-        return {} if self._inner is None else self._inner.rows(samples, [t for t, _ in drawn])
+        return self._inner.rows(samples, [tape for tape, _ in drawn])
 
     def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:
         """Return a sample with other tensors in the place of those that wait."""
-        return sample if self._inner is None else self._inner.put(sample, tensors)
+        return self._inner.put(sample, tensors)
 
     def holds(
         self, batch: Batch, drawn: Sequence[Any], stacked: Mapping[Any, torch.Tensor]
     ) -> bool:
         """Return whether a batch holds, where the device looks for them, what was ``stacked``."""
-        return self._inner is None or self._inner.holds(batch, [t for t, _ in drawn], stacked)
+        return self._inner.holds(batch, [tape for tape, _ in drawn], stacked)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Finish the pipeline on each sample; return the samples, and the draws for the mixing."""
-        if self._inner is None:
-            return list(samples), list(drawn)
         tapes, numbers = zip(*drawn, strict=True)
         done, left = self._inner.finish_each(samples, tapes)
         return done, list(zip(left, numbers, strict=True))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Mix a batch that was collated here; used where nothing runs on the device."""
-        draws = self._mixer.pack([own for _, own in drawn], None, ())
-        return self._mixer.carry_out(batch, draws)
+        return self._mixer.carry_out(batch, self._mixer.pack([own for _, own in drawn]))
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:

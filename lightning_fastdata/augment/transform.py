@@ -161,8 +161,6 @@ class BatchTransform(PipelineTransform):
         self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Number of channels (None: ``[H, W]``) and dtype of the images that the plan is for."""
-        self._unfitted: BatchTransform | None = None
-        """Transform that :meth:`for_samples` made this of, and that runs on the device; or None."""
         self._why_not: str | None = None
         """Reason why no operation runs on a device; None: some may."""
         self.take_in()
@@ -286,13 +284,6 @@ class BatchTransform(PipelineTransform):
             channels=channels,
             dtype=dtype,
         )
-
-    def renewed(self) -> Self:
-        """Return the transform for the pipeline as it is now; itself if that has not changed."""
-        twin = super().renewed()
-        if twin is not self and self._unfitted is not None:
-            self._unfitted.take_in()
-        return twin
 
     @property
     def ops(self) -> Mapping[str, DeviceOp]:

@@ -258,9 +258,6 @@ class StagingCollate(HandsOn):
                 self._finishes_here()
                 samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
-        if draws is None:
-            batch = _finished(self.transform, self.collate_fn(samples), drawn)
-            return StagedBatch(batch, None, self.stage)
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
         waiting = Waiting(self.transform, samples, drawn, rows or {})

@@ -37,7 +37,7 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, DType, Tape, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.stage_transform import TapedWorker
+from lightning_fastdata.augment.stage_transform import WorkerTransform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.tree import PilImage, copy_of_compose, is_users
@@ -59,7 +59,7 @@ class SampleForm(NamedTuple):
     """Dtype of each mask, by the pipeline's name for the mask."""
 
 
-class ComposeWorker(TapedWorker):
+class ComposeWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
     Several threads may call it: each has its own copy of the pipeline. It carries the device forms

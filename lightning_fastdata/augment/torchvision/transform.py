@@ -47,7 +47,6 @@ from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
     StageTransform,
-    TapedWorker,
     WorkerTransform,
     plain_tensors,
 )
@@ -133,8 +132,6 @@ class TorchvisionTransform(PipelineTransform):
     """Whether all images that were seen have one size, and whether they are PIL images."""
     _forms = USUAL
     """Forms of the images and masks of a sample."""
-    _unfitted: TorchvisionTransform | None = None
-    """Transform that :meth:`for_samples` made this of, and that runs on the device; or None."""
 
     def take_in(self) -> None:
         """Plan for the pipeline as it is now, which is what runs until the next time."""
@@ -143,13 +140,6 @@ class TorchvisionTransform(PipelineTransform):
         self.plan = make_plan(self._taken, one_size=self._one_size, pil=self._pil)
         self._collated: dict[bool, PipelineWorker] = {}
         """Workers for batches of other loaders, by whether a device takes what it can."""
-
-    def renewed(self) -> Self:
-        """Return the transform for the pipeline as it is now; itself if that has not changed."""
-        twin = super().renewed()
-        if twin is not self and self._unfitted is not None:
-            self._unfitted.take_in()
-        return twin
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return the name, the place, and the reason or cost of each transform."""
@@ -346,11 +336,13 @@ class _OwnMixer(Mixer):
         return key
 
     def pack(
-        self, drawn: Sequence[SampleKey], inner: WorkerTransform | None, tapes: Sequence[Any]
+        self,
+        drawn: Sequence[SampleKey],
+        inner: WorkerTransform | None = None,
+        tapes: Sequence[Any] | None = None,
     ) -> Draws:
         """Return the key of the batch, and what was drawn for a pipeline before."""
-        before = None if inner is None else inner.collate(tapes)
-        draws = compile_tapes([{}] * len(drawn)) if before is None else before
+        draws = compile_tapes([{}] * len(drawn)) if inner is None else inner.collate(tapes or ())
         draws.key = key_of_batch(drawn[0])
         return draws
 
@@ -368,7 +360,7 @@ class _OwnMixer(Mixer):
         return put_fields(made, {place: get_field(made, place).as_subclass(torch.Tensor)})
 
 
-class PipelineWorker(TapedWorker):
+class PipelineWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
     ``plan`` says what is left to a device; None: the whole pipeline runs here, as v2 runs it.
