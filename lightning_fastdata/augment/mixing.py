@@ -486,7 +486,7 @@ class MixedTransform(StageTransform):
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        rows = self.pipeline.rows() if isinstance(self.pipeline, PipelineTransform) else ()
+        rows = self.pipeline.plan.placements if isinstance(self.pipeline, PipelineTransform) else ()
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
         return table([*rows, *steps])
 

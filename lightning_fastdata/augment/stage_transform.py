@@ -262,11 +262,7 @@ class PipelineTransform(StageTransform):
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
-        return table(self.rows())
-
-    def rows(self) -> Sequence[tuple[str, str, str]]:
-        """Return the name, the place and the reason of each operation."""
-        return self.plan.placements
+        return table(self.plan.placements)
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""

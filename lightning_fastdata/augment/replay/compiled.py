@@ -63,8 +63,8 @@ class Compiled:
         self._compiled: Told | None = None
         self._right: dict[object, bool] = {}
         """Whether compiled code is used, by the form of a batch; other forms are still untried."""
-        self.left: str | None = None
-        """What runs where compiled code was last refused, and why; None: it never was refused."""
+        self._has_said = False
+        """Whether it was said that compiled code is refused."""
 
     def __call__(self, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         """Return a batch after the operation."""
@@ -108,8 +108,8 @@ class Compiled:
         return int(torch.where(made > wanted, made - wanted, wanted - made).max()) <= 1
 
     def _leave(self, operators: int, why: str, batch: Tensor) -> None:
-        said, self.left = self.left, f"{operators} operators of torch on {batch.device}: {why}"
-        if said is None:
+        if not self._has_said:
+            self._has_said = True
             text = _LEFT.format(
                 name=self.run.__name__, count=operators, device=batch.device, why=why
             )

@@ -50,7 +50,7 @@ from lightning_fastdata.augment.stage_transform import (
     WorkerTransform,
     plain_tensors,
 )
-from lightning_fastdata.augment.torchvision.forms import Form, device_ops, plain
+from lightning_fastdata.augment.torchvision.forms import device_ops, plain
 from lightning_fastdata.augment.torchvision.plan import (
     ANY_LAYOUT,
     MIXES,
@@ -68,7 +68,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     may_draw,
     with_children,
 )
-from lightning_fastdata.augment.torchvision.tape import USUAL, Recorder, costs_of, form_of
+from lightning_fastdata.augment.torchvision.tape import Recorder, form_of
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 from lightning_fastdata.randomness.global_generators import GENERATORS
 from lightning_fastdata.randomness.seeds import keyed_draws
@@ -130,8 +130,6 @@ class TorchvisionTransform(PipelineTransform):
     plan: Plan
     _one_size = _pil = False
     """Whether all images that were seen have one size, and whether they are PIL images."""
-    _forms = USUAL
-    """Forms of the images and masks of a sample."""
 
     def take_in(self) -> None:
         """Plan for the pipeline as it is now, which is what runs until the next time."""
@@ -141,24 +139,17 @@ class TorchvisionTransform(PipelineTransform):
         self._collated: dict[bool, PipelineWorker] = {}
         """Workers for batches of other loaders, by whether a device takes what it can."""
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return the name, the place, and the reason or cost of each transform."""
-        costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.placements)
-        return [(one.name, one.where, costs.get(n, one.why)) for n, one in placed]
-
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, given samples from all over it.
 
         If their images have one size, nothing has to be done to them before they make a batch.
         """
-        given = list(_all_typed(samples, self._fields))
-        seen = list(map(image_of, given))
+        seen = list(map(image_of, _all_typed(samples, self._fields)))
         sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
         fitted._unfitted = self
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
-        fitted._forms = (forms_of(given[0]) if given else ()) or self._forms
         fitted.take_in()
         return fitted
 
@@ -604,19 +595,6 @@ def image_of(sample: Batch) -> Any:
     tensors = [value for value in values if isinstance(value, Tensor)]
     images = [*filter(_is_image, values), *filterfalse(_has_role, tensors), *tensors]
     return next(iter(images), None)
-
-
-def forms_of(sample: Batch) -> Sequence[Form]:
-    """Return the forms of the images and masks of a sample."""
-    image, forms = image_of(sample), []
-    for value in tree_flatten(sample)[0]:
-        if isinstance(value, PIL.Image.Image):
-            shape = len(value.getbands()), *(size_of(value) or ())
-            forms.append(Form("Image", shape, torch.uint8))
-        elif value is image or isinstance(value, tv_tensors.Image | tv_tensors.Mask):
-            kind = "Mask" if isinstance(value, tv_tensors.Mask) else "Image"
-            forms.append(Form(kind, tuple(value.shape), value.dtype))
-    return forms
 
 
 def size_of(image: Any) -> tuple[int, ...] | None:
