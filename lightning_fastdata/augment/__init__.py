@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
-    from lightning_fastdata.augment.undone import left_undone as left_undone
+    from lightning_fastdata.augment.transform import left_undone as left_undone
 
 _HOME = {
     "BatchTransform": "transform",
@@ -34,7 +34,7 @@ _HOME = {
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
-    "left_undone": "undone",
+    "left_undone": "transform",
     "register": "registry",
 }
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Final, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 import torch
 
@@ -30,6 +30,7 @@ from lightning_fastdata.augment.albumentations.plan import (
     Node,
     Plan,
     analyse,
+    list_leaves,
     target_roles,
     why_no_forms,
 )
@@ -45,6 +46,7 @@ from lightning_fastdata.augment.fields import (
     numpy_dtype,
     put_fields,
     target_places,
+    to_hwc,
 )
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, DType
@@ -61,8 +63,17 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.randomness.seeds import derived_seed, lasting
-from lightning_fastdata.tree import copy_of_compose, is_a
+from lightning_fastdata.tree import (
+    copy_of_compose,
+    find_composes,
+    find_instances,
+    is_a,
+    loaded_classes,
+)
 from lightning_fastdata.types import Batch, SampleKey
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OnCpu: TypeAlias = Literal["albumentations", "torch"]
 """What computes pixels of a batch on the CPU: Albumentations, or torch, as it does on a device."""
@@ -81,7 +92,6 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
-    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -97,7 +107,6 @@ def as_batch_transform(
             in tuples ``{"2": "image"}`` names the third element.
         stays: for a pipeline, keys or indices of fields that are to stay as they are beside an
             image that is moved. Any other field of the image's height and width is an error.
-        same_pixels: without effect: pixels are those of the pipeline's own library in any case.
 
     Raises:
         TransformError: ``transform`` is none of these, or a pipeline that cannot be taken.
@@ -174,7 +183,6 @@ class BatchTransform(PipelineTransform):
         mask: int | str | None = None,
         stays: int | str | Sequence[int | str] = (),
         on_cpu: OnCpu = "albumentations",
-        same_pixels: bool = True,  # noqa: ARG003 - of calls written before
     ) -> Self:
         """Return a transform of batches to call yourself.
 
@@ -186,7 +194,6 @@ class BatchTransform(PipelineTransform):
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, to see without a device what one would do; that takes many times as
                 long.
-            same_pixels: without effect: pixels are Albumentations' in any case.
 
         Raises:
             TransformError: ``compose`` is no pipeline.
@@ -430,3 +437,51 @@ class BatchTransform(PipelineTransform):
         rows = table(plan.placements)
         reason = refusal() if size is None else None
         return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
+
+
+def left_undone(
+    training: Iterable[object], other: Iterable[object], sample: Batch, image: int | str | None
+) -> str | None:
+    """Return what training does to all images and another stage does not; None: nothing is found.
+
+    Only operations that make images floating point, or normalise them, are looked for.
+
+    Args:
+        training: transforms of the training.
+        other: transforms of the other stage.
+        sample: a sample of the other stage's dataset, which may have done all of it already.
+        image: key or index of the image in the sample; None finds it.
+    """
+    trained, others = _names(training), _names(other)
+    try:
+        place = find_fields(sample, Fields(image=image), batched=False).image
+        pixels = to_hwc(get_field(sample, place))
+    except BatchError:
+        return None
+    normalised = "Normalize" not in trained - others or not _in_unit_range(pixels)
+    if normalised and (others or not trained or pixels.dtype.kind == "f"):
+        return None
+    return f"{' and '.join(sorted(trained))}, and images here are {describe(pixels)}"
+
+
+def _in_unit_range(pixels: np.ndarray) -> bool:
+    """Return whether the values of an image are integers, or lie in [0, 1]."""
+    floats = pixels.dtype.kind == "f" and pixels.size
+    return not floats or bool(pixels.min() >= 0 and pixels.max() <= 1)
+
+
+def _names(transforms: Iterable[object]) -> set[str]:
+    """Return the class names of the operations that make floats of images, or normalise them."""
+    transforms = list(transforms)
+    leaves = [leaf for compose in find_composes(transforms) for leaf in list_leaves(compose)]
+    names = {type(leaf.transform).__name__ for leaf in leaves} & {"Normalize", "ToFloat"}
+    kinds = loaded_classes("torchvision.transforms.v2", "Normalize", "ToDtype", "ConvertImageDtype")
+    own = find_instances(transforms, kinds)
+    return names | {type(one).__name__ for one in own if _makes_floats(one)}
+
+
+def _makes_floats(transform: Any) -> bool:
+    """Return whether a transform of torchvision makes images floating point, or normalises them."""
+    dtypes = getattr(transform, "dtype", torch.float32)
+    given = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]
+    return any(isinstance(one, torch.dtype) and one.is_floating_point for one in given)

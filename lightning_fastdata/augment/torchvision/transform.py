@@ -1,15 +1,11 @@
 """A torchvision v2 pipeline as a transform of batches, and its part in the workers.
 
-torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone. For a pipeline of
-torchvision's first interface an error says what its form in v2 is.
+torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
-import inspect
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -92,10 +88,11 @@ def stage_transform(transform: object, fields: Fields) -> StageTransform | None:
     if is_v1(transform):
         raise TransformError(
             f"{type(transform).__name__} is of torchvision's first interface "
-            "(torchvision.transforms), which draws once for a whole batch. Its form in v2, which "
-            f"augment= runs with draws for each sample, is\n\n{rewritten(transform)}\n\nIts pixels "
-            "are those of tensors, which differ a little from those of PIL images. To keep the "
-            "latter, leave the pipeline in the dataset."
+            "(torchvision.transforms), which draws once for a whole batch. augment= runs v2 with "
+            "draws for each sample: take the same names from torchvision.transforms.v2, begin with "
+            "v2.ToImage(), and write v2.ToDtype(torch.float32, scale=True) for ToTensor. Its "
+            "pixels are those of tensors, which differ a little from those of PIL images. To keep "
+            "the latter, leave the pipeline in the dataset."
         )
     if not mixing:
         return TorchvisionTransform(transform, fields) if is_v2(transform) else None
@@ -642,73 +639,3 @@ def _has_role(value: object) -> bool:
 
 def _is_image(value: object) -> bool:
     return isinstance(value, tv_tensors.Image | tv_tensors.Video | PIL.Image.Image)
-
-
-_V2_CODE: Final = {
-    "ToTensor": "v2.ToDtype(torch.float32, scale=True)",
-    "ConvertImageDtype": "v2.ToDtype({dtype}, scale=True)",
-}
-_LEFT_OUT: Final = frozenset({"PILToTensor", "ToPILImage"})
-"""Transforms between PIL images and tensors, left out as v2 has tensors from the beginning."""
-_MOST_NUMBERS: Final = 64
-"""Most numbers of a tensor or an array that are written as code."""
-
-
-def rewritten(transform: Any) -> str:
-    """Return code that makes the v2 form of a v1 pipeline; transforms that v2 lacks are marked."""
-    children = _parts_of(transform) or [transform]
-    lines = [f"    {line}" for child in children for line in _code_of(child)]
-    return "\n".join(["v2.Compose([", "    v2.ToImage(),", *lines, "])"])
-
-
-def _parts_of(transform: Any) -> list[Any] | None:
-    if isinstance(transform, nn.Sequential):
-        return list(transform)
-    named = type(transform).__name__ in {"Compose", "RandomApply", "RandomChoice", "RandomOrder"}
-    return list(transform.transforms) if named else None
-
-
-def _code_of(transform: Any) -> Iterator[str]:
-    name, inside = type(transform).__name__, _parts_of(transform)
-    if name in _LEFT_OUT:
-        return
-    if name in _V2_CODE:
-        yield _V2_CODE[name].format(dtype=getattr(transform, "dtype", None)) + ","
-    elif inside is not None:
-        yield f"v2.{'Compose' if name == 'Sequential' else name}(["
-        yield from (f"    {line}" for child in inside for line in _code_of(child))
-        yield f"], p={transform.p!r})," if name in {"RandomApply", "RandomChoice"} else "]),"
-    elif hasattr(v2, name) and name != "Lambda":
-        yield f"v2.{name}({', '.join(_arguments(transform, getattr(v2, name)))}),"
-    else:
-        yield f"...,  # {name} has no form in v2: write it as a class derived from v2.Transform"
-
-
-def _arguments(transform: Any, kind: type) -> Iterator[str]:
-    """Yield, as code, the arguments for the v2 form of a v1 transform that are not its defaults."""
-    for name, parameter in inspect.signature(kind).parameters.items():
-        default, required = parameter.default, parameter.default is inspect.Parameter.empty
-        given = getattr(transform, name, default)
-        value = _spelled(given)
-        bare = given.value if isinstance(given, enum.Enum) else given  # v2 has texts for defaults
-        if isinstance(given, Tensor | np.ndarray) and math.prod(given.shape) > _MOST_NUMBERS:
-            value = name  # for the user's own; as text it would fill pages
-        elif parameter.annotation is Tensor:
-            value = f"torch.tensor({value})"
-        if required and hasattr(transform, name):
-            yield value
-        elif _spelled(default) not in {value, _spelled(bare)}:
-            yield f"{name}={value}"
-
-
-def _spelled(value: Any) -> str:
-    """Return an argument as code, for where ``torch`` and ``v2`` are imported."""
-    if isinstance(value, enum.Enum):
-        kind = type(value).__name__
-        return f"v2.{kind}.{value.name}" if hasattr(v2, kind) else repr(value.value)
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        return repr(value.tolist()) if math.prod(value.shape) <= _MOST_NUMBERS else "..."
-    if isinstance(value, list | tuple):
-        parts = ", ".join(map(_spelled, value))
-        return f"({parts},)" if len(value) == 1 else f"({parts})"
-    return repr(value)
