@@ -39,7 +39,6 @@ Encode: TypeAlias = "Callable[[Transform, Values, Shape, DType], Encoded | None]
 Run: TypeAlias = "Callable[[Tensor, Values, Arrays], Tensor]"
 
 
-# Named functions, not lambdas: forms that users register travel to other processes.
 def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  # noqa: ARG001
     return shape
 
@@ -81,11 +80,6 @@ class DeviceOp:
     """Shape of one image after the operation, given its shape before."""
     out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
-    owner: type | None = None
-    """The class for which a user registered it; it then keeps the shape and dtype of images and
-    masks. None: it belongs to Albumentations' own class ``name``."""
-    reads_pixels: bool = False
-    """Whether the sampler of ``owner`` needs the real image; without an owner it is not used."""
 
 
 class TapeOp(NamedTuple):
