@@ -1,8 +1,4 @@
-"""Transforms of a batch on the device, whatever they were written with.
-
-The module of a front end has one function ``stage_transform(transform, fields)``, which returns the
-transform of batches, or None if that is no pipeline of its library. Albumentations' is here.
-"""
+"""Transforms of a batch on the device, whatever they were written with: Albumentations' is here."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 import torch
@@ -76,11 +71,6 @@ if TYPE_CHECKING:
 
 OnCpu: TypeAlias = Literal["albumentations", "torch"]
 """What computes pixels of a batch on the CPU: Albumentations, or torch, as it does on a device."""
-_FRONT_ENDS: Final = (
-    ("albumentations", "lightning_fastdata.augment.transform"),
-    ("torchvision.transforms", "lightning_fastdata.augment.torchvision.transform"),
-)
-"""For each library: the module that its pipelines have imported, and its front end's module."""
 _NUMBERS: Final = itertools.count()
 """Numbers of the objects that draw without a key, so that each draws for itself."""
 
@@ -121,24 +111,15 @@ def as_batch_transform(
             "torchvision v2.Compose (an instance), an nn.Module, or a callable that takes a batch "
             "and returns a batch."
         )
-    for library, home in _FRONT_ENDS:
-        if library not in sys.modules:
-            continue
+    if is_a(transform, "albumentations"):
+        return BatchTransform(transform, fields)
+    if "torchvision.transforms" in sys.modules:
         try:
-            front_end = import_module(home)
-        except ImportError:  # the library is older than what its front end is for
-            continue
-        made: StageTransform | None = front_end.stage_transform(transform, fields)
-        if made is not None:
-            return made
+            from lightning_fastdata.augment.torchvision.transform import stage_transform
+        except ImportError:  # torchvision is older than v2
+            return CallableTransform(transform, fields)
+        return stage_transform(transform, fields) or CallableTransform(transform, fields)
     return CallableTransform(transform, fields)
-
-
-def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
-    """Return the batch transform of an Albumentations pipeline; None: it is no such pipeline."""
-    if not is_a(transform, "albumentations"):
-        return None
-    return BatchTransform(transform, fields)
 
 
 class BatchTransform(PipelineTransform):

@@ -277,34 +277,15 @@ def _stacked(samples: Sequence[Batch], device: torch.device) -> Batch:
 
 
 class _OwnMixes(MixedTransform):
+    _mixer: _OwnMixer
+
     def behind(self) -> StageTransform:
         """Return a callable that mixes behind another transform, by the number of the batch."""
         if self.pipeline is not None:
             return self
-        return _MixesBehind(v2.Compose(self._mixer.steps), self._mixer.fields.image)
-
-
-class _MixesBehind(CallableTransform):
-    """A callable on the whole batch, whose labels are mixed, too.
-
-    ``image``: key or index of the image; None: it is found as v2 finds it.
-    """
-
-    def __init__(self, mixes: Any, image: Location) -> None:
-        super().__init__(mixes, Fields())
-        self._image = Fields(image=image)
-
-    def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:
-        """Call it on the batch, in which the image is told by its type."""
-        place = self._image.image
-        if place is None:
-            return super().apply(batch, draws)
-        check_named(batch, self._image)
-        images = get_field(batch, place)
-        with plain_tensors():
-            given = put_fields(batch, {place: tv_tensors.Image(images)})
-            made = super().apply(given, draws)
-            return put_fields(made, {place: plain(get_field(made, place))})
+        mixing = CallableTransform(self._mixer, Fields())
+        mixing.name = self.name
+        return mixing
 
 
 class _OwnMixer(Mixer):
@@ -335,17 +316,21 @@ class _OwnMixer(Mixer):
         return draws
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
-        """Return a collated batch as torchvision mixes it."""
+        """Return a collated batch as torchvision mixes it by the key of the batch."""
         place = find_fields(batch, self.fields, batched=True).image
-        images = get_field(batch, place)
+        self._check_beside(batch, {place}, get_field(batch, place))
         assert draws.key is not None  # as pack() makes it
-        self._check_beside(batch, {place}, images)
-        # By this type it is found beside other tensors, whatever their order.
-        made = put_fields(batch, {place: tv_tensors.Image(images)})
         with plain_tensors(), keyed_draws(draws.key, ("torch",)):
-            for step in cast("tuple[Any, ...]", self.steps):
-                made = step(made)
-        return put_fields(made, {place: get_field(made, place).as_subclass(torch.Tensor)})
+            return self(batch)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return a collated batch as torchvision mixes it, by torch's generator as it is."""
+        place = find_fields(batch, self.fields, batched=True).image
+        # By this type it is found beside other tensors, whatever their order.
+        made = put_fields(batch, {place: tv_tensors.Image(get_field(batch, place))})
+        for step in cast("tuple[Any, ...]", self.steps):
+            made = step(made)
+        return put_fields(made, {place: plain(get_field(made, place))})
 
 
 class PipelineWorker(WorkerTransform):
