@@ -174,9 +174,7 @@ def test_a_batch_whose_compiled_form_is_refused_is_torchvisions_and_a_warning_sa
     monkeypatch.setitem(FORMS, "hue", replace(FORMS["hue"], image=refused))
     pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.1, hue=0.1)])
     transform, batch, draws = deferred(pipeline, photos(COUNT))
-    with pytest.warns(
-        FastDataWarning, match=r"\d+ operators of torch compute hue on cpu.*no compiler"
-    ):
+    with pytest.warns(FastDataWarning, match="Operators of torch compute hue on cpu.*no compiler"):
         made = transform.apply(batch, draws)
     assert_same(made, collate_samples(eager(pipeline, photos(COUNT))), floats=1e-5)
 
