@@ -217,15 +217,14 @@ class Mixer:
         """Return what a sample draws by its key."""
         return draw_numbers(self.steps, key)
 
-    def pack(
-        self,
-        drawn: Sequence[Any],
-        inner: WorkerTransform | None = None,
-        tapes: Sequence[Any] | None = None,
-    ) -> Draws:
+    def pack(self, drawn: Sequence[Any], inner: WorkerTransform, tapes: Sequence[Any]) -> Draws:
         """Pack what the samples of a batch have drawn, beside the tapes of a pipeline before."""
-        inner, tapes = inner or _Untouched(), tapes or [None] * len(drawn)
         return inner.collate(tapes, stack_drawn(drawn))
+
+    def alone(self, batch: Batch, drawn: Sequence[Any], device: torch.device) -> Batch:
+        """Return a collated batch, of which nothing waits, with its samples mixed as was drawn."""
+        draws = self.pack(drawn, _Untouched(), [None] * len(drawn))
+        return self.carry_out(batch, draws.to(device, non_blocking=True))
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
         """Return a collated batch with its samples mixed as was drawn.
@@ -479,8 +478,7 @@ class MixedTransform(StageTransform):
         found = find_fields(batch, self._mixer.fields, batched=True)
         images: Tensor = get_field(batch, found.image)
         keys = [key._replace(index=key.index + row) for row in range(len(images))]
-        draws = self._mixer.pack([self._mixer.draw(own) for own in keys])
-        return self._mixer.carry_out(batch, draws.to(images.device, True))
+        return self._mixer.alone(batch, [self._mixer.draw(own) for own in keys], images.device)
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
@@ -565,7 +563,7 @@ class MixedWorker(WorkerTransform):
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Mix a batch that was collated here; used where nothing runs on the device."""
-        return self._mixer.carry_out(batch, self._mixer.pack([own for _, own in drawn]))
+        return self._mixer.alone(batch, [own for _, own in drawn], torch.device("cpu"))
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:

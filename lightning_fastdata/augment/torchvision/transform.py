@@ -305,13 +305,10 @@ class _OwnMixer(Mixer):
         return key
 
     def pack(
-        self,
-        drawn: Sequence[SampleKey],
-        inner: WorkerTransform | None = None,
-        tapes: Sequence[Any] | None = None,
+        self, drawn: Sequence[SampleKey], inner: WorkerTransform, tapes: Sequence[Any]
     ) -> Draws:
         """Return the key of the batch, and what was drawn for a pipeline before."""
-        draws = compile_tapes([{}] * len(drawn)) if inner is None else inner.collate(tapes or ())
+        draws = inner.collate(tapes)
         draws.key = key_of_batch(drawn[0])
         return draws
 
@@ -375,9 +372,7 @@ class PipelineWorker(WorkerTransform):
 
     def _run(self, given: Batch, place: Path | None) -> tuple[Batch, Tape | None]:
         """Run the pipeline; ``place``: where the functions in it find the image; None: as v2."""
-        if not hasattr(self._local, "pipelines"):
-            self._local.pipelines = {}
-        pipelines: dict[Path | None, Any] = self._local.pipelines
+        pipelines: dict[Path | None, Any] = vars(self._local).setdefault("pipelines", {})
         if place not in pipelines:
             own = self._pipeline if place is None else _on_images(self._pipeline, place)
             pipelines[place] = own if self._plan is None else Recorder(own, self._plan)
