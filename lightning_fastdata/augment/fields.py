@@ -138,34 +138,35 @@ def in_namedtuple(item: Batch, location: int | str) -> str:
 
 
 def target_places(
-    item: Batch, fields: Fields, names: Iterable[str], *, batched: bool
+    item: Batch,
+    fields: Fields,
+    names: Collection[str],
+    *,
+    batched: bool,
+    fits: Callable[[str, Batch], bool] = lambda _name, _value: True,
 ) -> dict[str, Location]:
-    """Return where the images and masks with these names in a pipeline are in a sample or batch.
+    """Return where the image and the mask are, and what else a pipeline knows by these names.
 
-    In a tuple, the name ``"2"`` means the field at position 2.
+    In a mapping the names are keys; in a tuple, the name ``"2"`` means the field at position 2.
+    ``fits`` returns whether the value of another field than image and mask is what its name says.
 
     Raises:
         BatchError: as :func:`find_fields`.
     """
-    names = tuple(names)
     found = find_fields(item, fields, batched=batched, names=names)
-    places: dict[str, Location] = {}
-    for name in names:
-        places[name] = {"image": found.image, "mask": found.mask}.get(name, name)
-        if places[name] == name and name.isdecimal() and isinstance(item, list | tuple):
-            places[name] = int(name)
-    return places
-
-
-def named_places(item: Batch, names: Collection[str]) -> dict[str, Location]:
-    """Return the places of the fields of a sample or batch that a pipeline knows by these names.
-
-    In a mapping these names are the keys; in a tuple, the name ``"2"`` means position 2.
-    """
+    places: dict[str, Location] = {"image": found.image}
+    if found.mask is not None:
+        places["mask"] = found.mask
+    named: dict[Any, int | str] = {}
     if isinstance(item, Mapping):
-        return {name: name for name in item if name in names and item[name] is not None}
-    length = len(item) if isinstance(item, list | tuple) else 0
-    return {str(place): place for place in range(length) if str(place) in names}
+        named = {name: name for name in item}
+    elif isinstance(item, list | tuple):
+        named = {str(place): place for place in range(len(item))}
+    for name, place in named.items():
+        known = name in names and name not in places and place not in places.values()
+        if known and item[place] is not None and fits(name, item[place]):
+            places[name] = place
+    return places
 
 
 def has_field(item: Batch, location: int | str) -> bool:

@@ -21,13 +21,12 @@ from lightning_fastdata.augment.fields import (
     Location,
     check_beside,
     describe,
-    find_fields,
     get_field,
     has_numpy_dtype,
     mask_as_given,
-    named_places,
     numpy_dtype,
     size_of,
+    target_places,
 )
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import Tape
@@ -44,18 +43,17 @@ def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location
     Raises:
         BatchError: there is no image, or a field of its size beside it would not be moved.
     """
-    names = target_roles(compose).keys() - {"image", "mask"}
-    found = find_fields(batch, fields, batched=True, names=names)
-    places: dict[str, Location] = {"image": found.image}
-    if found.mask is not None:
-        places["mask"] = found.mask
-    named = named_places(batch, names).items()
-    places |= {name: at for name, at in named if isinstance(get_field(batch, at), torch.Tensor)}
-    mover, image = mover_of(compose), get_field(batch, found.image)
+    names = target_roles(compose)
+    places = target_places(batch, fields, names, batched=True, fits=_is_tensor)
+    mover, image = mover_of(compose), get_field(batch, places["image"])
     if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:
         known = {*places.values(), *fields.stays}
         check_beside(batch, known, size_of(image), mover, samples=len(image))
     return places
+
+
+def _is_tensor(_name: str, value: Batch) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def channels_behind(

@@ -22,12 +22,9 @@ from lightning_fastdata.augment.fields import (
     Fields,
     Location,
     check_beside,
-    find_fields,
     get_field,
-    has_field,
     mask_as_given,
     mask_to_numpy,
-    named_places,
     put_fields,
     target_places,
     to_hwc,
@@ -168,13 +165,9 @@ class ComposeWorker(WorkerTransform):
         Raises:
             BatchError: the sample or batch has no image.
         """
-        found = {}
         places = target_places(item, self._fields, self._roles, batched=batched)
-        for name, place in places.items():
-            there = name == "image" if place is None else has_field(item, place)
-            if there and isinstance(value := get_field(item, place), torch.Tensor):
-                found[name] = place, value
-        return found
+        found = {name: (place, get_field(item, place)) for name, place in places.items()}
+        return {name: one for name, one in found.items() if isinstance(one[1], torch.Tensor)}
 
     def _own(self) -> _Own:
         """Return this thread's copy of the pipeline, as it runs and is seeded."""
@@ -200,14 +193,7 @@ class ComposeWorker(WorkerTransform):
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and the place of each in the sample."""
-        found = find_fields(sample, self._fields, batched=False, names=self._taken)
-        places: dict[str, Location] = {"image": found.image}
-        if found.mask is not None:
-            places["mask"] = found.mask
-        for name, place in named_places(sample, self._taken).items():
-            taken = name in places or place in places.values()
-            if not taken and _fits(name, sample[place]):
-                places[name] = place
+        places = target_places(sample, self._fields, self._taken, batched=False, fits=_fits)
         data: dict[str, Any] = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
@@ -225,8 +211,8 @@ class ComposeWorker(WorkerTransform):
 
 def _fits(name: str, value: object) -> bool:
     # Samples may use the names of volumes for other things: a loudness, file names.
-    if value is None or name not in _VOLUMES:
-        return value is not None
+    if name not in _VOLUMES:
+        return True
     values = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(one, np.ndarray | torch.Tensor | PilImage) for one in values)
 
