@@ -15,9 +15,8 @@ Four tables, each measured in turn, round by round, after a round that is not co
   not draw the same, nor in the same way: torchvision takes one draw for the whole batch.
   triton-augment needs a GPU: it is only named, and in gpu.py.
 * v2: images per second with two workers over decoded images, for torchvision v2 pipelines: in the
-  dataset with torch's workers, as ``augment=`` in ours, and with only the draws there; and beside
-  them what is nearest in Kornia, on the CPU: on whole batches of torch's workers, as Kornia has it,
-  and as ``augment=``. ``--publish`` writes this table into the documentation.
+  dataset with torch's workers, as ``augment=`` in ours, and with only the draws there.
+  ``--publish`` writes this table into the documentation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ import numpy as np
 import psutil
 import torch
 from peers import MEAN, STD, or_reason
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from turns import arguments, in_turn, ratio, spread, write
@@ -70,7 +68,6 @@ RECIPES = {
 RECIPES["kaggle, noise"] = [*RECIPES["kaggle"][:-2], A.GaussNoise(p=0.5), *LAST]
 V2 = ("classification, train", "classification, RandAugment", "SimCLR")
 V2_WAYS = ("eager, torch's workers", "augment=, in the workers", "augment=, draws alone")
-NO_KORNIA = "Kornia is not installed"
 PAGE = Path(__file__).resolve().parents[1] / "docs/comparison.md"
 BEGIN, END = "<!-- v2 speed -->", "<!-- /v2 speed -->"
 TARGETS = {"light, jpeg": 1.3, "imagenet, jpeg": 1.5, "imagenet, decoded": 5.0}
@@ -177,87 +174,27 @@ def epochs_of(data: Views, pipeline: Any = None, *, on_device: bool = False) -> 
     return lambda: sum(1 for _ in loader)
 
 
-def of_kornia(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a builder return why there is nothing to measure."""
-    return or_reason(lambda *given, **o: build(*given, **o) if find_spec("kornia") else NO_KORNIA)
-
-
-def kornia_recipe(name: str) -> Any:
-    """Return what is nearest to a pipeline of torchvision in Kornia."""
-    import kornia.augmentation as K
-
-    between = {
-        V2[0]: [],
-        V2[1]: [K.auto.RandAugment(n=2, m=9)],
-        V2[2]: [
-            K.ColorJitter(0.8, 0.8, 0.8, 0.2, p=0.8),
-            K.RandomGrayscale(p=0.2),
-            K.RandomGaussianBlur((23, 23), (0.1, 2.0), p=1.0),
-        ],
-    }
-    return K.ImageSequential(
-        K.RandomResizedCrop((SIZE, SIZE)),
-        K.RandomHorizontalFlip(),
-        *between[name],
-        K.Normalize(torch.tensor(MEAN / 255), torch.tensor(STD / 255)),
-    )
-
-
-@of_kornia
-def kornia_on_batches(decoded: np.ndarray, name: str) -> Callable[[], Any]:
-    """Return what runs an epoch as Kornia documents it: torch's workers read, then it is called."""
-    augment = kornia_recipe(name)
-    loader = DataLoader(
-        Views(decoded), BATCH, shuffle=True, num_workers=2, persistent_workers=True
-    )  # fmt: skip
-
-    def epoch() -> None:
-        for images, _ in loader:
-            augment(images.float() / 255)
-
-    epoch()
-    return epoch
-
-
-@of_kornia
-def kornia_epochs(decoded: np.ndarray, name: str, *, on_device: bool) -> Callable[[], Any]:
-    return epochs_of(Views(decoded), kornia_recipe(name), on_device=on_device)
-
-
 def v2_table(decoded: np.ndarray, rounds: int) -> dict[str, dict[str, Any]]:
-    """Measure torchvision v2 and Kornia with two workers; print images per second."""
+    """Measure torchvision v2 with two workers; print images per second."""
     found: dict[str, dict[str, Any]] = {}
     for name in V2:
         pipeline = PIPELINES[name].build(255.0)
-        ours = (
+        epochs = (
             epochs_of(Views(decoded, pipeline)),
             epochs_of(Views(decoded), pipeline),
             epochs_of(Views(decoded), pipeline, on_device=True),
         )
-        theirs = (
-            kornia_on_batches(decoded, name),
-            kornia_epochs(decoded, name, on_device=False),
-            kornia_epochs(decoded, name, on_device=True),
-        )
-        ways = {
-            (title, way): epoch
-            for title, epochs in ((name, ours), (f"{name}: Kornia", theirs))
-            for way, epoch in zip(V2_WAYS, epochs, strict=True)
-        }
-        able = {way: rate_of(e, len(decoded)) for way, e in ways.items() if callable(e)}
-        measured: dict[Any, Any] = in_turn(able, rounds=rounds)
-        for (title, way), epoch in ways.items():
-            found.setdefault(title, {})[way] = measured.get((title, way), str(epoch))
+        ways = zip(V2_WAYS, epochs, strict=True)
+        found[name] = in_turn({way: rate_of(e, len(decoded)) for way, e in ways}, rounds=rounds)
     print("\n" + "\n".join(v2_lines(found)))
     return found
 
 
-def v2_lines(found: Mapping[str, Mapping[str, list[float] | str]]) -> list[str]:
-    """Return the table of torchvision v2 and Kornia; what was not measured says why."""
+def v2_lines(found: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
+    """Return the table of torchvision v2."""
     lines = [f"| images/s, two workers | {' | '.join(V2_WAYS)} |", "|---|---:|---:|---:|"]
     for title, rates in found.items():
-        cells = [one if isinstance(one, str) else spread(one) for one in rates.values()]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        lines.append(f"| {title} | {' | '.join(map(spread, rates.values()))} |")
     return lines
 
 
@@ -286,7 +223,7 @@ def torchvision_last() -> list[Any]:
     return [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
 
 
-@of_kornia
+@or_reason
 def kornia(batch: torch.Tensor, *, compiled: bool) -> Callable[[], Any]:
     import kornia.augmentation as K
 

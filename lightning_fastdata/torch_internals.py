@@ -5,7 +5,7 @@
 ``DataLoader`` ``_get_iterator`` and ``_iterator``; of its iterator over workers ``_task_info``,
 ``_rcvd_idx``, ``_send_idx``, ``_data_queue``; of its ``fetch`` the variables ``idx``,
 ``possibly_batched_index`` and ``data``; ``torch.distributed.distributed_c10d``:
-``_get_default_store``; ``torch._dynamo``; ``torch.utils._python_dispatch``, ``OpOverload._schema``;
+``_get_default_store``; ``torch._dynamo``; ``torch.utils._python_dispatch``;
 ``torch._C.DisableTorchFunction``.
 
 ``tests/test_torch_internals.py`` pins each of them against the installed torch.
@@ -141,21 +141,3 @@ def not_compiled() -> AbstractContextManager[object]:
     # The compiler takes a second to load.
     loaded = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that give a device work: all but views and allocations of empty memory."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func._schema.returns
-        view = results and all(one.alias_info and not one.alias_info.is_write for one in results)
-        self.count += not view and "empty" not in func.overloadpacket.__name__
-        return func(*args, **(kwargs or {}))
-
-
-def count_operators(run: Callable[[], _Value]) -> tuple[_Value, int]:
-    """Return the result of a function, and how many operators gave a device work meanwhile."""
-    with _Operators() as seen:  # type: ignore[no-untyped-call]
-        return run(), seen.count

@@ -20,7 +20,6 @@ from lightning_fastdata.torch_internals import (
     being_read,
     collate,
     collate_tensor_fn,
-    count_operators,
     default_collate_fn_map,
     default_store,
     early_batches,
@@ -188,14 +187,3 @@ def test_what_is_compiled_runs_as_it_was_written_within_a_block():
     assert not compiled
     assert doubled(torch.ones(())) == 2
     assert len(compiled) == 1
-
-
-def test_operators_are_counted_but_for_views_and_empty_memory():
-    values = torch.ones(4, 6)
-
-    def work():
-        return values.view(6, 4).mT[0].new_empty(3), values.add_(1).mul(2).clone()
-
-    made, count = count_operators(work)
-    assert count == 3
-    assert torch.equal(made[1], values * 2)

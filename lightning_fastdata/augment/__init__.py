@@ -18,14 +18,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.stage_transform import Rows as Rows
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
-    from lightning_fastdata.augment.undone import left_undone as left_undone
+    from lightning_fastdata.augment.transform import left_undone as left_undone
 
 _HOME = {
     "BatchTransform": "transform",
@@ -34,8 +33,7 @@ _HOME = {
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
-    "left_undone": "undone",
-    "register": "registry",
+    "left_undone": "transform",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

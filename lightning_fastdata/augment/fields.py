@@ -106,9 +106,9 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
         return Found(None, None)
     raise BatchError(
         f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
-        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample), or "
-        "frames or a volume under Albumentations' names for them ('images', 'volume'). "
-        "Say where it is with image=<key or index>."
+        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample). "
+        "Say where it is with image=<key or index>. For frames or volumes alone, call the pipeline "
+        "in the dataset, where it draws by the sample's key, too."
     )
 
 
@@ -138,34 +138,35 @@ def in_namedtuple(item: Batch, location: int | str) -> str:
 
 
 def target_places(
-    item: Batch, fields: Fields, names: Iterable[str], *, batched: bool
+    item: Batch,
+    fields: Fields,
+    names: Collection[str],
+    *,
+    batched: bool,
+    fits: Callable[[str, Batch], bool] = lambda _name, _value: True,
 ) -> dict[str, Location]:
-    """Return where the images and masks with these names in a pipeline are in a sample or batch.
+    """Return where the image and the mask are, and what else a pipeline knows by these names.
 
-    In a tuple, the name ``"2"`` means the field at position 2.
+    In a mapping the names are keys; in a tuple, the name ``"2"`` means the field at position 2.
+    ``fits`` returns whether the value of another field than image and mask is what its name says.
 
     Raises:
         BatchError: as :func:`find_fields`.
     """
-    names = tuple(names)
     found = find_fields(item, fields, batched=batched, names=names)
-    places: dict[str, Location] = {}
-    for name in names:
-        places[name] = {"image": found.image, "mask": found.mask}.get(name, name)
-        if places[name] == name and name.isdecimal() and isinstance(item, list | tuple):
-            places[name] = int(name)
-    return places
-
-
-def named_places(item: Batch, names: Collection[str]) -> dict[str, Location]:
-    """Return the places of the fields of a sample or batch that a pipeline knows by these names.
-
-    In a mapping these names are the keys; in a tuple, the name ``"2"`` means position 2.
-    """
+    places: dict[str, Location] = {"image": found.image}
+    if found.mask is not None:
+        places["mask"] = found.mask
+    named: dict[Any, int | str] = {}
     if isinstance(item, Mapping):
-        return {name: name for name in item if name in names and item[name] is not None}
-    length = len(item) if isinstance(item, list | tuple) else 0
-    return {str(place): place for place in range(length) if str(place) in names}
+        named = {name: name for name in item}
+    elif isinstance(item, list | tuple):
+        named = {str(place): place for place in range(len(item))}
+    for name, place in named.items():
+        known = name in names and name not in places and place not in places.values()
+        if known and item[place] is not None and fits(name, item[place]):
+            places[name] = place
+    return places
 
 
 def has_field(item: Batch, location: int | str) -> bool:
@@ -380,7 +381,7 @@ class Mover(NamedTuple):
     """Name of the transform in messages."""
     takes_boxes: bool
     """Whether the transform moves boxes, too; if so, fields that look like boxes get no warning."""
-    library: Literal["albumentations", "torchvision", "kornia", "mixing"] = "albumentations"
+    library: Literal["albumentations", "torchvision", "mixing"] = "albumentations"
     """Library for which messages explain how a field is given a role."""
 
 
@@ -466,20 +467,12 @@ def _left_behind(path: Path, value: Batch, mover: Mover) -> str:
     )
 
 
-_GIVEN: Final = {
-    "albumentations": "compose", "torchvision": "pipeline", "kornia": "module",
-    "mixing": "pipeline",
-}  # fmt: skip
+_GIVEN: Final = {"albumentations": "compose", "torchvision": "pipeline", "mixing": "pipeline"}
 
 
 def _role_of(path: Path, mover: Mover) -> str:
     """Return the part of a message that tells how to give a field a role."""
     place = path[0]
-    if mover.library == "kornia":
-        return (
-            f"If it is a mask, say mask={place!r} (to FastDataModule or as_batch_transform), and "
-            "name masks in the module, AugmentationSequential(..., data_keys=['input', 'mask'])."
-        )
     if mover.library == "mixing":
         return "Only images and labels are mixed."
     if mover.library == "torchvision":
@@ -500,26 +493,22 @@ def _role_of(path: Path, mover: Mover) -> str:
     )
 
 
-_BOXES: Final = (
-    "boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes", "bbox_xyxy",
-)  # fmt: skip
+_BOXES: Final = ("boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes")
 _KEYPOINTS: Final = (
-    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints", "keypoints",
+    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints",
 )  # fmt: skip
 """What such targets are called by: a word, the argument that tells a Compose of them, their usual
-field, the class of tv_tensors, and the key of Kornia."""
+field, and the class of tv_tensors."""
 _POINTS: Final = ("keypoint", "landmark")
 
 
 def _warn_of(targets: tuple[str, ...], path: Path, value: Batch, mover: Mover) -> None:
-    word, params, field, tv_tensor, kornia_key = targets
+    word, params, field, tv_tensor = targets
     how = {
         "albumentations": f"Say how they are written, A.Compose(..., {params}), and have the "
         f"dataset return a dict with 'image' and {field!r}.",
         "torchvision": f"Let the dataset return them as tv_tensors.{tv_tensor}, and a "
         "FastDataModule load it.",
-        "kornia": f"Name {word} in the module, AugmentationSequential(..., data_keys=['input', "
-        f"{kornia_key!r}]), and have the dataset return a dict with 'image' and {field!r}.",
         "mixing": "Only images and labels are mixed.",
     }[mover.library]
     text = (

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Final, Self, TypeAlias, cast
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -29,12 +29,12 @@ from lightning_fastdata.augment.fields import (
     put_fields,
     size_of,
 )
-from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.ops.operation import Tape
+from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
     Rows,
     StageTransform,
-    TapedWorker,
     WorkerTransform,
     plain_tensors,
     table,
@@ -217,13 +217,14 @@ class Mixer:
         """Return what a sample draws by its key."""
         return draw_numbers(self.steps, key)
 
-    def pack(
-        self, drawn: Sequence[Any], inner: WorkerTransform | None, tapes: Sequence[Any]
-    ) -> Draws:
-        """Pack what the samples of a batch have drawn, beside the tapes of the pipeline before."""
-        if inner is None:
-            return compile_tapes([{}] * len(drawn), stack_drawn(drawn))
-        return cast("TapedWorker", inner).collate(tapes, stack_drawn(drawn))
+    def pack(self, drawn: Sequence[Any], inner: WorkerTransform, tapes: Sequence[Any]) -> Draws:
+        """Pack what the samples of a batch have drawn, beside the tapes of a pipeline before."""
+        return inner.collate(tapes, stack_drawn(drawn))
+
+    def alone(self, batch: Batch, drawn: Sequence[Any], device: torch.device) -> Batch:
+        """Return a collated batch, of which nothing waits, with its samples mixed as was drawn."""
+        draws = self.pack(drawn, _Untouched(), [None] * len(drawn))
+        return self.carry_out(batch, draws.to(device, non_blocking=True))
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
         """Return a collated batch with its samples mixed as was drawn.
@@ -352,7 +353,6 @@ def mixed(
     stays: int | str | Sequence[int | str] = (),
     label: int | str | None = None,
     num_classes: int | None = None,
-    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
@@ -371,7 +371,6 @@ def mixed(
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple;
             a batch that may have its labels elsewhere is an error.
         num_classes: number of classes; needed where labels are not one-hot.
-        same_pixels: without effect, as in :func:`as_batch_transform`.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
@@ -479,74 +478,92 @@ class MixedTransform(StageTransform):
         found = find_fields(batch, self._mixer.fields, batched=True)
         images: Tensor = get_field(batch, found.image)
         keys = [key._replace(index=key.index + row) for row in range(len(images))]
-        draws = self._mixer.pack([self._mixer.draw(own) for own in keys], None, ())
-        return self._mixer.carry_out(batch, draws.to(images.device, True))
+        return self._mixer.alone(batch, [self._mixer.draw(own) for own in keys], images.device)
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        rows = self.pipeline.rows() if isinstance(self.pipeline, PipelineTransform) else ()
+        rows = self.pipeline.plan.placements if isinstance(self.pipeline, PipelineTransform) else ()
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
         return table([*rows, *steps])
 
 
+class _Untouched(WorkerTransform):
+    """Leaves samples as they are, where no pipeline comes before the mixing."""
+
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, None]:  # noqa: ARG002
+        """Return the sample; there is no tape."""
+        return sample, None
+
+    def pipelines(self) -> tuple[object, ...]:
+        """Return that there is no pipeline."""
+        return ()
+
+    def finished(self, sample: Batch, tape: Tape) -> Batch:  # noqa: ARG002
+        """Return the sample, for which nothing is left to do."""
+        return sample
+
+
 class MixedWorker(WorkerTransform):
-    """The part of a mixed transform that runs on each sample; picklable."""
+    """The part of a mixed transform that runs on each sample; picklable.
+
+    What is drawn for a sample is a pair: the tape of the pipeline, and the numbers of the mixing.
+    """
 
     needs_batches = True
 
     def __init__(self, inner: WorkerTransform | None, mixer: Mixer) -> None:
-        self._inner = inner
+        super().__init__()
+        self._inner = inner or _Untouched()
         self._mixer = mixer
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
         """Return the sample as the worker leaves it, and what was drawn for it."""
         self._mixer.check_classes(sample)
-        tape: object = None
-        if self._inner is not None:
-            sample, tape = self._inner(sample, key)
+        sample, tape = self._inner(sample, key)
         return sample, (tape, self._mixer.draw(key))
 
     def pipelines(self) -> tuple[object, ...]:
         """Return the pipeline that comes before the mixing, if there is one."""
-        return () if self._inner is None else self._inner.pipelines()
+        return self._inner.pipelines()
 
-    def collate(self, drawn: Sequence[Any]) -> Draws:
+    def collate(
+        self,
+        drawn: Sequence[Any],
+        beside: Mapping[str, np.ndarray] | None = None,  # noqa: ARG002
+    ) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
         tapes, own = zip(*drawn, strict=True)
         return self._mixer.pack(own, self._inner, tapes)
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
         """Return whether what waits for the device can be stacked."""
-        return self._inner is None or self._inner.stacks(samples, [tape for tape, _ in drawn])
+        return self._inner.stacks(samples, [tape for tape, _ in drawn])
 
     def rows(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> Rows | None:
         """Return for each field that the pipeline left to the device its tensors."""
-        return {} if self._inner is None else self._inner.rows(samples, [t for t, _ in drawn])
+        return self._inner.rows(samples, [tape for tape, _ in drawn])
 
     def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:
         """Return a sample with other tensors in the place of those that wait."""
-        return sample if self._inner is None else self._inner.put(sample, tensors)
+        return self._inner.put(sample, tensors)
 
     def holds(
         self, batch: Batch, drawn: Sequence[Any], stacked: Mapping[Any, torch.Tensor]
     ) -> bool:
         """Return whether a batch holds, where the device looks for them, what was ``stacked``."""
-        return self._inner is None or self._inner.holds(batch, [t for t, _ in drawn], stacked)
+        return self._inner.holds(batch, [tape for tape, _ in drawn], stacked)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Finish the pipeline on each sample; return the samples, and the draws for the mixing."""
-        if self._inner is None:
-            return list(samples), list(drawn)
         tapes, numbers = zip(*drawn, strict=True)
         done, left = self._inner.finish_each(samples, tapes)
         return done, list(zip(left, numbers, strict=True))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Mix a batch that was collated here; used where nothing runs on the device."""
-        draws = self._mixer.pack([own for _, own in drawn], None, ())
-        return self._mixer.carry_out(batch, draws)
+        return self._mixer.alone(batch, [own for _, own in drawn], torch.device("cpu"))
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:

@@ -67,68 +67,14 @@ class Placements:
 
 
 class WorkerTransform:
-    """The part of a stage transform that runs on each sample in the side process; picklable."""
+    """The part of a stage transform that runs on each sample in the side process; picklable.
+
+    It notes on a tape what a device has still to do. The state that each thread keeps in ``_local``
+    is not pickled.
+    """
 
     needs_batches = False
     """Whether something is left to do once samples are collated, even if no device takes part."""
-
-    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
-        """Return the sample as the worker leaves it, and what was drawn for it."""
-        raise NotImplementedError
-
-    def pipelines(self) -> tuple[object, ...]:
-        """Return what of a pipeline runs on samples in this process, and may keep a state."""
-        return ()
-
-    def collate(self, drawn: Sequence[Any], /) -> Draws | None:
-        """Return what was drawn for the samples of a batch, packed in their order.
-
-        None: nothing is deferred to the device, and :meth:`finish` makes the batch complete.
-        """
-        raise NotImplementedError
-
-    def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:  # noqa: ARG002
-        """Complete a collated batch and return it; used where no device takes part."""
-        return batch
-
-    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
-        """Return whether what waits for the device can be stacked."""
-        raise NotImplementedError
-
-    def rows(self, samples: Sequence[Batch], drawn: Sequence[Any], /) -> Rows | None:  # noqa: ARG002
-        """Return for each field that waits for the device its tensors, sample by sample.
-
-        None: once they are finished they are no tensors.
-        """
-        return {}
-
-    def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:  # noqa: ARG002
-        """Return a sample with other tensors in the place of those that wait."""
-        return sample
-
-    def holds(
-        self, batch: Batch, drawn: Sequence[Any], stacked: Mapping[Any, torch.Tensor]
-    ) -> bool:
-        """Return whether a batch holds, where the device looks for them, what was ``stacked``.
-
-        Raises:
-            BatchError: the batch has no image.
-        """
-        raise NotImplementedError
-
-    def finish_each(
-        self, samples: Sequence[Batch], drawn: Sequence[Any], /
-    ) -> tuple[list[Any], list[Any]]:
-        """Finish in each sample what waits for the device; return the samples, and other draws."""
-        raise NotImplementedError
-
-
-class TapedWorker(WorkerTransform):
-    """The part of a pipeline that runs on each sample, and notes what a device does; picklable.
-
-    The state that each thread keeps in ``_local`` is not pickled.
-    """
-
     fuses_steps = False
     """Whether there are kernels that carry out several of its operations together."""
     ends_in_tensors = True
@@ -143,13 +89,21 @@ class TapedWorker(WorkerTransform):
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _local=threading.local())
 
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
+        """Return the sample as the worker leaves it, and what was drawn for it."""
+        raise NotImplementedError
+
+    def pipelines(self) -> tuple[object, ...]:
+        """Return what of a pipeline runs on samples in this process, and may keep a state."""
+        raise NotImplementedError
+
     def waiting(
         self, item: Batch, names: Collection[Any], *, batched: bool = False
     ) -> Mapping[Any, torch.Tensor]:
         """Return the tensors of a sample or batch that tapes know by these names.
 
         Raises:
-            BatchError: a batch has no image.
+            BatchError: the sample or batch has no image.
         """
         raise NotImplementedError
 
@@ -157,27 +111,34 @@ class TapedWorker(WorkerTransform):
         """Return a sample after the operations on its tape."""
         raise NotImplementedError
 
-    def collate(
-        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
-    ) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples, and those ``beside``."""
-        fuse = registry.fuse() if self.fuses_steps else None
-        return compile_tapes([tape or {} for tape in tapes], beside, fuse)
+    def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:
+        """Return a sample with other tensors in the place of those that wait."""
+        raise NotImplementedError
 
-    def stacks(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> bool:
+    def collate(
+        self, drawn: Sequence[Any], beside: Mapping[str, np.ndarray] | None = None
+    ) -> Draws:
+        """Return what was drawn for a batch, packed in the order of its samples, and ``beside``."""
+        fuse = registry.fuse() if self.fuses_steps else None
+        return compile_tapes([tape or {} for tape in drawn], beside, fuse)
+
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
         """Return whether the tensors that wait for the device can be stacked.
 
         They cannot if some samples lack one, or have it in another shape or dtype.
         """
-        rows = self._rows(samples, tapes).values()
+        rows = self._rows(samples, drawn).values()
         return all(
             len(row) == len(samples) and len({(one.shape, one.dtype) for one in row}) == 1
             for row in rows
         )
 
-    def rows(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> Rows | None:
-        """Return for each field that waits for the device its tensors, sample by sample."""
-        return self._rows(samples, tapes) if self.ends_in_tensors else None
+    def rows(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> Rows | None:
+        """Return for each field that waits for the device its tensors, sample by sample.
+
+        None: once they are finished they are no tensors.
+        """
+        return self._rows(samples, drawn) if self.ends_in_tensors else None
 
     def _rows(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> Rows:
         names = {name: None for tape in tapes for name in tape or ()}
@@ -187,23 +148,31 @@ class TapedWorker(WorkerTransform):
     def holds(
         self,
         batch: Batch,
-        tapes: Sequence[Tape | None],  # noqa: ARG002
+        drawn: Sequence[Any],  # noqa: ARG002
         stacked: Mapping[Any, torch.Tensor],
     ) -> bool:
-        """Return whether a batch holds, where the device looks for them, what was ``stacked``."""
+        """Return whether a batch holds, where the device looks for them, what was ``stacked``.
+
+        Raises:
+            BatchError: the batch has no image.
+        """
         found = self.waiting(batch, stacked, batched=True) if stacked else {}
         return all(found.get(name) is one for name, one in stacked.items())
 
     def finish_each(
-        self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
-    ) -> tuple[list[Batch], list[Tape]]:
-        """Carry out the tape of each sample here, as the batch cannot be one tensor."""
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Finish in each sample what waits for the device; return the samples, and other draws."""
         with plain_tensors():
             done = [
                 self.finished(sample, tape or {})
-                for sample, tape in zip(samples, tapes, strict=True)
+                for sample, tape in zip(samples, drawn, strict=True)
             ]
         return done, [{} for _ in done]
+
+    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:  # noqa: ARG002
+        """Complete a collated batch and return it; used where no device takes part."""
+        return batch
 
 
 class StageTransform:
@@ -271,8 +240,10 @@ class PipelineTransform(StageTransform):
     """
 
     pipeline: Any
-    plan: Placements | None = None
-    """Where the operations run; None: all of them on the device."""
+    plan: Placements
+    """Where the operations run."""
+    _unfitted: Self | None = None
+    """Transform that was fitted to a dataset to make this, and that runs on the device; or None."""
     _state: Fingerprint | None = None
     """Fingerprint of the pipeline when it was planned; None: it has no fingerprint."""
     _epoch: int | None = None
@@ -287,15 +258,11 @@ class PipelineTransform(StageTransform):
     @property
     def defers(self) -> bool:
         """Whether a device can do any part of it."""
-        return self.plan is None or self.plan.defers
+        return self.plan.defers
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
-        return table(self.rows())
-
-    def rows(self) -> Sequence[tuple[str, str, str]]:
-        """Return the name, the place and the reason of each operation."""
-        return () if self.plan is None else self.plan.placements
+        return table(self.plan.placements)
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""
@@ -307,6 +274,8 @@ class PipelineTransform(StageTransform):
             return self
         twin = copy.copy(self)
         twin.take_in()
+        if self._unfitted is not None:
+            self._unfitted.take_in()
         return twin
 
     def take_in(self) -> None:

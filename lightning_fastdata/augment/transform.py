@@ -1,8 +1,4 @@
-"""Transforms of a batch on the device, whatever they were written with.
-
-The module of a front end has one function ``stage_transform(transform, fields)``, which returns the
-transform of batches, or None if that is no pipeline of its library. Albumentations' is here.
-"""
+"""Transforms of a batch on the device, whatever they were written with: Albumentations' is here."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
-from typing import Any, Final, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 import torch
 
@@ -30,6 +25,7 @@ from lightning_fastdata.augment.albumentations.plan import (
     Node,
     Plan,
     analyse,
+    list_leaves,
     target_roles,
     why_no_forms,
 )
@@ -45,10 +41,10 @@ from lightning_fastdata.augment.fields import (
     numpy_dtype,
     put_fields,
     target_places,
+    to_hwc,
 )
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import DeviceOp, DType
-from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.ops.operation import DType
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
@@ -61,17 +57,20 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.randomness.seeds import derived_seed, lasting
-from lightning_fastdata.tree import copy_of_compose, is_a
+from lightning_fastdata.tree import (
+    copy_of_compose,
+    find_composes,
+    find_instances,
+    is_a,
+    loaded_classes,
+)
 from lightning_fastdata.types import Batch, SampleKey
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OnCpu: TypeAlias = Literal["albumentations", "torch"]
 """What computes pixels of a batch on the CPU: Albumentations, or torch, as it does on a device."""
-_FRONT_ENDS: Final = (
-    ("albumentations", "lightning_fastdata.augment.transform"),
-    ("torchvision.transforms", "lightning_fastdata.augment.torchvision.transform"),
-    ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
-)
-"""For each library: the module that its pipelines have imported, and its front end's module."""
 _NUMBERS: Final = itertools.count()
 """Numbers of the objects that draw without a key, so that each draws for itself."""
 
@@ -82,14 +81,13 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
-    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> StageTransform:
     """Return a transform of batches.
 
     Args:
         transform: an ``A.Compose`` or any single Albumentations transform; a torchvision
-            ``v2.Compose`` or any single transform of v2; a module of Kornia or a sequence of them;
-            another ``nn.Module`` or callable; or a ``StageTransform``, which is returned as it is.
+            ``v2.Compose`` or any single transform of v2; another ``nn.Module`` or callable, such as
+            a module of Kornia; or a ``StageTransform``, which is returned as it is.
             A callable gets the whole batch and returns the whole batch; with ``image=`` it gets
             that field alone, and its result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.
@@ -98,7 +96,6 @@ def as_batch_transform(
             in tuples ``{"2": "image"}`` names the third element.
         stays: for a pipeline, keys or indices of fields that are to stay as they are beside an
             image that is moved. Any other field of the image's height and width is an error.
-        same_pixels: without effect: pixels are those of the pipeline's own library in any case.
 
     Raises:
         TransformError: ``transform`` is none of these, or a pipeline that cannot be taken.
@@ -114,24 +111,15 @@ def as_batch_transform(
             "torchvision v2.Compose (an instance), an nn.Module, or a callable that takes a batch "
             "and returns a batch."
         )
-    for library, home in _FRONT_ENDS:
-        if library not in sys.modules:
-            continue
+    if is_a(transform, "albumentations"):
+        return BatchTransform(transform, fields)
+    if "torchvision.transforms" in sys.modules:
         try:
-            front_end = import_module(home)
-        except ImportError:  # the library is older than what its front end is for
-            continue
-        made: StageTransform | None = front_end.stage_transform(transform, fields)
-        if made is not None:
-            return made
+            from lightning_fastdata.augment.torchvision.transform import stage_transform
+        except ImportError:  # torchvision is older than v2
+            return CallableTransform(transform, fields)
+        return stage_transform(transform, fields) or CallableTransform(transform, fields)
     return CallableTransform(transform, fields)
-
-
-def stage_transform(transform: object, fields: Fields) -> BatchTransform | None:
-    """Return the batch transform of an Albumentations pipeline; None: it is no such pipeline."""
-    if not is_a(transform, "albumentations"):
-        return None
-    return BatchTransform(transform, fields)
 
 
 class BatchTransform(PipelineTransform):
@@ -154,7 +142,6 @@ class BatchTransform(PipelineTransform):
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
-        self._registered: dict[str, DeviceOp] = {}
         if on_cpu not in get_args(OnCpu):
             choices = ", ".join(get_args(OnCpu))
             raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {choices}.")
@@ -162,8 +149,6 @@ class BatchTransform(PipelineTransform):
         self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Number of channels (None: ``[H, W]``) and dtype of the images that the plan is for."""
-        self._unfitted: BatchTransform | None = None
-        """Transform that :meth:`for_samples` made this of, and that runs on the device; or None."""
         self._why_not: str | None = None
         """Reason why no operation runs on a device; None: some may."""
         self.take_in()
@@ -177,7 +162,6 @@ class BatchTransform(PipelineTransform):
         mask: int | str | None = None,
         stays: int | str | Sequence[int | str] = (),
         on_cpu: OnCpu = "albumentations",
-        same_pixels: bool = True,  # noqa: ARG003 - of calls written before
     ) -> Self:
         """Return a transform of batches to call yourself.
 
@@ -189,7 +173,6 @@ class BatchTransform(PipelineTransform):
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, to see without a device what one would do; that takes many times as
                 long.
-            same_pixels: without effect: pixels are Albumentations' in any case.
 
         Raises:
             TransformError: ``compose`` is no pipeline.
@@ -261,44 +244,15 @@ class BatchTransform(PipelineTransform):
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
-        self._registered = registered_forms(self.compose, self._registered)
-        self.plan = self._plan_for(self.compose, *self._images, why_not=self._why_not)
+        channels, dtype = self._images
+        why_not = refusal() or self._why_not
+        self.plan = analyse(self.compose, refusal=why_not, channels=channels, dtype=dtype)
         self._copy: Any = None
         """A copy of the pipeline, for batches that another loader has collated."""
         self._recorders: dict[object, Recorder | None] = {}
         """Recorders for such batches, by the form of the images; None: nothing may be deferred."""
         self._looked = False
         """Whether values of images on a device were checked, which is done once: the host waits."""
-
-    def _plan_for(
-        self,
-        compose: Node,
-        channels: int | None = 3,
-        dtype: DType = BYTES,
-        *,
-        size: tuple[int, int] | None = None,
-        why_not: str | None = None,
-    ) -> Plan:
-        return analyse(
-            compose,
-            self.ops,
-            size=size,
-            refusal=refusal() or why_not,
-            channels=channels,
-            dtype=dtype,
-        )
-
-    def renewed(self) -> Self:
-        """Return the transform for the pipeline as it is now; itself if that has not changed."""
-        twin = super().renewed()
-        if twin is not self and self._unfitted is not None:
-            self._unfitted.take_in()
-        return twin
-
-    @property
-    def ops(self) -> Mapping[str, DeviceOp]:
-        """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return DEVICE_OPS | self._registered
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or a field that would not move with it."""
@@ -318,7 +272,7 @@ class BatchTransform(PipelineTransform):
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
-        return ComposeWorker(self.compose, self._fields, plan, self._registered)
+        return ComposeWorker(self.compose, self._fields, plan)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, given samples from all over it.
@@ -326,26 +280,23 @@ class BatchTransform(PipelineTransform):
         What a device can do depends on channels and dtypes of the images.
         """
         worker = ComposeWorker(self.compose, self._fields, None)
-        found: list[SampleForm | None] = []
+        forms: list[SampleForm] = []
         for sample in samples:
             try:
-                found.append(worker.form_of(sample))
+                forms.append(worker.form_of(sample))
             except BatchError:
-                if not found:
+                if not forms:
                     raise
                 break  # Training reports it, if it reads that sample.
-        if not found:
+        if not forms:
             return self
         fitted = copy.copy(self)
         fitted._unfitted = self
-        if forms := [form for form in found if form is not None]:
-            first = forms[0]
-            fitted._images = first.channels, first.images["image"]
-            fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
-            if any(form.images.items() - first.images.items() for form in forms):
-                fitted._why_not = "the samples hold images of several dtypes"
-        else:
-            fitted._why_not = "the samples hold no image, but frames or volumes"
+        first = forms[0]
+        fitted._images = first.channels, first.images["image"]
+        fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
+        if any(form.images.items() - first.images.items() for form in forms):
+            fitted._why_not = "the samples hold images of several dtypes"
         fitted.take_in()
         return fitted
 
@@ -366,7 +317,7 @@ class BatchTransform(PipelineTransform):
         with plain_tensors():
             for name, program in draws.programs.items():
                 value = checked_rows(get_field(batch, places[name]), draws, places[name])
-                made[places[name]] = replay(program, draws.blob, value, self.ops)
+                made[places[name]] = replay(program, draws.blob, value, DEVICE_OPS)
         return put_fields(batch, made)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
@@ -403,7 +354,7 @@ class BatchTransform(PipelineTransform):
             recorder = None
             if image.device.type != "cpu" or self._on_cpu == "torch":
                 recorder = self._recorder(compose, tensors)
-            replayed = None if recorder is None else replay_all(tensors, key, recorder, self.ops)
+            replayed = None if recorder is None else replay_all(tensors, key, recorder)
             made, is_chw = replayed or run_each(tensors, key, compose)
             made = channels_as_given(made, turned, compose, images_are_chw=is_chw)
             return put_fields(batch, {places[name]: made[name] for name in places})
@@ -420,10 +371,15 @@ class BatchTransform(PipelineTransform):
         height, width, *channels = map(int, image.shape[1:])
         form = (height, width, *channels, image.dtype)
         if form not in self._recorders:
-            count = channels[0] if channels else None
-            plan = self._plan_for(compose, count, images.pop(), size=(height, width))
+            plan = analyse(
+                compose,
+                size=(height, width),
+                refusal=refusal(),
+                channels=channels[0] if channels else None,
+                dtype=images.pop(),
+            )
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
-            self._recorders[form] = Recorder(compose, plan, self.ops) if possible else None
+            self._recorders[form] = Recorder(compose, plan) if possible else None
         return self._recorders[form]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -436,7 +392,55 @@ class BatchTransform(PipelineTransform):
             size: height and width of images that are collated already; None: images of a dataset,
                 which may differ in size until an operation makes them one size.
         """
-        plan = self.plan if size is None else self._plan_for(self.compose, size=size)
-        rows = table(plan.placements)
-        reason = refusal() if size is None else None
-        return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
+        if size is not None:
+            return table(analyse(self.compose, size=size, refusal=refusal()).placements)
+        reason = refusal()
+        return super().explain() + ("" if reason is None else f"\n{what_it_means(reason)}")
+
+
+def left_undone(
+    training: Iterable[object], other: Iterable[object], sample: Batch, image: int | str | None
+) -> str | None:
+    """Return what training does to all images and another stage does not; None: nothing is found.
+
+    Only operations that make images floating point, or normalise them, are looked for.
+
+    Args:
+        training: transforms of the training.
+        other: transforms of the other stage.
+        sample: a sample of the other stage's dataset, which may have done all of it already.
+        image: key or index of the image in the sample; None finds it.
+    """
+    trained, others = _names(training), _names(other)
+    try:
+        place = find_fields(sample, Fields(image=image), batched=False).image
+        pixels = to_hwc(get_field(sample, place))
+    except BatchError:
+        return None
+    normalised = "Normalize" not in trained - others or not _in_unit_range(pixels)
+    if normalised and (others or not trained or pixels.dtype.kind == "f"):
+        return None
+    return f"{' and '.join(sorted(trained))}, and images here are {describe(pixels)}"
+
+
+def _in_unit_range(pixels: np.ndarray) -> bool:
+    """Return whether the values of an image are integers, or lie in [0, 1]."""
+    floats = pixels.dtype.kind == "f" and pixels.size
+    return not floats or bool(pixels.min() >= 0 and pixels.max() <= 1)
+
+
+def _names(transforms: Iterable[object]) -> set[str]:
+    """Return the class names of the operations that make floats of images, or normalise them."""
+    transforms = list(transforms)
+    leaves = [leaf for compose in find_composes(transforms) for leaf in list_leaves(compose)]
+    names = {type(leaf.transform).__name__ for leaf in leaves} & {"Normalize", "ToFloat"}
+    kinds = loaded_classes("torchvision.transforms.v2", "Normalize", "ToDtype", "ConvertImageDtype")
+    own = find_instances(transforms, kinds)
+    return names | {type(one).__name__ for one in own if _makes_floats(one)}
+
+
+def _makes_floats(transform: Any) -> bool:
+    """Return whether a transform of torchvision makes images floating point, or normalises them."""
+    dtypes = getattr(transform, "dtype", torch.float32)
+    given = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]
+    return any(isinstance(one, torch.dtype) and one.is_floating_point for one in given)

@@ -259,9 +259,6 @@ class StagingCollate(HandsOn):
                 self._finishes_here()
                 samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
-        if draws is None:
-            batch = _finished(self.transform, self.collate_fn(samples), drawn)
-            return StagedBatch(batch, None, self.stage)
         if self._only_stacks:
             return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
         waiting = Waiting(self.transform, samples, drawn, rows or {})
@@ -293,9 +290,8 @@ class FirstOfPairs(HandsOn):
     def __init__(self, collate_fn: Collate, transform: WorkerTransform, *, single: bool) -> None:
         if single and transform.needs_batches:
             raise OptionsError(
-                "The transform works on the samples of a batch together, as mixing and Kornia do, "
-                "but batch_size=None makes no batches. Set batch_size, or do it where batches are "
-                "made."
+                "The transform works on the samples of a batch together, as mixing does, but "
+                "batch_size=None makes no batches. Set batch_size, or do it where batches are made."
             )
         super().__init__(collate_fn)
         self.transform = transform

@@ -15,7 +15,6 @@ from misses import each
 from torchvision.transforms import v2
 from trainers import Keeps
 
-from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.mixing import CutMix, MixUp, mixed
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -65,16 +64,6 @@ def test_a_mixed_transform_is_a_batch_transform():
         ["ToTensorV2", "device"],
         ["CutMix", "batch"],
     ]
-
-
-@each("given", [False, True])
-def test_same_pixels_of_calls_written_before_changes_nothing(given):
-    for make in (
-        as_batch_transform,
-        BatchTransform.from_albumentations,
-        lambda compose, **options: mixed(compose, CutMix(), num_classes=CLASSES, **options),
-    ):
-        assert make(PIPELINE, same_pixels=given).explain() == make(PIPELINE).explain()
 
 
 def test_the_pipeline_draws_what_it_would_draw_alone():

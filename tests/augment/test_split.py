@@ -349,3 +349,13 @@ def test_boxes_that_would_stay_where_they_are_are_warned_of(sample):
         transform.check_sample(sample)
     with_boxes = plain(1)[0] | {"bboxes": []}
     transform.check_sample(with_boxes)
+
+
+def test_a_mask_with_two_names_is_finished_in_the_worker_too():
+    flip = A.Compose([A.HorizontalFlip(p=1)], additional_targets={"depth": "mask"})
+    image = plain(1)[0]["image"]
+    sample = {"image": image, "depth": image[..., 0].astype(np.int32)}
+    worker = as_batch_transform(flip, mask="depth").in_worker(on_device=True)
+    made, tape = worker(sample, SampleKey(0, 0, 0))
+    [done], _ = worker.finish_each([made], [tape])
+    assert np.array_equal(done["depth"], sample["depth"][:, ::-1])

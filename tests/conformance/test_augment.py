@@ -10,7 +10,7 @@ from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Pixels, make_trainer, quiet
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 
@@ -220,8 +220,43 @@ def test_half_precision_gets_its_dtype_after_the_pipeline(tmp_path, place):
     torch.testing.assert_close(seen["train"][0].float(), full["train"][0], rtol=0.01, atol=0.01)
 
 
+class FlipSome(nn.Module):
+    """As Kornia's modules: floats ``[n, C, H, W]`` in and out, of which each draws for itself."""
+
+    def forward(self, images):
+        flipped = torch.rand(len(images)) < 0.5
+        return torch.where(flipped[:, None, None, None], images.flip(-1), images)
+
+
+class FlipsItself(Keeps):
+    flip = FlipSome()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [self.flip(batch[0]), batch[1]]
+
+
+@pytest.mark.parametrize("by", ["augment", "the model"])
+def test_a_module_of_kornia_is_a_callable_on_batches(tmp_path, by):
+    images = torch.rand(16, 3, 8, 8)
+    seen = []
+    for _ in range(2):
+        ours = {"augment": FlipSome(), "image": 0} if by == "augment" else {}
+        model = Keeps() if by == "augment" else FlipsItself()
+        fit(tmp_path, TensorDataset(images, torch.arange(16)), model=model, **ours)
+        seen.append(model.batches)
+    flipped = set()
+    for batch, numbers in seen[0]:
+        for image, number in zip(batch, numbers.tolist(), strict=True):
+            forms = torch.equal(image, images[number]), torch.equal(image, images[number].flip(-1))
+            assert any(forms)
+            flipped.add(forms[1])
+    assert flipped == {True, False}
+    if by == "augment":  # seeded by the number of the batch
+        assert equal([batch for batch, _ in seen[0]], [batch for batch, _ in seen[1]])
+
+
 class Brighten(nn.Module):
-    """As Kornia's modules: floating-point images in and out, with a buffer."""
+    """Floating-point images in and out, with a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -21,15 +21,15 @@ from lightning_fastdata.augment.fields import (
     Location,
     check_beside,
     describe,
-    find_fields,
     get_field,
     has_numpy_dtype,
     mask_as_given,
-    named_places,
     numpy_dtype,
     size_of,
+    target_places,
 )
-from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.errors import BatchError, TransformError
@@ -43,18 +43,17 @@ def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location
     Raises:
         BatchError: there is no image, or a field of its size beside it would not be moved.
     """
-    names = target_roles(compose).keys() - {"image", "mask"}
-    found = find_fields(batch, fields, batched=True, names=names)
-    places: dict[str, Location] = {"image": found.image}
-    if found.mask is not None:
-        places["mask"] = found.mask
-    named = named_places(batch, names).items()
-    places |= {name: at for name, at in named if isinstance(get_field(batch, at), torch.Tensor)}
-    mover, image = mover_of(compose), get_field(batch, found.image)
+    names = target_roles(compose)
+    places = target_places(batch, fields, names, batched=True, fits=_is_tensor)
+    mover, image = mover_of(compose), get_field(batch, places["image"])
     if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:
         known = {*places.values(), *fields.stays}
         check_beside(batch, known, size_of(image), mover, samples=len(image))
     return places
+
+
+def _is_tensor(_name: str, value: Batch) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def channels_behind(
@@ -162,10 +161,7 @@ def run_each(
 
 
 def replay_all(
-    tensors: Mapping[str, torch.Tensor],
-    key: SampleKey,
-    recorder: Recorder,
-    ops: Mapping[str, DeviceOp],
+    tensors: Mapping[str, torch.Tensor], key: SampleKey, recorder: Recorder
 ) -> tuple[dict[str, torch.Tensor], bool] | None:
     """Draw for each sample on the host, and compute on the device of the batch.
 
@@ -199,7 +195,7 @@ def replay_all(
     draws = draws.to(tensors["image"].device, non_blocking=True)
     results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
-        results[name] = replay(program, draws.blob, results[name], ops)
+        results[name] = replay(program, draws.blob, results[name], DEVICE_OPS)
     image = draws.programs.get("image")
     return results, is_chw or (image is not None and image.makes_tensor)
 

@@ -19,28 +19,23 @@ from lightning_fastdata.augment.albumentations.plan import (
 )
 from lightning_fastdata.augment.albumentations.tape import Recorder
 from lightning_fastdata.augment.fields import (
-    CHANNELS,
     Fields,
     Location,
     check_beside,
-    find_fields,
     get_field,
-    has_field,
     mask_as_given,
     mask_to_numpy,
-    named_places,
     put_fields,
     target_places,
     to_hwc,
 )
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import DeviceOp, DType, Tape, Track
+from lightning_fastdata.augment.ops.operation import DType, Tape, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.stage_transform import TapedWorker
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.augment.stage_transform import WorkerTransform
 from lightning_fastdata.randomness.seeds import reseeder
-from lightning_fastdata.tree import PilImage, copy_of_compose, is_users
+from lightning_fastdata.tree import PilImage, copy_of_compose, held, is_users
 from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
@@ -59,25 +54,28 @@ class SampleForm(NamedTuple):
     """Dtype of each mask, by the pipeline's name for the mask."""
 
 
-class ComposeWorker(TapedWorker):
+class _Own(NamedTuple):
+    """A thread's own copy of a pipeline."""
+
+    run: Callable[..., Any]
+    """The copy, or its recorder."""
+    seed: Callable[[SampleKey], None]
+    """Has it draw by a key."""
+    compose: Node
+    """The copy itself."""
+
+
+class ComposeWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline. It carries the device forms
-    registered for classes of this pipeline, as a spawned process knows of no registration.
+    Several threads may call it: each has its own copy of the pipeline.
     """
 
     fuses_steps = True
 
-    def __init__(
-        self,
-        compose: Node,
-        fields: Fields,
-        plan: Plan | None,
-        registered: Mapping[str, DeviceOp] | None = None,
-    ) -> None:
+    def __init__(self, compose: Node, fields: Fields, plan: Plan | None) -> None:
         super().__init__()
         self._compose = compose
-        self._registered = registered or {}
         self._fields = fields
         self._plan = plan
         self._roles = target_roles(compose)
@@ -94,18 +92,16 @@ class ComposeWorker(TapedWorker):
         ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
 
         Raises:
-            BatchError: the sample has neither an image nor frames nor volumes, or a field beside
-                the image would not move with it.
+            BatchError: the sample has no image, or a field beside it would not move with it.
         """
         data, places = self._arguments(sample)
-        plan = self._plan if "image" in data else None
-        run, seed = self._own(plan)
-        seed(key)
-        tape: Tape | None = None if self._plan is None else {}
-        if plan is None:
-            result = run(**data)
+        own = self._own()
+        own.seed(key)
+        tape: Tape | None = None
+        if self._plan is None:
+            result = own.run(**data)
         else:
-            result, tape = run(data)
+            result, tape = own.run(data)
             for target in self._roles:
                 if target in places and isinstance(result[target], np.ndarray):
                     pixels = _with_channel(result[target], data[target], tape.get(target))
@@ -117,15 +113,13 @@ class ComposeWorker(TapedWorker):
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
-    def form_of(self, sample: Batch) -> SampleForm | None:
-        """Return the form of the images and masks of a sample; None: it has only frames or volumes.
+    def form_of(self, sample: Batch) -> SampleForm:
+        """Return the form of the images and masks of a sample.
 
         Raises:
-            BatchError: the sample has neither an image nor frames nor volumes.
+            BatchError: the sample has no image.
         """
         data, _ = self._arguments(sample)
-        if "image" not in data:
-            return None
         shape = data["image"].shape
         images, masks = (
             {
@@ -143,26 +137,18 @@ class ComposeWorker(TapedWorker):
         """Return those images and masks of a sample or batch that are tensors, among these names.
 
         Raises:
-            BatchError: a batch has no image.
+            BatchError: the sample or batch has no image.
         """
-        try:
-            found = self._tensors(item, batched=batched)
-        except BatchError:
-            if batched:
-                raise
-            return {}
+        found = self._tensors(item, batched=batched)
         return {name: found[name][1] for name in names if name in found}
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after the operations on its tape."""
-        if self._has_volumes_alone(sample):
-            return sample
         draws, values = compile_tapes([tape]), {}
-        ops = DEVICE_OPS | self._registered
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
             if program is not None:
-                made = replay(program, draws.blob, pixels[None], ops)[0]
+                made = replay(program, draws.blob, pixels[None], DEVICE_OPS)[0]
             values[place] = made if self.ends_in_tensors else made.numpy()
         return put_fields(sample, values)
 
@@ -179,25 +165,21 @@ class ComposeWorker(TapedWorker):
         Raises:
             BatchError: the sample or batch has no image.
         """
-        found = {}
         places = target_places(item, self._fields, self._roles, batched=batched)
-        for name, place in places.items():
-            there = name == "image" if place is None else has_field(item, place)
-            if there and isinstance(value := get_field(item, place), torch.Tensor):
-                found[name] = place, value
-        return found
+        found = {name: (place, get_field(item, place)) for name, place in places.items()}
+        return {name: one for name, one in found.items() if isinstance(one[1], torch.Tensor)}
 
-    def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], Callable[[SampleKey], None]]:
-        """Return this thread's pipeline, or its recorder for a plan, and a function to seed it."""
-        own = self._copies()
-        if id(plan) not in own:
-            if plan is None:
+    def _own(self) -> _Own:
+        """Return this thread's copy of the pipeline, as it runs and is seeded."""
+        own: _Own | None = held(self._local, "own")
+        if own is None:
+            if self._plan is None:
                 compose = run = copy_of_compose(self._compose)
             else:
-                run = Recorder(self._compose, plan, DEVICE_OPS | self._registered)
+                run = Recorder(self._compose, self._plan)
                 compose = run.compose
-            own[id(plan)] = compose, run, reseeder(compose)
-        return own[id(plan)][1:]
+            own = self._local.own = _Own(run, reseeder(compose), compose)
+        return own
 
     def pipelines(self) -> tuple[object, ...]:
         """Return the parts that hold code of the user's, of this thread's copies.
@@ -205,67 +187,34 @@ class ComposeWorker(TapedWorker):
         Before its first sample these are the original ones. Transforms of the library keep nothing
         from sample to sample, and in a copy that records some are replaced.
         """
-        copies = [each[0] for each in self._copies().values()] or [self._compose]
-        parts = [part for compose in copies for part in nodes_of(compose)]
+        own: _Own | None = held(self._local, "own")
+        parts = nodes_of(self._compose if own is None else own.compose)
         return tuple(each for each in parts if is_users(type(each).__module__) or _calls(each))
-
-    def _copies(self) -> dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]:
-        """Return this thread's copies, by the ``id`` of their plans, as they run and are seeded."""
-        found: dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]
-        found = vars(self._local).setdefault("by_plan", {})
-        return found
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and the place of each in the sample."""
-        places: dict[str, Location] = {}
-        if self._has_volumes_alone(sample):
-            mask = self._fields.mask
-        else:
-            found = find_fields(sample, self._fields, batched=False, names=self._taken)
-            places["image"], mask = found
-        if mask is not None:
-            places["mask"] = mask
-        for name, place in named_places(sample, self._taken).items():
-            taken = name in places or place in places.values()
-            if not taken and _fits(name, sample[place]):
-                places[name] = place
+        places = target_places(sample, self._fields, self._taken, batched=False, fits=_fits)
         data: dict[str, Any] = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and (value is not None or name == "image"):
-                size = data["image"].shape[:2] if "image" in data else None
-                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value, size)
+                if role == "image":
+                    value = _own_if_gray(value)
+                else:
+                    value = mask_to_numpy(value, data["image"].shape[:2])
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
-        if self._mover is not None and "image" in data:
+        if self._mover is not None:
             known = {*places.values(), *self._fields.stays}
             check_beside(sample, known, data["image"].shape[:2], self._mover)
         return data, places
 
-    def _has_volumes_alone(self, sample: Batch) -> bool:
-        named = self._fields.image
-        if not isinstance(sample, Mapping) or named not in {None, *_VOLUMES}:
-            return False
-        if named is None and "image" in sample:
-            return False
-        held = (_VOLUMES - _MASKS) & self._taken & sample.keys()
-        return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
-
 
 def _fits(name: str, value: object) -> bool:
     # Samples may use the names of volumes for other things: a loudness, file names.
-    if value is None or name not in _VOLUMES:
-        return value is not None
+    if name not in _VOLUMES:
+        return True
     values = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(one, np.ndarray | torch.Tensor | PilImage) for one in values)
-
-
-def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
-    """Return whether the field of frames holds a single image, with channels first or last."""
-    value = sample[name]
-    if name != "images" or isinstance(value, list | tuple):
-        return False
-    shape: tuple[int, ...] = getattr(value, "shape", ())
-    return len(shape) < 3 or (len(shape) == 3 and not {shape[0], shape[2]}.isdisjoint(CHANNELS))
 
 
 def _as_arrays(value: Batch, *, image: bool) -> Batch:

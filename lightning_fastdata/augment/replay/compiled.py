@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -19,14 +18,13 @@ from torch import Tensor
 from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
 from lightning_fastdata.augment.replay.warm_up import has_kernels
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.torch_internals import count_operators
 
 Told: TypeAlias = Callable[[Tensor, Values, Arrays], tuple[Tensor, bool]]
 """An operation that returns its result, and whether compiled code made it."""
 _NEAR: Final = 1e-5
 """Allowed difference of floats, as a share of their largest absolute value, taken as 1 or more."""
 _LEFT: Final = (
-    "{count} operators of torch compute {name} on {device} one after the other, without kernels of "
+    "Operators of torch compute {name} on {device} one after the other, without kernels of "
     "torch.compile: {why}. The images are the same, but it is slower."
 )
 
@@ -63,8 +61,8 @@ class Compiled:
         self._compiled: Told | None = None
         self._right: dict[object, bool] = {}
         """Whether compiled code is used, by the form of a batch; other forms are still untried."""
-        self.left: str | None = None
-        """What runs where compiled code was last refused, and why; None: it never was refused."""
+        self._has_said = False
+        """Whether it was said that compiled code is refused."""
 
     def __call__(self, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         """Return a batch after the operation."""
@@ -85,12 +83,14 @@ class Compiled:
             return self.run(batch, static, arrays)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-        wanted, operators = count_operators(partial(self.run, batch, static, arrays))
+        wanted = self.run(batch, static, arrays)
         if made is not None and not self.same(made, wanted):
             why = "they made other pixels"
         self._right[form] = not why
-        if why:
-            self._leave(operators, why, batch)
+        if why and not self._has_said:
+            self._has_said = True
+            text = _LEFT.format(name=self.run.__name__, device=batch.device, why=why)
+            warnings.warn(text, FastDataWarning, stacklevel=2)
         return wanted
 
     def _told(self, batch: Tensor, static: Values, arrays: Arrays) -> tuple[Tensor, bool]:
@@ -106,14 +106,6 @@ class Compiled:
             widest = max(1.0, float(wanted.abs().nan_to_num(0.0, 0.0).max()))
             return torch.allclose(made, wanted, rtol=0, atol=_NEAR * widest, equal_nan=True)
         return int(torch.where(made > wanted, made - wanted, wanted - made).max()) <= 1
-
-    def _leave(self, operators: int, why: str, batch: Tensor) -> None:
-        said, self.left = self.left, f"{operators} operators of torch on {batch.device}: {why}"
-        if said is None:
-            text = _LEFT.format(
-                name=self.run.__name__, count=operators, device=batch.device, why=why
-            )
-            warnings.warn(text, FastDataWarning, stacklevel=2)
 
 
 def _alone(batch: Tensor, static: Values, arrays: Arrays, count: int) -> Any:

@@ -95,7 +95,7 @@ class Program:
 class Draws:
     """What the pipeline drew for a batch, on its way to the device beside the batch."""
 
-    __slots__ = ("beside", "blob", "programs", "samples")
+    __slots__ = ("beside", "blob", "key", "programs", "samples")
 
     def __init__(
         self,
@@ -112,6 +112,8 @@ class Draws:
         """The bytes of all arrays of all steps: uint8, one dimension."""
         self.beside = beside or {}
         """Where in the blob arrays that are part of no program lie, by name: those of mixing."""
+        self.key: SampleKey | None = None
+        """Key by which the batch draws as a whole, in the host's memory; None: it does not."""
 
     def pin_memory(self, device: str | None = None) -> Self:  # noqa: ARG002 - torch's signature
         """Return the same draws in page-locked memory."""
@@ -137,23 +139,6 @@ class Draws:
         moved = copy.copy(self)
         moved.blob = blob
         return moved
-
-
-class BatchDraws(Draws):
-    """Draws for a batch as a whole, which stay in the host's memory, where they are read.
-
-    ``before`` are the draws of a pipeline that runs first; those move to the device as usual.
-
-    Attributes:
-        values: seeds, parameters, ... of the batch.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, samples: int, values: Any, before: Draws | None = None) -> None:
-        before = before or Draws(samples, {}, torch.empty(0, dtype=torch.uint8))
-        super().__init__(samples, before.programs, before.blob, before.beside)
-        self.values = values
 
 
 def key_of_batch(first: SampleKey) -> SampleKey:

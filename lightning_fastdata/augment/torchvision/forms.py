@@ -138,12 +138,6 @@ def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) ->
     return Encoded((("type", type_name), ("call", pickle.dumps((given, dict(named))))), {})
 
 
-def chosen(static: Values) -> str | None:
-    """Return the operation of a packed call that a policy chose; None: no policy made the call."""
-    given, _ = pickle.loads(static["call"])
-    return given[0] if isinstance(given[0], str) else None
-
-
 def _run(transform: Any, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     given, named = pickle.loads(static["call"])
     batch = batch.clone() if getattr(transform, "inplace", False) else batch

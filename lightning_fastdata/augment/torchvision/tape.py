@@ -9,34 +9,24 @@ the pixels of a phantom is an error of torch.
 On the transforms of the copy the public method ``transform`` is replaced; on policies
 (``RandAugment``, ...), the method that carries out an operation. If a version of torchvision has no
 such method, policies run in the worker.
-
-Black images are recorded to tell what a batch costs on a device (:func:`costs_of`). A transform
-with forms for batches takes the same number of calls for any batch. Any other runs torchvision's
-own kernel, for each group of samples that have drawn the same.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torchvision.transforms import v2
 
 from lightning_fastdata.augment.ops.operation import Role, Tape, TapeOp, Track
-from lightning_fastdata.augment.replay.compiled import Compiled
-from lightning_fastdata.augment.replay.program import ProgramStep, compile_tapes
 from lightning_fastdata.augment.torchvision.forms import (
-    FORMS,
     TYPES,
     Call,
     Form,
     as_type,
-    chosen,
     encode,
     general,
     general_name,
@@ -48,17 +38,13 @@ from lightning_fastdata.augment.torchvision.plan import (
     METHODS,
     Leaf,
     Plan,
-    changes_form,
     children_of,
-    is_own,
     kind_of,
-    leaves_of,
     rounds,
     with_children,
 )
-from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.tree import Path, replace_leaves
-from lightning_fastdata.types import Batch, SampleKey
+from lightning_fastdata.types import Batch
 
 _TYPE_NAMES: Final = {kind: name for name, kind in TYPES.items()}
 _DIMENSIONS: Final = {"image": {3}, "mask": {2, 3}}
@@ -100,8 +86,6 @@ class Recorder:
         self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
         rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
         self._rounding = max(rounding, default=-1)
-        self.done_here: set[int] = set()
-        """Numbers of transforms that ran here as nothing could be noted; for ``costs_of`` alone."""
         self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
     def __call__(self, sample: Batch) -> tuple[Batch, Tape]:
@@ -162,7 +146,6 @@ class Recorder:
     def _note(self, leaf: Leaf, call: Call, value: Any, /, *given: Any, **named: Any) -> Any:
         target = self._known(value) or self._taken(value)
         if target is None:
-            self.done_here.add(leaf.number)
             return call(value, *given, **named)
         form = target.form
         leaves_it = form.type_name == "Mask" and type(leaf.transform).__name__ in LEAVE_MASKS
@@ -200,89 +183,3 @@ class Recorder:
         if target is None:
             return made
         return self._show(target, target.form._replace(type_name=_TYPE_NAMES[type(made)]))
-
-
-USUAL: Final[Sequence[Form]] = (Form("Image", (3, 224, 224), torch.uint8),)
-"""Forms assumed for a sample of which nothing is known: one image."""
-_TRIED: Final = 64
-"""Number of samples that are recorded to see what a batch costs."""
-
-
-def costs_of(plan: Plan, forms: Sequence[Form]) -> Mapping[int, str]:
-    """Return what carries out each transform that is left to a device, by its number.
-
-    Each is assumed to be applied to every sample.
-    """
-    left = [leaf for leaf in plan.leaves[plan.boundary + 1 :] if kind_of(leaf.transform) in METHODS]
-    try:
-        steps, here = _recorded(left, _behind_workers(plan, forms))
-    except Exception as error:  # torchvision will raise it again for real samples
-        unknown = f"on the batch; black images of such a form raise: {error}"
-        return dict.fromkeys((leaf.number for leaf in left), unknown)
-    return {leaf.number: _cost(steps, n, here=n in here) for n, leaf in enumerate(left)}
-
-
-def _behind_workers(plan: Plan, forms: Sequence[Form]) -> list[torch.Tensor]:
-    """Return black images and masks as the workers leave them."""
-    made = [as_type(torch.zeros(form.shape, dtype=form.dtype), form.type_name) for form in forms]
-    for leaf in plan.leaves[: plan.boundary + 1]:
-        if is_own(leaf.transform) and changes_form(leaf.transform):
-            with suppress(Exception), keyed_draws(SampleKey(0, 0, 0), ("torch",)):
-                made = leaf.transform(made)
-    return made
-
-
-def _recorded(
-    leaves: Sequence[Leaf], sample: Sequence[torch.Tensor]
-) -> tuple[list[Sequence[ProgramStep]], Collection[int]]:
-    """Return a batch's steps for each image and mask, and the transforms that ran in the recorder.
-
-    The transforms are numbered from 0.
-    """
-    steps = [copy.copy(leaf.transform) for leaf in leaves]
-    for step in steps:
-        step.p = 1.0
-    pipeline, tapes = v2.Compose(steps or [v2.Identity()]), []
-    plan = Plan(leaves=tuple(leaves_of(pipeline)), placements=(), boundary=-1)
-    recorder = Recorder(pipeline, plan)
-    for index in range(_TRIED):
-        with keyed_draws(SampleKey(0, 0, index), ("torch",)):
-            tapes.append(recorder(list(sample))[1])
-    programs = compile_tapes(tapes).programs.values()
-    return [program.steps for program in programs], recorder.done_here
-
-
-def _cost(programs: Sequence[Sequence[ProgramStep]], number: int, *, here: bool) -> str:
-    """Return what a transform costs, as text; ``here``: whether it ran while it was recorded."""
-    own = [[step for step in steps if step.leaf == number] for steps in programs]
-    known = [[step for step in steps if step.name in FORMS] for steps in own]
-    kernels = [[step for step in steps if step.name not in FORMS] for steps in own]
-    said = [_calls(known)] if any(known) else []
-    if any(kernels):
-        said.append(f"torchvision's own kernel{_chosen(kernels)}, {_calls(kernels)}")
-    if here:
-        said.append("torchvision's own kernel on each sample in the worker, for lack of a form")
-    for name in sorted({step.name for steps in known for step in steps}):
-        for run in (FORMS[name].image, FORMS[name].mask):
-            if isinstance(run, Compiled) and run.left is not None:
-                said.append(f"{name} by {run.left}")
-    return "; ".join(said) or "does nothing"
-
-
-def _count(steps: Sequence[ProgramStep]) -> int:
-    return sum(len(step.parts) for step in steps)
-
-
-def _calls(programs: Sequence[Sequence[ProgramStep]]) -> str:
-    """Return the number of calls, as text, for the image or mask that takes most of them."""
-    most = max(programs, key=_count)
-    if all(part.rows is None for step in most for part in step.parts) and len(most) == 1:
-        return "one call for all samples"
-    return f"{_count(most)} calls for {_TRIED} samples"
-
-
-def _chosen(programs: Sequence[Sequence[ProgramStep]]) -> str:
-    """Return, as text, which operations of a policy run torchvision's own kernels."""
-    parts = (part for steps in programs for step in steps for part in step.parts)
-    names = {chosen(dict(part.static)) for part in parts} - {None}
-    return f" for {', '.join(sorted(map(str, names)))}" if names else ""

@@ -1,15 +1,11 @@
 """A torchvision v2 pipeline as a transform of batches, and its part in the workers.
 
-torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone. For a pipeline of
-torchvision's first interface an error says what its form in v2 is.
+torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
-import inspect
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,17 +37,16 @@ from lightning_fastdata.augment.fields import (
 )
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
 from lightning_fastdata.augment.ops.operation import Tape
-from lightning_fastdata.augment.replay.program import BatchDraws, Draws, compile_tapes, key_of_batch
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes, key_of_batch
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     PipelineTransform,
     StageTransform,
-    TapedWorker,
     WorkerTransform,
     plain_tensors,
 )
-from lightning_fastdata.augment.torchvision.forms import Form, device_ops, plain
+from lightning_fastdata.augment.torchvision.forms import device_ops, plain
 from lightning_fastdata.augment.torchvision.plan import (
     ANY_LAYOUT,
     MIXES,
@@ -69,7 +64,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     may_draw,
     with_children,
 )
-from lightning_fastdata.augment.torchvision.tape import USUAL, Recorder, costs_of, form_of
+from lightning_fastdata.augment.torchvision.tape import Recorder, form_of
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 from lightning_fastdata.randomness.global_generators import GENERATORS
 from lightning_fastdata.randomness.seeds import keyed_draws
@@ -93,10 +88,11 @@ def stage_transform(transform: object, fields: Fields) -> StageTransform | None:
     if is_v1(transform):
         raise TransformError(
             f"{type(transform).__name__} is of torchvision's first interface "
-            "(torchvision.transforms), which draws once for a whole batch. Its form in v2, which "
-            f"augment= runs with draws for each sample, is\n\n{rewritten(transform)}\n\nIts pixels "
-            "are those of tensors, which differ a little from those of PIL images. To keep the "
-            "latter, leave the pipeline in the dataset."
+            "(torchvision.transforms), which draws once for a whole batch. augment= runs v2 with "
+            "draws for each sample: take the same names from torchvision.transforms.v2, begin with "
+            "v2.ToImage(), and write v2.ToDtype(torch.float32, scale=True) for ToTensor. Its "
+            "pixels are those of tensors, which differ a little from those of PIL images. To keep "
+            "the latter, leave the pipeline in the dataset."
         )
     if not mixing:
         return TorchvisionTransform(transform, fields) if is_v2(transform) else None
@@ -131,10 +127,6 @@ class TorchvisionTransform(PipelineTransform):
     plan: Plan
     _one_size = _pil = False
     """Whether all images that were seen have one size, and whether they are PIL images."""
-    _forms = USUAL
-    """Forms of the images and masks of a sample."""
-    _unfitted: TorchvisionTransform | None = None
-    """Transform that :meth:`for_samples` made this of, and that runs on the device; or None."""
 
     def take_in(self) -> None:
         """Plan for the pipeline as it is now, which is what runs until the next time."""
@@ -144,31 +136,17 @@ class TorchvisionTransform(PipelineTransform):
         self._collated: dict[bool, PipelineWorker] = {}
         """Workers for batches of other loaders, by whether a device takes what it can."""
 
-    def renewed(self) -> Self:
-        """Return the transform for the pipeline as it is now; itself if that has not changed."""
-        twin = super().renewed()
-        if twin is not self and self._unfitted is not None:
-            self._unfitted.take_in()
-        return twin
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return the name, the place, and the reason or cost of each transform."""
-        costs, placed = costs_of(self.plan, self._forms), enumerate(self.plan.placements)
-        return [(one.name, one.where, costs.get(n, one.why)) for n, one in placed]
-
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, given samples from all over it.
 
         If their images have one size, nothing has to be done to them before they make a batch.
         """
-        given = list(_all_typed(samples, self._fields))
-        seen = list(map(image_of, given))
+        seen = list(map(image_of, _all_typed(samples, self._fields)))
         sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
         fitted._unfitted = self
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
-        fitted._forms = (forms_of(given[0]) if given else ()) or self._forms
         fitted.take_in()
         return fitted
 
@@ -299,34 +277,15 @@ def _stacked(samples: Sequence[Batch], device: torch.device) -> Batch:
 
 
 class _OwnMixes(MixedTransform):
+    _mixer: _OwnMixer
+
     def behind(self) -> StageTransform:
         """Return a callable that mixes behind another transform, by the number of the batch."""
         if self.pipeline is not None:
             return self
-        return _MixesBehind(v2.Compose(self._mixer.steps), self._mixer.fields.image)
-
-
-class _MixesBehind(CallableTransform):
-    """A callable on the whole batch, whose labels are mixed, too.
-
-    ``image``: key or index of the image; None: it is found as v2 finds it.
-    """
-
-    def __init__(self, mixes: Any, image: Location) -> None:
-        super().__init__(mixes, Fields())
-        self._image = Fields(image=image)
-
-    def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:
-        """Call it on the batch, in which the image is told by its type."""
-        place = self._image.image
-        if place is None:
-            return super().apply(batch, draws)
-        check_named(batch, self._image)
-        images = get_field(batch, place)
-        with plain_tensors():
-            given = put_fields(batch, {place: tv_tensors.Image(images)})
-            made = super().apply(given, draws)
-            return put_fields(made, {place: plain(get_field(made, place))})
+        mixing = CallableTransform(self._mixer, Fields())
+        mixing.name = self.name
+        return mixing
 
 
 class _OwnMixer(Mixer):
@@ -346,27 +305,32 @@ class _OwnMixer(Mixer):
         return key
 
     def pack(
-        self, drawn: Sequence[SampleKey], inner: WorkerTransform | None, tapes: Sequence[Any]
+        self, drawn: Sequence[SampleKey], inner: WorkerTransform, tapes: Sequence[Any]
     ) -> Draws:
         """Return the key of the batch, and what was drawn for a pipeline before."""
-        before = None if inner is None else inner.collate(tapes)
-        return BatchDraws(len(drawn), key_of_batch(drawn[0]), before)
+        draws = inner.collate(tapes)
+        draws.key = key_of_batch(drawn[0])
+        return draws
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
-        """Return a collated batch as torchvision mixes it."""
+        """Return a collated batch as torchvision mixes it by the key of the batch."""
         place = find_fields(batch, self.fields, batched=True).image
-        images = get_field(batch, place)
-        assert isinstance(draws, BatchDraws)  # what pack() makes
-        self._check_beside(batch, {place}, images)
+        self._check_beside(batch, {place}, get_field(batch, place))
+        assert draws.key is not None  # as pack() makes it
+        with plain_tensors(), keyed_draws(draws.key, ("torch",)):
+            return self(batch)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return a collated batch as torchvision mixes it, by torch's generator as it is."""
+        place = find_fields(batch, self.fields, batched=True).image
         # By this type it is found beside other tensors, whatever their order.
-        made = put_fields(batch, {place: tv_tensors.Image(images)})
-        with plain_tensors(), keyed_draws(draws.values, ("torch",)):
-            for step in cast("tuple[Any, ...]", self.steps):
-                made = step(made)
-        return put_fields(made, {place: get_field(made, place).as_subclass(torch.Tensor)})
+        made = put_fields(batch, {place: tv_tensors.Image(get_field(batch, place))})
+        for step in cast("tuple[Any, ...]", self.steps):
+            made = step(made)
+        return put_fields(made, {place: plain(get_field(made, place))})
 
 
-class PipelineWorker(TapedWorker):
+class PipelineWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
     ``plan`` says what is left to a device; None: the whole pipeline runs here, as v2 runs it.
@@ -408,9 +372,7 @@ class PipelineWorker(TapedWorker):
 
     def _run(self, given: Batch, place: Path | None) -> tuple[Batch, Tape | None]:
         """Run the pipeline; ``place``: where the functions in it find the image; None: as v2."""
-        if not hasattr(self._local, "pipelines"):
-            self._local.pipelines = {}
-        pipelines: dict[Path | None, Any] = self._local.pipelines
+        pipelines: dict[Path | None, Any] = vars(self._local).setdefault("pipelines", {})
         if place not in pipelines:
             own = self._pipeline if place is None else _on_images(self._pipeline, place)
             pipelines[place] = own if self._plan is None else Recorder(own, self._plan)
@@ -612,19 +574,6 @@ def image_of(sample: Batch) -> Any:
     return next(iter(images), None)
 
 
-def forms_of(sample: Batch) -> Sequence[Form]:
-    """Return the forms of the images and masks of a sample."""
-    image, forms = image_of(sample), []
-    for value in tree_flatten(sample)[0]:
-        if isinstance(value, PIL.Image.Image):
-            shape = len(value.getbands()), *(size_of(value) or ())
-            forms.append(Form("Image", shape, torch.uint8))
-        elif value is image or isinstance(value, tv_tensors.Image | tv_tensors.Mask):
-            kind = "Mask" if isinstance(value, tv_tensors.Mask) else "Image"
-            forms.append(Form(kind, tuple(value.shape), value.dtype))
-    return forms
-
-
 def size_of(image: Any) -> tuple[int, ...] | None:
     """Return height and width of an image; None: it has none."""
     if isinstance(image, PIL.Image.Image):
@@ -670,73 +619,3 @@ def _has_role(value: object) -> bool:
 
 def _is_image(value: object) -> bool:
     return isinstance(value, tv_tensors.Image | tv_tensors.Video | PIL.Image.Image)
-
-
-_V2_CODE: Final = {
-    "ToTensor": "v2.ToDtype(torch.float32, scale=True)",
-    "ConvertImageDtype": "v2.ToDtype({dtype}, scale=True)",
-}
-_LEFT_OUT: Final = frozenset({"PILToTensor", "ToPILImage"})
-"""Transforms between PIL images and tensors, left out as v2 has tensors from the beginning."""
-_MOST_NUMBERS: Final = 64
-"""Most numbers of a tensor or an array that are written as code."""
-
-
-def rewritten(transform: Any) -> str:
-    """Return code that makes the v2 form of a v1 pipeline; transforms that v2 lacks are marked."""
-    children = _parts_of(transform) or [transform]
-    lines = [f"    {line}" for child in children for line in _code_of(child)]
-    return "\n".join(["v2.Compose([", "    v2.ToImage(),", *lines, "])"])
-
-
-def _parts_of(transform: Any) -> list[Any] | None:
-    if isinstance(transform, nn.Sequential):
-        return list(transform)
-    named = type(transform).__name__ in {"Compose", "RandomApply", "RandomChoice", "RandomOrder"}
-    return list(transform.transforms) if named else None
-
-
-def _code_of(transform: Any) -> Iterator[str]:
-    name, inside = type(transform).__name__, _parts_of(transform)
-    if name in _LEFT_OUT:
-        return
-    if name in _V2_CODE:
-        yield _V2_CODE[name].format(dtype=getattr(transform, "dtype", None)) + ","
-    elif inside is not None:
-        yield f"v2.{'Compose' if name == 'Sequential' else name}(["
-        yield from (f"    {line}" for child in inside for line in _code_of(child))
-        yield f"], p={transform.p!r})," if name in {"RandomApply", "RandomChoice"} else "]),"
-    elif hasattr(v2, name) and name != "Lambda":
-        yield f"v2.{name}({', '.join(_arguments(transform, getattr(v2, name)))}),"
-    else:
-        yield f"...,  # {name} has no form in v2: write it as a class derived from v2.Transform"
-
-
-def _arguments(transform: Any, kind: type) -> Iterator[str]:
-    """Yield, as code, the arguments for the v2 form of a v1 transform that are not its defaults."""
-    for name, parameter in inspect.signature(kind).parameters.items():
-        default, required = parameter.default, parameter.default is inspect.Parameter.empty
-        given = getattr(transform, name, default)
-        value = _spelled(given)
-        bare = given.value if isinstance(given, enum.Enum) else given  # v2 has texts for defaults
-        if isinstance(given, Tensor | np.ndarray) and math.prod(given.shape) > _MOST_NUMBERS:
-            value = name  # for the user's own; as text it would fill pages
-        elif parameter.annotation is Tensor:
-            value = f"torch.tensor({value})"
-        if required and hasattr(transform, name):
-            yield value
-        elif _spelled(default) not in {value, _spelled(bare)}:
-            yield f"{name}={value}"
-
-
-def _spelled(value: Any) -> str:
-    """Return an argument as code, for where ``torch`` and ``v2`` are imported."""
-    if isinstance(value, enum.Enum):
-        kind = type(value).__name__
-        return f"v2.{kind}.{value.name}" if hasattr(v2, kind) else repr(value.value)
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        return repr(value.tolist()) if math.prod(value.shape) <= _MOST_NUMBERS else "..."
-    if isinstance(value, list | tuple):
-        parts = ", ".join(map(_spelled, value))
-        return f"({parts},)" if len(value) == 1 else f"({parts})"
-    return repr(value)
