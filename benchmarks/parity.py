@@ -128,7 +128,7 @@ def operation_parity(
     """
     transform = make_example(name, arguments)
     floats = [(image / 255).astype(np.float32) for image in images]
-    plan = analyse(_compose(transform), size=images[0].shape[:2], refusal=refusal())
+    plan = analyse(_compose(transform), DEVICE_OPS, size=images[0].shape[:2], refusal=refusal())
     return OperationParity(
         name=name,
         arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
@@ -203,8 +203,8 @@ def both_ways(
     """
     size = (int(images[0].shape[0]), int(images[0].shape[1]))
     compose = copy.deepcopy(compose)
-    plan = analyse(compose, size=size, refusal=refusal(), dtype=images[0].dtype)
-    recorder = Recorder(compose, plan)
+    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), dtype=images[0].dtype)
+    recorder = Recorder(compose, plan, DEVICE_OPS)
     wanted, left, tapes = [], [], []
     for row, image in enumerate(images):
         own = key._replace(index=key.index + row)

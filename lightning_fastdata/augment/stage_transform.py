@@ -103,7 +103,7 @@ class WorkerTransform:
         """Return the tensors of a sample or batch that tapes know by these names.
 
         Raises:
-            BatchError: the sample or batch has no image.
+            BatchError: a batch has no image.
         """
         raise NotImplementedError
 

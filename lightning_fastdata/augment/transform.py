@@ -244,15 +244,31 @@ class BatchTransform(PipelineTransform):
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
-        channels, dtype = self._images
-        why_not = refusal() or self._why_not
-        self.plan = analyse(self.compose, refusal=why_not, channels=channels, dtype=dtype)
+        self.plan = self._plan_for(self.compose, *self._images, why_not=self._why_not)
         self._copy: Any = None
         """A copy of the pipeline, for batches that another loader has collated."""
         self._recorders: dict[object, Recorder | None] = {}
         """Recorders for such batches, by the form of the images; None: nothing may be deferred."""
         self._looked = False
         """Whether values of images on a device were checked, which is done once: the host waits."""
+
+    def _plan_for(
+        self,
+        compose: Node,
+        channels: int | None = 3,
+        dtype: DType = BYTES,
+        *,
+        size: tuple[int, int] | None = None,
+        why_not: str | None = None,
+    ) -> Plan:
+        return analyse(
+            compose,
+            DEVICE_OPS,
+            size=size,
+            refusal=refusal() or why_not,
+            channels=channels,
+            dtype=dtype,
+        )
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or a field that would not move with it."""
@@ -354,7 +370,7 @@ class BatchTransform(PipelineTransform):
             recorder = None
             if image.device.type != "cpu" or self._on_cpu == "torch":
                 recorder = self._recorder(compose, tensors)
-            replayed = None if recorder is None else replay_all(tensors, key, recorder)
+            replayed = None if recorder is None else replay_all(tensors, key, recorder, DEVICE_OPS)
             made, is_chw = replayed or run_each(tensors, key, compose)
             made = channels_as_given(made, turned, compose, images_are_chw=is_chw)
             return put_fields(batch, {places[name]: made[name] for name in places})
@@ -371,15 +387,10 @@ class BatchTransform(PipelineTransform):
         height, width, *channels = map(int, image.shape[1:])
         form = (height, width, *channels, image.dtype)
         if form not in self._recorders:
-            plan = analyse(
-                compose,
-                size=(height, width),
-                refusal=refusal(),
-                channels=channels[0] if channels else None,
-                dtype=images.pop(),
-            )
+            count = channels[0] if channels else None
+            plan = self._plan_for(compose, count, images.pop(), size=(height, width))
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
-            self._recorders[form] = Recorder(compose, plan) if possible else None
+            self._recorders[form] = Recorder(compose, plan, DEVICE_OPS) if possible else None
         return self._recorders[form]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -392,10 +403,10 @@ class BatchTransform(PipelineTransform):
             size: height and width of images that are collated already; None: images of a dataset,
                 which may differ in size until an operation makes them one size.
         """
-        if size is not None:
-            return table(analyse(self.compose, size=size, refusal=refusal()).placements)
-        reason = refusal()
-        return super().explain() + ("" if reason is None else f"\n{what_it_means(reason)}")
+        plan = self.plan if size is None else self._plan_for(self.compose, size=size)
+        rows = table(plan.placements)
+        reason = refusal() if size is None else None
+        return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
 
 
 def left_undone(

@@ -22,6 +22,7 @@ from lightning_fastdata.augment.albumentations.plan import (
     list_leaves,
     may_differ,
 )
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.types import SampleKey
 
 SIZE = (60, 72)
@@ -72,7 +73,7 @@ def gap_and_most(compose):
             batch = collated(compose, {"image": IMAGES.clone()}, KEY, on_device=on_device)
             outs.append(batch["image"].double())
     gap = float((outs[0] - outs[1]).abs().max()) * levels_per_unit(compose, np.uint8)
-    plan = analyse(compose, size=SIZE)
+    plan = analyse(compose, DEVICE_OPS, size=SIZE)
     off = [
         bound_of(leaf.transform).largest
         for leaf, place in zip(list_leaves(compose), plan.placements, strict=True)
@@ -95,7 +96,7 @@ def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group):
 
 def places(*operations):
     compose = A.Compose(list(operations))
-    return analyse(compose, size=SIZE).placements
+    return analyse(compose, DEVICE_OPS, size=SIZE).placements
 
 
 @each("more", MORE)

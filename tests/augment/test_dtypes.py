@@ -163,7 +163,7 @@ def test_operations_that_take_floats_take_those_of_any_range(name, arguments):
 
 @each("casts", [A.ToFloat(p=0.5), A.OneOf([A.InvertImg(), A.Normalize()])])
 def test_a_pipeline_that_ends_with_two_dtypes_leaves_nothing_to_the_device(casts):
-    plan = analyse(A.Compose([A.HorizontalFlip(), casts, A.ToTensorV2()]))
+    plan = analyse(A.Compose([A.HorizontalFlip(), casts, A.ToTensorV2()]), DEVICE_OPS)
     assert not plan.defers
     reason = "the pipeline may change the dtype of some samples only, and a batch has one"
     assert {place.why for place in plan.placements} == {reason}

@@ -13,6 +13,7 @@ from misses import each
 
 from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.albumentations.plan import analyse
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
 
@@ -53,7 +54,7 @@ def test_what_opencv_takes_for_four_channels_alone_is_refused_for_six(transform)
 def test_crops_that_are_made_smaller_by_areas_in_some_samples_stay_in_the_worker():
     images = photographs(60, 50)
     crop = A.RandomResizedCrop((40, 30), scale=(0.1, 1), area_for_downscale="image", p=1)
-    assert analyse(A.Compose([crop]), size=(60, 50)).placements[0].where == "worker"
+    assert analyse(A.Compose([crop]), DEVICE_OPS, size=(60, 50)).placements[0].where == "worker"
     assert pixel_parity(crop, images, draws=6).largest == 0
 
 
@@ -68,7 +69,7 @@ def test_masks_of_crops_are_means_of_areas_where_images_are_made_larger():
 def test_a_pipeline_whose_sampler_fails_is_planned():
     fails = A.Posterize(num_bits=[(1, 7), (6, 7)], p=0)
     compose = A.Compose([A.Resize(20, 20), A.ToFloat(p=1), fails])
-    assert len(analyse(compose, size=(30, 30)).placements) == 3
+    assert len(analyse(compose, DEVICE_OPS, size=(30, 30)).placements) == 3
 
 
 @each("channels", [1, 2, 3, 4, 5, 6])
@@ -89,7 +90,7 @@ def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
     compose = A.Compose([varies, A.HorizontalFlip(), A.Crop(3, 4, 30, 32, p=1), A.VerticalFlip()])
     samples = [{"image": image, "mask": image[..., 0]} for image in photographs(40, 50) * 3]
     assert_both_ways_agree(as_batch_transform(compose), samples)
-    plan = analyse(compose, size=(40, 50))
+    plan = analyse(compose, DEVICE_OPS, size=(40, 50))
     assert [place.where for place in plan.placements][2:] == ["worker", "device"]
 
 

@@ -8,13 +8,14 @@ from misses import each
 
 from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.albumentations.plan import Size, analyse, size_after
+from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.types import SampleKey
 
 
 def where(*transforms, size=None, **options) -> str:
     """Return one letter per leaf: worker, device, either."""
-    plan = analyse(A.Compose(list(transforms), **options), size=size)
+    plan = analyse(A.Compose(list(transforms), **options), DEVICE_OPS, size=size)
     return "".join(placement.where[0] for placement in plan.placements)
 
 
@@ -120,7 +121,7 @@ def test_a_sampler_that_is_given_no_pixels_needs_none(name, arguments):
     transform = make_example(name, arguments)
     rng = np.random.default_rng(0)
     images = [*rng.integers(0, 256, (2, 160, 150, 3), np.uint8), np.zeros((160, 150, 3), np.uint8)]
-    plan = analyse(A.Compose([transform]), size=(160, 150))
+    plan = analyse(A.Compose([transform]), DEVICE_OPS, size=(160, 150))
     params = [drawn_for(transform, {"image": one, "mask": one[..., 0]}) for one in images]
     assert plan.sees_pixels[0] or all(alike(params[0], one) for one in params)
 
@@ -130,7 +131,7 @@ def test_a_sampler_that_needs_pixels_is_known():
         A.RandomBrightnessContrast(brightness_by_max=False),
         A.Equalize(mask=lambda image, **_: image[..., 0] > 9),
     ):
-        assert analyse(A.Compose([transform]), size=(8, 8)).sees_pixels == (True,)
+        assert analyse(A.Compose([transform]), DEVICE_OPS, size=(8, 8)).sees_pixels == (True,)
 
 
 ARGUMENTS = {

@@ -28,8 +28,7 @@ from lightning_fastdata.augment.fields import (
     size_of,
     target_places,
 )
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import Tape
+from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.errors import BatchError, TransformError
@@ -161,7 +160,10 @@ def run_each(
 
 
 def replay_all(
-    tensors: Mapping[str, torch.Tensor], key: SampleKey, recorder: Recorder
+    tensors: Mapping[str, torch.Tensor],
+    key: SampleKey,
+    recorder: Recorder,
+    ops: Mapping[str, DeviceOp],
 ) -> tuple[dict[str, torch.Tensor], bool] | None:
     """Draw for each sample on the host, and compute on the device of the batch.
 
@@ -195,7 +197,7 @@ def replay_all(
     draws = draws.to(tensors["image"].device, non_blocking=True)
     results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
-        results[name] = replay(program, draws.blob, results[name], DEVICE_OPS)
+        results[name] = replay(program, draws.blob, results[name], ops)
     image = draws.programs.get("image")
     return results, is_chw or (image is not None and image.makes_tensor)
 

@@ -26,14 +26,13 @@ Where operations run is decided before any sample. The rules, in order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lightning_fastdata.augment.fields import Mover
-from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.geometry import blends_alike
 from lightning_fastdata.augment.ops.operation import DeviceOp, DType, Role
 from lightning_fastdata.augment.stage_transform import OpPlacement, Placements, Where
@@ -449,6 +448,7 @@ class Plan(Placements):
 
 def analyse(
     compose: Node,
+    ops: Mapping[str, DeviceOp],
     *,
     size: tuple[int, int] | None = None,
     refusal: str | None = None,
@@ -466,7 +466,7 @@ def analyse(
     if refusal is None and before is None:
         refusal = "the pipeline may change the dtype of some samples only, and a batch has one"
     opaque = last_opaque(compose)
-    forms = [device_form(leaf.transform) for leaf in leaves]
+    forms = [device_form(leaf.transform, ops) for leaf in leaves]
     static_from, sizes = follow_sizes(compose, Size(size, size))
     boundary = max(static_from, opaque)
     sees = [_reads_pixels(leaf.transform) for leaf in leaves]
@@ -506,9 +506,9 @@ def analyse(
     )
 
 
-def device_form(transform: Node) -> DeviceOp | None:
+def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
-    return DEVICE_OPS.get(type(transform).__name__) if is_albumentations(transform) else None
+    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
 
 
 def _where(

@@ -138,7 +138,7 @@ class _Hooked(NamedTuple):
 class Recorder:
     """A copy of one pipeline, prepared for recording. Only one thread at a time may use it."""
 
-    def __init__(self, compose: Node, plan: Plan) -> None:
+    def __init__(self, compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
         self.compose = copy_of_compose(compose)
         self._plan = plan
         self._roles = target_roles(compose)
@@ -149,7 +149,7 @@ class Recorder:
         """Keys of masks that came with a dtype without device forms; OpenCV may change it later."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
-                self._hook(index, leaf.transform)
+                self._hook(index, leaf.transform, ops)
 
     def __call__(
         self, data: Mapping[str, Any], sources: Mapping[str, Callable[[], Any]] | None = None
@@ -176,9 +176,9 @@ class Recorder:
         self._targets = {}
         return result, tape
 
-    def _hook(self, index: int, transform: Transform) -> None:
+    def _hook(self, index: int, transform: Transform, ops: Mapping[str, DeviceOp]) -> None:
         original = transform.apply_with_params
-        op = None if self._plan.placements[index].where == "worker" else device_form(transform)
+        op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
         run = functools.partial(self._run, original)
         if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]

@@ -34,6 +34,7 @@ from lightning_fastdata.augment.ops.operation import DType, Tape, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import WorkerTransform
+from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 from lightning_fastdata.tree import PilImage, copy_of_compose, held, is_users
 from lightning_fastdata.types import Batch, SampleKey
@@ -137,9 +138,14 @@ class ComposeWorker(WorkerTransform):
         """Return those images and masks of a sample or batch that are tensors, among these names.
 
         Raises:
-            BatchError: the sample or batch has no image.
+            BatchError: a batch has no image.
         """
-        found = self._tensors(item, batched=batched)
+        try:
+            found = self._tensors(item, batched=batched)
+        except BatchError:
+            if batched:
+                raise
+            return {}
         return {name: found[name][1] for name in names if name in found}
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
@@ -176,7 +182,7 @@ class ComposeWorker(WorkerTransform):
             if self._plan is None:
                 compose = run = copy_of_compose(self._compose)
             else:
-                run = Recorder(self._compose, self._plan)
+                run = Recorder(self._compose, self._plan, DEVICE_OPS)
                 compose = run.compose
             own = self._local.own = _Own(run, reseeder(compose), compose)
         return own
