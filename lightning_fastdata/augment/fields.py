@@ -106,9 +106,9 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
         return Found(None, None)
     raise BatchError(
         f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
-        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample). "
-        "Say where it is with image=<key or index>. For frames or volumes alone, call the pipeline "
-        "in the dataset, where it draws by the sample's key, too."
+        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample), or "
+        "frames or a volume under Albumentations' names for them ('images', 'volume'). "
+        "Say where it is with image=<key or index>."
     )
 
 

@@ -296,23 +296,26 @@ class BatchTransform(PipelineTransform):
         What a device can do depends on channels and dtypes of the images.
         """
         worker = ComposeWorker(self.compose, self._fields, None)
-        forms: list[SampleForm] = []
+        found: list[SampleForm | None] = []
         for sample in samples:
             try:
-                forms.append(worker.form_of(sample))
+                found.append(worker.form_of(sample))
             except BatchError:
-                if not forms:
+                if not found:
                     raise
                 break  # Training reports it, if it reads that sample.
-        if not forms:
+        if not found:
             return self
         fitted = copy.copy(self)
         fitted._unfitted = self
-        first = forms[0]
-        fitted._images = first.channels, first.images["image"]
-        fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
-        if any(form.images.items() - first.images.items() for form in forms):
-            fitted._why_not = "the samples hold images of several dtypes"
+        if forms := [form for form in found if form is not None]:
+            first = forms[0]
+            fitted._images = first.channels, first.images["image"]
+            fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
+            if any(form.images.items() - first.images.items() for form in forms):
+                fitted._why_not = "the samples hold images of several dtypes"
+        else:
+            fitted._why_not = "the samples hold no image, but frames or volumes"
         fitted.take_in()
         return fitted
 

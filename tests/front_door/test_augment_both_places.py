@@ -32,6 +32,7 @@ RGBA = [np.dstack([image, image[..., :1]]) for image in PHOTOGRAPHS]
 PAIRS = [{"image": i, "mask": m} for i, m in zip(PHOTOGRAPHS, MASKS, strict=True)]
 SOME_MASKS = [pair if n % 3 else {"image": pair["image"]} for n, pair in enumerate(PAIRS)]
 SIZES = [{"image": image[: 40 + n % 3]} for n, image in enumerate(PHOTOGRAPHS)]
+FRAMES = np.stack(PHOTOGRAPHS[:3])
 
 
 def by_name(values: list[np.ndarray], name: str = "image") -> list[dict[str, Any]]:
@@ -152,10 +153,27 @@ CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
     "some to gray": (by_name(RGBA), A.Compose([A.ToGray(3, "average", p=0.5), *FLIPS]), None),
     "some cropped": (PAIRS, A.Compose([A.RandomCrop(40, 40, p=0.5), *FLIPS]), None),
     "some cropped, in lists": (PAIRS, A.Compose([A.RandomCrop(40, 40, p=0.5), *END]), in_lists),
+    "frames": (by_name([FRAMES] * 4, "images"), A.Compose(FLIPS), None),
+    "frames by name": (
+        by_name([FRAMES] * 4, "images"),
+        as_batch_transform(A.Compose(FLIPS), image="images"),
+        None,
+    ),
+    "frames in lists": (by_name([list(FRAMES)] * 4, "images"), A.Compose(FLIPS), None),
     "an image called frames": (
         by_name(PHOTOGRAPHS, "images"),
         as_batch_transform(FINISHED, image="images"),
         None,
+    ),
+    "volumes and their masks": (
+        [{"volume": FRAMES[..., 0], "mask3d": FRAMES[..., 1] // 50}] * 4,
+        A.Compose(FLIPS),
+        None,
+    ),
+    "frames in some samples, images in others": (
+        alternating(by_name(PHOTOGRAPHS), by_name([FRAMES] * 8, "images")),
+        A.Compose(FLIPS),
+        list,
     ),
     "masks of float64, warped": (
         [{**pair, "mask": pair["mask"] / 255} for pair in PAIRS],

@@ -19,6 +19,7 @@ from lightning_fastdata.augment.albumentations.plan import (
 )
 from lightning_fastdata.augment.albumentations.tape import Recorder
 from lightning_fastdata.augment.fields import (
+    CHANNELS,
     Fields,
     Location,
     check_beside,
@@ -36,7 +37,7 @@ from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import WorkerTransform
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
-from lightning_fastdata.tree import PilImage, copy_of_compose, held, is_users
+from lightning_fastdata.tree import PilImage, copy_of_compose, is_users
 from lightning_fastdata.types import Batch, SampleKey
 
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
@@ -53,17 +54,6 @@ class SampleForm(NamedTuple):
     """Dtype of each image, by the pipeline's name for the image."""
     masks: Mapping[str, DType]
     """Dtype of each mask, by the pipeline's name for the mask."""
-
-
-class _Own(NamedTuple):
-    """A thread's own copy of a pipeline."""
-
-    run: Callable[..., Any]
-    """The copy, or its recorder."""
-    seed: Callable[[SampleKey], None]
-    """Has it draw by a key."""
-    compose: Node
-    """The copy itself."""
 
 
 class ComposeWorker(WorkerTransform):
@@ -93,16 +83,18 @@ class ComposeWorker(WorkerTransform):
         ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
 
         Raises:
-            BatchError: the sample has no image, or a field beside it would not move with it.
+            BatchError: the sample has neither an image nor frames nor volumes, or a field beside
+                the image would not move with it.
         """
         data, places = self._arguments(sample)
-        own = self._own()
-        own.seed(key)
-        tape: Tape | None = None
-        if self._plan is None:
-            result = own.run(**data)
+        plan = self._plan if "image" in data else None
+        run, seed = self._own(plan)
+        seed(key)
+        tape: Tape | None = None if self._plan is None else {}
+        if plan is None:
+            result = run(**data)
         else:
-            result, tape = own.run(data)
+            result, tape = run(data)
             for target in self._roles:
                 if target in places and isinstance(result[target], np.ndarray):
                     pixels = _with_channel(result[target], data[target], tape.get(target))
@@ -114,13 +106,15 @@ class ComposeWorker(WorkerTransform):
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
-    def form_of(self, sample: Batch) -> SampleForm:
-        """Return the form of the images and masks of a sample.
+    def form_of(self, sample: Batch) -> SampleForm | None:
+        """Return the form of the images and masks of a sample; None: it has only frames or volumes.
 
         Raises:
-            BatchError: the sample has no image.
+            BatchError: the sample has neither an image nor frames nor volumes.
         """
         data, _ = self._arguments(sample)
+        if "image" not in data:
+            return None
         shape = data["image"].shape
         images, masks = (
             {
@@ -150,6 +144,8 @@ class ComposeWorker(WorkerTransform):
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after the operations on its tape."""
+        if self._has_volumes_alone(sample):
+            return sample
         draws, values = compile_tapes([tape]), {}
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
@@ -175,17 +171,17 @@ class ComposeWorker(WorkerTransform):
         found = {name: (place, get_field(item, place)) for name, place in places.items()}
         return {name: one for name, one in found.items() if isinstance(one[1], torch.Tensor)}
 
-    def _own(self) -> _Own:
-        """Return this thread's copy of the pipeline, as it runs and is seeded."""
-        own: _Own | None = held(self._local, "own")
-        if own is None:
-            if self._plan is None:
+    def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], Callable[[SampleKey], None]]:
+        """Return this thread's pipeline, or its recorder for a plan, and a function to seed it."""
+        own = self._copies()
+        if id(plan) not in own:
+            if plan is None:
                 compose = run = copy_of_compose(self._compose)
             else:
-                run = Recorder(self._compose, self._plan, DEVICE_OPS)
+                run = Recorder(self._compose, plan, DEVICE_OPS)
                 compose = run.compose
-            own = self._local.own = _Own(run, reseeder(compose), compose)
-        return own
+            own[id(plan)] = compose, run, reseeder(compose)
+        return own[id(plan)][1:]
 
     def pipelines(self) -> tuple[object, ...]:
         """Return the parts that hold code of the user's, of this thread's copies.
@@ -193,26 +189,44 @@ class ComposeWorker(WorkerTransform):
         Before its first sample these are the original ones. Transforms of the library keep nothing
         from sample to sample, and in a copy that records some are replaced.
         """
-        own: _Own | None = held(self._local, "own")
-        parts = nodes_of(self._compose if own is None else own.compose)
+        copies = [each[0] for each in self._copies().values()] or [self._compose]
+        parts = [part for compose in copies for part in nodes_of(compose)]
         return tuple(each for each in parts if is_users(type(each).__module__) or _calls(each))
+
+    def _copies(self) -> dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]:
+        """Return this thread's copies, by the ``id`` of their plans, as they run and are seeded."""
+        found: dict[int, tuple[Node, Callable[..., Any], Callable[[SampleKey], None]]]
+        found = vars(self._local).setdefault("by_plan", {})
+        return found
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and the place of each in the sample."""
-        places = target_places(sample, self._fields, self._taken, batched=False, fits=_fits)
+        if self._has_volumes_alone(sample):
+            mask = {} if self._fields.mask is None else {"mask": self._fields.mask}
+            there = {n: n for n in sample if n in self._taken and sample[n] is not None}
+            places = {n: n for n in there if _fits(n, sample[n])} | mask
+        else:
+            places = target_places(sample, self._fields, self._taken, batched=False, fits=_fits)
         data: dict[str, Any] = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and (value is not None or name == "image"):
-                if role == "image":
-                    value = _own_if_gray(value)
-                else:
-                    value = mask_to_numpy(value, data["image"].shape[:2])
+                size = data["image"].shape[:2] if "image" in data else None
+                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value, size)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
-        if self._mover is not None:
+        if self._mover is not None and "image" in data:
             known = {*places.values(), *self._fields.stays}
             check_beside(sample, known, data["image"].shape[:2], self._mover)
         return data, places
+
+    def _has_volumes_alone(self, sample: Batch) -> bool:
+        named = self._fields.image
+        if not isinstance(sample, Mapping) or named not in {None, *_VOLUMES}:
+            return False
+        if named is None and "image" in sample:
+            return False
+        held = (_VOLUMES - _MASKS) & self._taken & sample.keys()
+        return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
 
 def _fits(name: str, value: object) -> bool:
@@ -221,6 +235,15 @@ def _fits(name: str, value: object) -> bool:
         return True
     values = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(one, np.ndarray | torch.Tensor | PilImage) for one in values)
+
+
+def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
+    """Return whether the field of frames holds a single image, with channels first or last."""
+    value = sample[name]
+    if name != "images" or isinstance(value, list | tuple):
+        return False
+    shape: tuple[int, ...] = getattr(value, "shape", ())
+    return len(shape) < 3 or (len(shape) == 3 and not {shape[0], shape[2]}.isdisjoint(CHANNELS))
 
 
 def _as_arrays(value: Batch, *, image: bool) -> Batch:
