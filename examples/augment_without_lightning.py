@@ -1,8 +1,7 @@
 """Augment batches on the device in a loop of plain PyTorch, without a loader or module of ours.
 
 A student learns to see a photograph as a teacher does, who gets it without the changes of colour:
-both views are cut alike. The pipeline has an operation of our own, for which the images that drew
-it visit the CPU.
+both views are cut alike. The pipeline has an operation of our own, which runs on the device too.
 
 python examples/augment_without_lightning.py [--small]
 """
@@ -26,6 +25,7 @@ from torchvision.transforms.v2 import PILToTensor, Resize
 
 from demo.photos import Cut, cut_photographs
 from lightning_fastdata import BatchTransform, SampleKey, StepTimer
+from lightning_fastdata.augment import register
 
 SMALL = "--small" in sys.argv
 
@@ -39,6 +39,8 @@ class Faded(ImageOnlyTransform):
     def apply(self, img, share, **_):
         return (img + (255 - img) * share).astype(img.dtype)
 
+
+register(Faded, table=True)
 
 if __name__ == "__main__":
     cut = Cut(train_per_class=16, val_per_class=8) if SMALL else None

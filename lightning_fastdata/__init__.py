@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fastdata.augment.mixing import CutMix as CutMix
     from lightning_fastdata.augment.mixing import MixUp as MixUp
+    from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
@@ -55,6 +56,7 @@ _HOME = {
     "as_batch_transform": "augment.transform",
     "pack": "order.lengths",
     "prefetch": "device.prefetch",
+    "register": "augment.registry",
     "share": "sources.shared",
 }
 

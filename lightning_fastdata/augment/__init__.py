@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.stage_transform import Rows as Rows
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
@@ -34,6 +35,7 @@ _HOME = {
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
     "left_undone": "transform",
+    "register": "registry",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

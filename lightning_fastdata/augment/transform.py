@@ -44,7 +44,8 @@ from lightning_fastdata.augment.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import DType
+from lightning_fastdata.augment.ops.operation import DeviceOp, DType
+from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
@@ -142,6 +143,7 @@ class BatchTransform(PipelineTransform):
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
         self.pipeline = compose
+        self._registered: dict[str, DeviceOp] = {}
         if on_cpu not in get_args(OnCpu):
             choices = ", ".join(get_args(OnCpu))
             raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {choices}.")
@@ -244,6 +246,7 @@ class BatchTransform(PipelineTransform):
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         super().take_in()
+        self._registered = registered_forms(self.compose, self._registered)
         self.plan = self._plan_for(self.compose, *self._images, why_not=self._why_not)
         self._copy: Any = None
         """A copy of the pipeline, for batches that another loader has collated."""
@@ -263,12 +266,17 @@ class BatchTransform(PipelineTransform):
     ) -> Plan:
         return analyse(
             compose,
-            DEVICE_OPS,
+            self.ops,
             size=size,
             refusal=refusal() or why_not,
             channels=channels,
             dtype=dtype,
         )
+
+    @property
+    def ops(self) -> Mapping[str, DeviceOp]:
+        """Device forms by name, with those that were registered for the pipeline's own classes."""
+        return DEVICE_OPS | self._registered
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or a field that would not move with it."""
@@ -288,7 +296,7 @@ class BatchTransform(PipelineTransform):
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
-        return ComposeWorker(self.compose, self._fields, plan)
+        return ComposeWorker(self.compose, self._fields, plan, self._registered)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, given samples from all over it.
@@ -336,7 +344,7 @@ class BatchTransform(PipelineTransform):
         with plain_tensors():
             for name, program in draws.programs.items():
                 value = checked_rows(get_field(batch, places[name]), draws, places[name])
-                made[places[name]] = replay(program, draws.blob, value, DEVICE_OPS)
+                made[places[name]] = replay(program, draws.blob, value, self.ops)
         return put_fields(batch, made)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
@@ -373,7 +381,7 @@ class BatchTransform(PipelineTransform):
             recorder = None
             if image.device.type != "cpu" or self._on_cpu == "torch":
                 recorder = self._recorder(compose, tensors)
-            replayed = None if recorder is None else replay_all(tensors, key, recorder, DEVICE_OPS)
+            replayed = None if recorder is None else replay_all(tensors, key, recorder, self.ops)
             made, is_chw = replayed or run_each(tensors, key, compose)
             made = channels_as_given(made, turned, compose, images_are_chw=is_chw)
             return put_fields(batch, {places[name]: made[name] for name in places})
@@ -393,7 +401,7 @@ class BatchTransform(PipelineTransform):
             count = channels[0] if channels else None
             plan = self._plan_for(compose, count, images.pop(), size=(height, width))
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
-            self._recorders[form] = Recorder(compose, plan, DEVICE_OPS) if possible else None
+            self._recorders[form] = Recorder(compose, plan, self.ops) if possible else None
         return self._recorders[form]
 
     def __getstate__(self) -> dict[str, Any]:

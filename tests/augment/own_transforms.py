@@ -8,6 +8,9 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np
+import torch
+
+from lightning_fastdata.augment.ops.operation import Encoded
 
 
 class Steps(A.ImageOnlyTransform):
@@ -18,6 +21,27 @@ class Steps(A.ImageOnlyTransform):
 
     def apply(self, img, step, **params):
         return img // step * step
+
+
+class BrightRow(A.ImageOnlyTransform):
+    """Not pointwise: what becomes of a value depends on its row."""
+
+    def apply(self, img, **params):
+        out = img.copy()
+        out[0] = 255
+        return out
+
+
+class Grayer(A.ImageOnlyTransform):
+    """Not pointwise: every channel is made of all of them."""
+
+    def apply(self, img, **params):
+        return np.repeat(img.mean(2, keepdims=True).astype(np.uint8), 3, 2)
+
+
+class Raises(A.ImageOnlyTransform):
+    def apply(self, img, **params):
+        raise ValueError("only portraits")
 
 
 class RollRows(A.DualTransform):
@@ -65,3 +89,14 @@ class Pad(RollRows):
 
     def get_params_dependent_on_data(self, params, data):
         return {}
+
+
+def encode_roll(transform, params, shape, dtype):
+    return Encoded((), {"rows": np.array([params["rows"]], np.int64)})
+
+
+def roll(batch, static, arrays):
+    height = batch.shape[1]
+    rows = (torch.arange(height, device=batch.device) - arrays["rows"]) % height
+    index = rows.view(len(batch), height, *[1] * (batch.ndim - 2)).expand(batch.shape)
+    return batch.gather(1, index)

@@ -16,6 +16,8 @@ from misses import each
 from thoroughness import max_examples
 
 from benchmarks.parity import levels_per_unit
+from lightning_fastdata import BatchTransform
+from lightning_fastdata.augment import register
 from lightning_fastdata.augment.albumentations.plan import (
     MOST_PER_LEVEL,
     analyse,
@@ -115,3 +117,21 @@ def test_what_is_off_and_then_amplified_is_computed_in_the_worker(off, more):
 def test_contrast_and_gamma_of_usual_strengths_amplify_nothing():
     for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1)):
         assert places(A.GaussianBlur(p=1), mild)[0].where == "device"
+
+
+@each("off", [name for name, make in OFF.items() if may_differ(make())])
+def test_what_is_off_before_a_registered_form_is_computed_in_the_worker(off):
+    """Posterizing has a threshold: a level that is off becomes a whole step."""
+    first, last = OFF[off](), A.Posterize(num_bits=2, p=1)
+    take_back = register(A.Posterize, table=True)
+    try:
+        want, got = (
+            BatchTransform.from_albumentations(A.Compose([first, last]), on_cpu=place)(
+                IMAGES.clone(), key=KEY
+            )
+            for place in ("albumentations", "torch")
+        )
+    finally:
+        take_back()
+    most = MOST_PER_LEVEL * bound_of(first).largest
+    assert (want.double() - got.double()).abs().max() <= most

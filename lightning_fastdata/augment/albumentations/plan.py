@@ -18,15 +18,15 @@ Where operations run is decided before any sample. The rules, in order:
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
 5. An operation whose pixels may be a level off runs in the worker if a later operation enlarges
-   that error (``HueSaturationValue``, ...). So the error bound of a pipeline is that of its
-   operations; tests check it for each form on photographs.
+   that error (``HueSaturationValue``, ...), or may do so because a user registered it. So the error
+   bound of a pipeline is that of its operations; tests check it for each form on photographs.
    OpenCV 4 rounds the positions that a warp reads to 1/32 of a pixel and blends in integers, so
    that its warps can be equalled. OpenCV 5 blends in float32, in an order that depends on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -172,8 +172,10 @@ class Size(NamedTuple):
     """Upper bounds of height and width, or None."""
 
 
-def follow_sizes(compose: Node, size: Size) -> tuple[int, list[Size]]:
+def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> tuple[int, list[Size]]:
     """Follow what is known of the image size through a pipeline.
+
+    Transforms of the classes in ``keeps`` are known to keep the size.
 
     Returns:
         The number of the last leaf of the operation that makes the size static, or -1 for none; and
@@ -189,7 +191,7 @@ def follow_sizes(compose: Node, size: Size) -> tuple[int, list[Size]]:
                 before = walk(child, before)
             return before
         sizes.extend([before] * len(list_leaves(node)))
-        after = _node_size(node, before)
+        after = _node_size(node, before, keeps)
         if before.exact is None and after.exact is not None:
             boundary = len(sizes) - 1
         return after
@@ -198,19 +200,19 @@ def follow_sizes(compose: Node, size: Size) -> tuple[int, list[Size]]:
     return boundary, sizes
 
 
-def _node_size(node: Node, before: Size) -> Size:
+def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
     if not is_container(node):
-        after = size_after(node, before)
+        after = size_after(node, before, keeps)
     elif in_sequence(node):
         after = before
         for child in node.transforms:
-            after = _node_size(child, after)
+            after = _node_size(child, after, keeps)
     elif is_albumentations(node) and type(node).__name__ in GROUPS:
         pick_one = type(node).__name__ in _ONE_CHILD
         sizes = [
-            size_after(child, before)
+            size_after(child, before, keeps)
             if pick_one and not is_container(child)
-            else _node_size(child, before)
+            else _node_size(child, before, keeps)
             for child in node.transforms
         ]
         if not pick_one:
@@ -231,9 +233,11 @@ def _join(sizes: list[Size]) -> Size:
     return Size(exact, (max(heights), max(widths)))
 
 
-def size_after(transform: BasicTransform, before: Size) -> Size:
+def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
+    if type(transform) in keeps:
+        return before
     if not is_albumentations(transform):
         import albumentations
 
@@ -311,7 +315,8 @@ MASKS: Final = frozenset(
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
     """Return whether a device form takes images of a dtype."""
-    return dtype == BYTES or (dtype == FLOATS and op.name in _OF_FLOATS)
+    of_floats = op.owner is not None or op.name in _OF_FLOATS
+    return dtype == BYTES or (dtype == FLOATS and of_floats)
 
 
 def why_no_forms(images: Iterable[DType], masks: Iterable[DType]) -> str | None:
@@ -467,9 +472,10 @@ def analyse(
         refusal = "the pipeline may change the dtype of some samples only, and a batch has one"
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
-    static_from, sizes = follow_sizes(compose, Size(size, size))
+    keeps = {op.owner for op in forms if op is not None and op.owner is not None}
+    static_from, sizes = follow_sizes(compose, Size(size, size), keeps)
     boundary = max(static_from, opaque)
-    sees = [_reads_pixels(leaf.transform) for leaf in leaves]
+    sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     behind = followers(compose)
     placed: dict[int, OpPlacement] = {}
     barrier_after: str | None = None
@@ -486,7 +492,7 @@ def analyse(
         if why_worker is None:
             # An operation without a place yet may come after it, too, and may run on the device.
             others = (n for n in sorted(behind[index]) if n not in placed or placed[n].on_device)
-            after = [leaves[other].transform for other in others if forms[other] is not None]
+            after = [(leaves[other].transform, forms[other]) for other in others]
             why_worker = _why_amplified(leaf, given, after)
         if why_worker is None and op is not None:
             # Up to the boundary the worker gives all images one form: only leaves after it count.
@@ -508,7 +514,9 @@ def analyse(
 
 def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
-    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
+    kind = type(transform)
+    own = next((op for op in ops.values() if op.owner is kind), None)
+    return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
 
 
 def _where(
@@ -538,6 +546,8 @@ def _why_worker(
         return "no device form"
     if not takes_dtype(op, given):
         return f"no device form for images of {given}"
+    if op.owner is not None:
+        return None
     # An arbitrary size that is not square stands for an unknown common one.
     one_size = before.exact or (64, 48)
     made = size_after(leaf.transform, Size(one_size, one_size)).exact
@@ -557,12 +567,14 @@ def _why_worker(
     return None
 
 
-def _why_amplified(leaf: Leaf, given: DType, after: list[Node]) -> str | None:
+def _why_amplified(
+    leaf: Leaf, given: DType, after: list[tuple[Node, DeviceOp | None]]
+) -> str | None:
     """Return why an operation must be exact, as a later one enlarges errors; None: it need not."""
     if given != BYTES or not may_differ(leaf.transform):
         return None
-    for other in after:
-        if (how := why_amplifies(other)) is not None:
+    for other, op in after:
+        if op is not None and (how := why_amplifies(other, op)) is not None:
             return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
 
@@ -575,7 +587,9 @@ def _refusal(leaves: list[Leaf]) -> str | None:
     return None
 
 
-def _reads_pixels(transform: Node) -> bool:
+def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
+    if op is not None and op.owner is not None:
+        return op.reads_pixels
     if not is_albumentations(transform):
         return True
     name = type(transform).__name__
@@ -629,9 +643,11 @@ def may_differ(transform: Node) -> bool:
     return name in _OFF or (name == "ColorJitter" and any(transform.hue))
 
 
-def why_amplifies(transform: Node) -> str | None:
+def why_amplifies(transform: Node, op: DeviceOp) -> str | None:
     """Return how a transform makes many levels of an error of one level; None: it does not."""
     name = type(transform).__name__
+    if op.owner is not None:  # such as posterizing, which makes a whole step of one level
+        return "may make many levels of one, as it is registered"
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
     changes_hue = name == "HueSaturationValue" or (name == "ColorJitter" and any(transform.hue))

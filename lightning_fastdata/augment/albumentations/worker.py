@@ -31,7 +31,7 @@ from lightning_fastdata.augment.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.ops.operation import DType, Tape, Track
+from lightning_fastdata.augment.ops.operation import DeviceOp, DType, Tape, Track
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import WorkerTransform
@@ -59,14 +59,22 @@ class SampleForm(NamedTuple):
 class ComposeWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline.
+    Several threads may call it: each has its own copy of the pipeline. It carries the device forms
+    registered for classes of this pipeline, as a spawned process knows of no registration.
     """
 
     fuses_steps = True
 
-    def __init__(self, compose: Node, fields: Fields, plan: Plan | None) -> None:
+    def __init__(
+        self,
+        compose: Node,
+        fields: Fields,
+        plan: Plan | None,
+        registered: Mapping[str, DeviceOp] | None = None,
+    ) -> None:
         super().__init__()
         self._compose = compose
+        self._registered = registered or {}
         self._fields = fields
         self._plan = plan
         self._roles = target_roles(compose)
@@ -147,10 +155,11 @@ class ComposeWorker(WorkerTransform):
         if self._has_volumes_alone(sample):
             return sample
         draws, values = compile_tapes([tape]), {}
+        ops = DEVICE_OPS | self._registered
         for name, (place, pixels) in self._tensors(sample).items():
             made, program = pixels, draws.programs.get(name)
             if program is not None:
-                made = replay(program, draws.blob, pixels[None], DEVICE_OPS)[0]
+                made = replay(program, draws.blob, pixels[None], ops)[0]
             values[place] = made if self.ends_in_tensors else made.numpy()
         return put_fields(sample, values)
 
@@ -178,7 +187,7 @@ class ComposeWorker(WorkerTransform):
             if plan is None:
                 compose = run = copy_of_compose(self._compose)
             else:
-                run = Recorder(self._compose, plan, DEVICE_OPS)
+                run = Recorder(self._compose, plan, DEVICE_OPS | self._registered)
                 compose = run.compose
             own[id(plan)] = compose, run, reseeder(compose)
         return own[id(plan)][1:]

@@ -39,6 +39,15 @@ Encode: TypeAlias = "Callable[[Transform, Values, Shape, DType], Encoded | None]
 Run: TypeAlias = "Callable[[Tensor, Values, Arrays], Tensor]"
 
 
+# Named functions, not lambdas: forms that users register travel to other processes.
+def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  # noqa: ARG001
+    return shape
+
+
+def _same_dtype(transform: Transform, dtype: DType) -> DType:  # noqa: ARG001
+    return dtype
+
+
 def channels(shape: Shape) -> int:
     """Return the number of channels of an image shape."""
     return shape[2] if len(shape) > 2 else 1
@@ -68,12 +77,15 @@ class DeviceOp:
     mask: Run | None = None
     """``(masks, static, arrays) -> masks``, as for images; None: masks stay as they are."""
     _: KW_ONLY
-    out_shape: Callable[[Transform, Values, Shape], Shape] = lambda _transform, _params, shape: (
-        shape
-    )
+    out_shape: Callable[[Transform, Values, Shape], Shape] = _same_shape
     """Shape of one image after the operation, given its shape before."""
-    out_dtype: Callable[[Transform, DType], DType] = lambda _transform, dtype: dtype
+    out_dtype: Callable[[Transform, DType], DType] = _same_dtype
     """Dtype of one image after the operation, given its dtype before."""
+    owner: type | None = None
+    """The class for which a user registered it; it then keeps the shape and dtype of images and
+    masks. None: it belongs to Albumentations' own class ``name``."""
+    reads_pixels: bool = False
+    """Whether the sampler of ``owner`` needs the real image; without an owner it is not used."""
 
 
 class TapeOp(NamedTuple):
