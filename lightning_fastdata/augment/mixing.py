@@ -353,6 +353,7 @@ def mixed(
     stays: int | str | Sequence[int | str] = (),
     label: int | str | None = None,
     num_classes: int | None = None,
+    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
@@ -371,6 +372,7 @@ def mixed(
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple;
             a batch that may have its labels elsewhere is an error.
         num_classes: number of classes; needed where labels are not one-hot.
+        same_pixels: without effect, as in :func:`as_batch_transform`.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one

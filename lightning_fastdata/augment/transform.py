@@ -82,6 +82,7 @@ def as_batch_transform(
     image: int | str | None = None,
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
+    same_pixels: bool = True,  # noqa: ARG001 - of calls written before
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -97,6 +98,7 @@ def as_batch_transform(
             in tuples ``{"2": "image"}`` names the third element.
         stays: for a pipeline, keys or indices of fields that are to stay as they are beside an
             image that is moved. Any other field of the image's height and width is an error.
+        same_pixels: without effect: pixels are those of the pipeline's own library in any case.
 
     Raises:
         TransformError: ``transform`` is none of these, or a pipeline that cannot be taken.
@@ -163,6 +165,7 @@ class BatchTransform(PipelineTransform):
         image: int | str | None = None,
         mask: int | str | None = None,
         stays: int | str | Sequence[int | str] = (),
+        same_pixels: bool = True,  # noqa: ARG003 - of calls written before
         on_cpu: OnCpu = "albumentations",
     ) -> Self:
         """Return a transform of batches to call yourself.
@@ -172,6 +175,7 @@ class BatchTransform(PipelineTransform):
             image: key or index of the image in batches that are no bare tensor; None finds it.
             mask: key or index of the mask; None takes the key ``"mask"``.
             stays: fields that are left as they are, as :func:`as_batch_transform` takes it.
+            same_pixels: without effect: pixels are Albumentations' in any case.
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, to see without a device what one would do; that takes many times as
                 long.
