@@ -73,8 +73,8 @@ class StepTimer:
         self._reading: dict[Stage, object] = {}
         """Stage -> token of the newest iteration of one of its loaders."""
         self._running: LoopStage | None = None
-        self._size: tuple[int, float] | None = None
-        """Numbers of samples and of tokens in the open step; None: no step is open."""
+        self._size: int | None = None
+        """Number of samples in the open step; None: no step is open."""
 
     def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
@@ -135,7 +135,7 @@ class StepTimer:
         """End the step here. What the loop does until it asks for the next batch is a gap."""
         size, self._size = self._size, None
         if size is not None and self._running is not None:
-            self._running.step_ended(*size)
+            self._running.step_ended(size)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -273,8 +273,8 @@ class LoopStage(StageMeter):
         self.stamps.watch([loader])
         return loader
 
-    def size_of(self, batch: Batch) -> tuple[int, float]:
-        """Return the samples of a batch of all loaders, and its tokens; 0: not known."""
+    def size_of(self, batch: Batch) -> int:
+        """Return the samples of a batch of all loaders; 0: not known."""
         self.parts = tuple((i,) for i in range(len(batch))) if self._zipped else ((),)
         return super().size_of(batch)
 

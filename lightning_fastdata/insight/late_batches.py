@@ -448,7 +448,6 @@ def _slow_samples(e: LateBatches) -> Finding | None:
         for s in e.causes.slow_samples[:3]
     )
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
-    overtaken = e.causes.overtaken_share
     finding = _spent(
         e,
         share,
@@ -456,7 +455,6 @@ def _slow_samples(e: LateBatches) -> Finding | None:
         Advice(text=repair, part=share),
         "the other samples",
         e.gain(costs=scaled(e.costs, slow_samples=False)),
-        f"; {overtaken:.0%} of the batches held up complete ones" if overtaken else "",
     )
     alone = e.setup is not None and not e.setup.workers
     return _more_workers(e, finding) if alone else finding

@@ -26,7 +26,7 @@ from lightning_fastdata.insight.wall import WallTime, wall_text
 from lightning_fastdata.loading.tuner import Move
 from lightning_fastdata.types import STAGE_WORDS
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 """Version of the form of the JSON report; raised when the form changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3

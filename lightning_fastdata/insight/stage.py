@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import os
 import weakref
 from bisect import bisect_right
@@ -74,10 +73,6 @@ class StageMeter:
         self.stamps.restart()
         self.padding = PaddingMeter()
         self.changes = ReadChanges()
-        self._counted = 0.0, 0
-        """Numbers of tokens, without padding, and of samples in all steps with known tokens."""
-        self._told = self._counted
-        """``_counted`` as it was when the last metrics were taken."""
         self._duration_s = 0.0
         self._last: float | None = None
         self._cpu = SpentMeter()
@@ -93,18 +88,15 @@ class StageMeter:
         self.began()
         self.timeline.wait_began()
 
-    def size_of(self, batch: Batch) -> tuple[int, float]:
-        """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
+    def size_of(self, batch: Batch) -> int:
+        """Return the samples of a batch; 0: not known."""
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
             parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
-            samples = sum(map(batch_samples, parts or [batch]))
-            return samples, self.padding.tokens_of(batch)
-        return 0, 0.0
+            return sum(map(batch_samples, parts or [batch]))
+        return 0
 
-    def step_ended(self, samples: int, tokens: float = 0.0) -> None:
-        """End the step, in which the model got so many samples, and tokens; 0 tokens: not known."""
-        if tokens:
-            self._counted = self._counted[0] + tokens, self._counted[1] + samples
+    def step_ended(self, samples: int) -> None:
+        """End the step, in which the model got so many samples."""
         self.timeline.compute_ended(samples)
         now = clock.monotonic()
         if self._last is not None:
@@ -121,11 +113,6 @@ class StageMeter:
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
         means = window_means(*self.timeline.history.window(), self.prefix)
-        rate = means.get(f"{self.prefix}/throughput_samples_per_s")
-        tokens, samples = map(operator.sub, self._counted, self._told)
-        self._told = self._counted
-        if rate is not None and samples:
-            means[f"{self.prefix}/throughput_tokens_per_s"] = rate * tokens / samples
         return {**means, **self.stamps.metrics()}
 
     def summary(self) -> StageSummary | None:
@@ -138,12 +125,8 @@ class StageMeter:
             duration_s=self._duration_s,
             device=self._device.type,
         )
-        rate, (tokens, samples) = summary.samples_per_s, self._counted
-        return dataclasses.replace(
-            summary,
-            causes=self.stamps.summary(without=_long_waits(summary)),
-            tokens_per_s=rate * tokens / samples if rate is not None and samples else None,
-        )
+        causes = self.stamps.summary(without=_long_waits(summary))
+        return dataclasses.replace(summary, causes=causes)
 
     def late_batches(
         self,

@@ -1,6 +1,6 @@
 """What a step costs apart from waiting: the copy to the device, augmentation there, and padding.
 
-A few batches show how many tokens all have, and how much of them is padding.
+A few batches show how much of all is padding.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ _LOOKED_AT: Final = 24
 _FEWEST: Final = 4
 _MOST_BYTES: Final = 2**24
 """Bytes of the largest tensor that is looked at; a larger one would take too many milliseconds."""
-_ENDS: Final = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens", "cu_seq_lens_q")
-"""Names of tensors that hold the ends of packed sequences."""
 _LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
 """Last words of names of tensors that hold lengths."""
 _OTHERS: Final = 0.1
@@ -91,7 +89,7 @@ class _Seen(NamedTuple):
 
 
 class PaddingMeter:
-    """Looks at the first batches of a stage in host memory, and estimates the tokens of all later.
+    """Looks at the first batches of a stage, in host memory.
 
     It tells nothing where batches do not agree, as then they may show something else.
     """
@@ -127,17 +125,6 @@ class PaddingMeter:
     def padding(self) -> Padding | None:
         """Return how much of the batches is padding; None: they do not show it."""
         return self._padding if self._others <= _OTHERS * len(self._seen) else None
-
-    def tokens_of(self, batch: Batch) -> float:
-        """Return the tokens of a batch on any device without padding; 0: not known.
-
-        The share of padding is taken from the batches that were looked at.
-        """
-        padding = self.padding()
-        tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
-        if padding is None or tensor is None or tensor.ndim < 2:
-            return 0.0
-        return tensor.shape[0] * tensor.shape[1] * (1 - padding.share)
 
 
 def _summed(seen: list[_Seen]) -> Padding | None:
@@ -183,10 +170,7 @@ def _shown(tensors: Tensors) -> Iterator[_Seen]:
         and tensor.nbytes <= _MOST_BYTES
     }
     for path, found in numbers.items():
-        name, ids = str(path[-1]) if path else "", (*path[:-1], "input_ids")
-        if name in _ENDS and ids in tensors:
-            places = tensors[ids].numel()
-            yield _Seen(ids, name, np.array([places]), places, named=True)
+        name = str(path[-1]) if path else ""
         holds = {"attention_mask": 1, "padding_mask": 0}.get("_".join(name.split("_")[-2:]))
         marks = holds is not None and found.ndim == 2 and found.size > 0
         if marks and found.min() >= 0 and found.max() <= 1:

@@ -135,8 +135,6 @@ class StageSummary:
     """Mean host wait of the cold steps: what starting an epoch costs."""
     samples_per_s: float | None = None
     """Samples of warm steps per second of their ``step_ms``."""
-    tokens_per_s: float | None = None
-    """Tokens of warm steps, without padding, per second of their ``step_ms``; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
     """Samples per second with the stall taken off ``step_ms``: the most that faster data gives."""
     long_steps: tuple[StepTiming, ...] = ()
@@ -161,8 +159,6 @@ class StageSummary:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
             found.append(f"{self.samples_per_s:.0f} samples/s")
-        if self.tokens_per_s is not None:
-            found.append(f"{self.tokens_per_s:.0f} tokens/s")
         return found
 
     @property
@@ -357,7 +353,6 @@ class StepHistory:
             samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
             causes=None,
-            tokens_per_s=None,
             **phases,
         )
 

@@ -293,7 +293,7 @@ class ThroughputHooks:
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
         recording = run.recording
-        recording.main.step_ended(*recording.main.size_of(batch))
+        recording.main.step_ended(recording.main.size_of(batch))
         if recording.host is not None:
             recording.host.step_ended()
         if batch_idx == 0:
@@ -383,7 +383,7 @@ class ThroughputHooks:
         """Close a step."""
         if trainer.sanity_checking:
             return
-        run.recording.evaluated.step_ended(*run.recording.evaluated.size_of(batch))
+        run.recording.evaluated.step_ended(run.recording.evaluated.size_of(batch))
         if not run.recording.fits:
             run.batches += 1
             if run.verdict_is_due(run.batches):

@@ -114,9 +114,7 @@ def test_a_device_could_augment_what_workers_do_beside_it_unless_they_were_found
 ):
     measured = summary(device=device)
     if transforms:
-        causes = WaitCauses(
-            batches=20, wait=WaitParts(), overtaken_share=0.0, operations=transforms
-        )
+        causes = WaitCauses(batches=20, wait=WaitParts(), operations=transforms)
         measured = replace(measured, causes=causes)
     assert late_batches_of(measured, LoaderFacts(**facts)).device_could_augment is could
 

@@ -19,7 +19,7 @@ from lightning_fastdata.insight.wall import NO_TIME, Pauses, loop_time
 NOTHING: Final = Evidence()
 NO_LOADER: Final = LoaderFacts()
 _PHASES: Final = ("step_ms", "wait_ms", "stall_ms", "transfer_ms", "augment_ms")
-_CAUSES: Final = ("parts", "overtaken_share", "slow_samples", "operations", "lines")
+_CAUSES: Final = ("parts", "slow_samples", "operations", "lines")
 UNKNOWN: Final[dict[str, Any]] = {
     **dict.fromkeys((*_PHASES, "parts", "setup", "busy_share", "runqueue_share", "read_rates")),
     **dict.fromkeys(("free_cpus", "padding", "val_workers", "val_loader")),

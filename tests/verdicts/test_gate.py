@@ -349,7 +349,7 @@ def test_no_cost_is_of_a_batch_whose_step_took_long_by_waiting_or_by_computing(w
         wait, compute = (wait_ms, compute_ms) if number == 30 else (20, 10)
         ended = now + wait * ms
         task = TaskStamps(0, now, ended, ended - now, 0, 4, ended - now, 0, 0, None)
-        stamps.append(BatchStamps(number, 4, now, ended, (task,), ready_ahead=0, first=not number))
+        stamps.append(BatchStamps(number, 4, now, ended, (task,), first=not number))
         now = ended + compute * ms
     long = timing(30, wait_ms, compute_ms)
     summary = StageSummary(stage="train", steps=40, samples=160, duration_s=2.0)
