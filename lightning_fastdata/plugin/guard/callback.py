@@ -84,7 +84,8 @@ _NO_GPU: Final = (
 )
 _TOO_LARGE: Final = (
     "Memory ran out in the trainer's stage {stage}. Batches of a training step on one device are "
-    "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too."
+    "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too, or "
+    "augment_on='cpu' where a pipeline runs on the device."
 )
 
 
@@ -152,8 +153,9 @@ class GuardHooks:
             self.decision = skipped(datamodule.batch_size, accumulate, why)
             datamodule.notes.clear()
         if datamodule.guard != "raise":
-            move = parts.ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
-            seams.replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
+            strategy = trainer.strategy
+            move = partial(parts.brought, trainer, strategy.batch_to_device, datamodule)
+            seams.replace_for_one_run(trainer, strategy, "batch_to_device", move)
         if parts.why_not_in_parts(trainer, pl_module) is None:
             optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
             self.parts = parts.RunsInParts(trainer, pl_module, optimization.run, datamodule)
