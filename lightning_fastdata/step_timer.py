@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch.utils.data import DataLoader
 
@@ -27,10 +27,6 @@ from lightning_fastdata.types import STAGES, AroundLoader, B, Batch, Batch_co, S
 
 if TYPE_CHECKING:
     import torch
-
-_ITSELF: Final = (
-    "timer.batches() of a FastDataLoader itself, with tqdm and the like around that: it tells why"
-)
 
 
 class StepTimer:
@@ -262,14 +258,8 @@ class LoopStage(StageMeter):
         loader, moves = _unwrapped(loader)
         if moves:
             self._moved_by[moves] = None
-        self.facts = facts = read_loader(loader)
+        self.facts = read_loader(loader)
         self._settings_in = class_of_settings(loader)
-        if facts.learn:
-            from lightning_fastdata.prove.session import own_method
-
-            plain = isinstance(loader, DataLoader) and not own_method(loader)
-            learn = "FastDataLoader in place of DataLoader: it tells why" if plain else _ITSELF
-            self.facts = replace(facts, learn="" if isinstance(loader, zip) else learn)
         self.stamps.watch([loader])
         return loader
 
@@ -300,7 +290,6 @@ class LoopStage(StageMeter):
             loader=loader,
             settings_in=self._settings_in,
             padding=self.padding.padding(),
-            few_objects=self.padding.few_objects,
         )
         pauses = Pauses(
             wall=loop_time(summary, val),

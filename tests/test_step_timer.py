@@ -362,19 +362,18 @@ def slow_rows():
     return samples(64, slow=range(64), ms=4)
 
 
-ITSELF = "timer.batches() of a FastDataLoader itself, with tqdm and the like around that"
-IN_PLACE = "FastDataLoader in place of DataLoader: it tells why"
+TELLS = "batches straight from a FastDataLoader: it tells why"
 
 
 @each(
     ("make", "told", "note"),
     [
         (lambda: DataLoader(slow_rows()), "num_workers 0 -> ", "a DataLoader does not tell"),
-        (lambda: DataLoader(SlowStream()), IN_PLACE, "a DataLoader does not tell"),
-        (lambda: Own(SlowStream()), ITSELF, "a Own does not tell"),
-        (lambda: iter(DataLoader(slow_rows())), ITSELF, "FastDataLoader itself does"),
-        (lambda: map(list, FastDataLoader(slow_rows())), ITSELF, "FastDataLoader itself does"),
-        (lambda: zip(DataLoader(slow_rows()), strict=True), "", "FastDataLoader itself does"),
+        (lambda: DataLoader(SlowStream()), TELLS, "a DataLoader does not tell"),
+        (lambda: Own(SlowStream()), TELLS, "a Own does not tell"),
+        (lambda: iter(DataLoader(slow_rows())), TELLS, "FastDataLoader itself does"),
+        (lambda: map(list, FastDataLoader(slow_rows())), TELLS, "FastDataLoader itself does"),
+        (lambda: zip(DataLoader(slow_rows()), strict=True), TELLS, "FastDataLoader itself does"),
         (lambda: FastDataLoader(slow_rows(), num_workers=0), "FastDataLoader(", ""),
     ],
 )
@@ -385,7 +384,6 @@ def test_what_a_loop_is_told_is_of_the_class_of_its_loader_and_can_be_followed(m
     report = timer.report()
     assert report.verdict.kind == "data-bound"
     assert report.verdict.findings[0].remedy.startswith(told)
-    assert bool(report.verdict.findings[0].remedy) is bool(told)
     assert note in str(report.notes)
 
 

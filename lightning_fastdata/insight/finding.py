@@ -54,7 +54,7 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
-_LEARN: Final = "FastDataModule.from_loaders(train_loader): it tells why"
+_LEARN: Final = "batches straight from a FastDataLoader: it tells why they are late"
 _WHOLE_STREAM: Final = (
     "as each may read the whole stream, so that samples come several times: split=True says that "
     "it divides itself among them (get_worker_info)"

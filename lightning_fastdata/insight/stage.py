@@ -25,16 +25,7 @@ from lightning_fastdata.insight.finding import LoaderFacts
 from lightning_fastdata.insight.late_batches import LateBatches, late_batches_of
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.step_costs import PaddingMeter
-from lightning_fastdata.insight.steps import (
-    Columns,
-    EventClock,
-    StageSummary,
-    StepTimeline,
-    StepTotals,
-    mean_ms,
-    measured,
-    p50_and_p95,
-)
+from lightning_fastdata.insight.steps import EventClock, StageSummary, StepTimeline, mean_ms
 from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.simulate import TrainingTimes
@@ -112,7 +103,7 @@ class StageMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
-        means = window_means(*self.timeline.history.window(), self.prefix)
+        means = window_means(self.timeline.history.window(), self.prefix)
         return {**means, **self.stamps.metrics()}
 
     def summary(self) -> StageSummary | None:
@@ -234,38 +225,24 @@ def _long_waits(summary: StageSummary) -> int:
 
 
 _MEANS: Final = {
-    "step_ms": "/step_ms",
-    "wait_ms": "/time_wait_ms",
-    "compute_ms": "/time_compute_ms",
-    "transfer_ms": "_step/transfer_ms",
-    "augment_ms": "_step/augment_ms",
+    "step": "/step_ms",
+    "wait": "/time_wait_ms",
+    "compute": "/time_compute_ms",
+    "transfer": "_step/transfer_ms",
+    "augment": "_step/augment_ms",
 }
-"""Time of a `StepTiming` -> what follows the prefix in the name of its mean."""
+"""Phase of a `StageSummary` -> what follows the prefix in the name of its mean."""
 
 
-def window_means(totals: StepTotals, newest: Columns, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps: percentiles by its newest, all else by its totals.
-
-    What was not measured has no key.
-    """
-    scalars = {
-        f"{prefix}{name}": totals.sums[time] / totals.counts[time]
-        for time, name in _MEANS.items()
-        if totals.counts[time]
-    }
-    total_ms = totals.sums["step_ms"]
-    if total_ms > 0 and totals.samples:
-        scalars[f"{prefix}/throughput_samples_per_s"] = totals.samples * 1e3 / total_ms
-    if totals.counts["stall_ms"] and total_ms > 0:
-        stalled_ms = totals.sums["stall_ms"]
-        scalars[f"{prefix}/stall_percent"] = 100.0 * stalled_ms / total_ms
-        if total_ms > stalled_ms and totals.samples:
-            free = totals.samples * 1e3 / (total_ms - stalled_ms)
-            scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
-    stalls = measured(newest["stall_ms"])
-    if stalls.size:
-        scalars[f"{prefix}_band/stall_p95_ms"] = p50_and_p95(stalls)[1]
-    return dict(sorted(scalars.items()))
+def window_means(window: StageSummary, prefix: str = "data") -> dict[str, float]:
+    """Return the scalars of a window of steps; what was not measured has no key."""
+    found = {name: mean_ms(getattr(window, phase)) for phase, name in _MEANS.items()}
+    found["/throughput_samples_per_s"] = window.samples_per_s
+    found["/throughput_if_data_were_free_samples_per_s"] = window.samples_per_s_if_data_were_free
+    if window.stall is not None and window.step is not None:
+        found["/stall_percent"] = 100 * window.stall.share
+        found["_band/stall_p95_ms"] = window.stall.p95_ms
+    return {f"{prefix}{name}": value for name, value in sorted(found.items()) if value is not None}
 
 
 class _Watched:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_fastdata import tree
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.insight.finding import (
     AUGMENT_HIGH,
@@ -51,8 +49,6 @@ _LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
 _OTHERS: Final = 0.1
 """Ratio up to which batches may show something else, as a last one of a single sample does."""
 _PADDING_HIGH: Final = 0.10
-_MANY: Final = 64
-"""Number of objects in a batch from which on to look at each of them takes long."""
 _LOOKING_MS: Final = 1.0
 """Milliseconds below which looking for tensors in a batch is no finding."""
 
@@ -99,8 +95,6 @@ class PaddingMeter:
         self._others = 0
         """Number of batches that showed nothing, or something else than the first."""
         self._padding: Padding | None = None
-        self.few_objects = False
-        """Whether the newest batch that was looked at holds a few objects only."""
 
     @property
     def looks(self) -> bool:
@@ -113,8 +107,6 @@ class PaddingMeter:
             return
         seen = None
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
-            objects = tree.leaves(batch.batch if isinstance(batch, StagedBatch) else batch)
-            self.few_objects = len(list(islice(objects, _MANY))) < _MANY
             seen = next(_shown(tensors_in(batch)), None)
         if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):
             self._others += 1
@@ -226,8 +218,6 @@ class StepCosts:
     """Class whose arguments hold the loader's settings, as advice writes them."""
     padding: Padding | None = None
     """How much of the batches is padding."""
-    few_objects: bool = False
-    """Whether batches are known to hold a few objects only."""
 
     @property
     def times(self) -> StepTimes:
@@ -262,7 +252,7 @@ def _transfer(e: StepCosts) -> Finding | None:
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
         remedy += "dataset or in collate_fn"
     elif e.summary.device == "cpu":  # where nothing is copied
-        if e.few_objects or (mean_ms(e.summary.transfer) or 0.0) < _LOOKING_MS:
+        if (mean_ms(e.summary.transfer) or 0.0) < _LOOKING_MS:
             return None
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "

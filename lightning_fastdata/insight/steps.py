@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -256,6 +256,23 @@ class StepTotals:
             share=total / step_ms if step_ms > 0 else 0.0,
         )
 
+    def summarize(self, newest: Columns) -> StageSummary:
+        """Return the means and rates of the steps, with percentiles of the ``newest``."""
+        sums = self.sums
+        known = {name: self.phase(name, newest[name]) for name in TIMED}
+        phases: dict[str, Any] = {name.removesuffix("_ms"): each for name, each in known.items()}
+        free_rate = None
+        if phases["stall"] is not None:
+            free_rate = _per_second(self.samples, sums["step_ms"] - sums["stall_ms"])
+        return replace(
+            NO_STEPS,
+            steps=self.steps,
+            samples=self.samples,
+            samples_per_s=_per_second(self.samples, sums["step_ms"]),
+            samples_per_s_if_data_were_free=free_rate,
+            **phases,
+        )
+
 
 class StepHistory:
     """Totals over all steps, and single values of the newest, in memory that never grows."""
@@ -318,14 +335,12 @@ class StepHistory:
         take = have if steps is None else max(0, min(steps, have))
         return columns_of(list(islice(self._rows, have - take, None)))
 
-    def window(self) -> tuple[StepTotals, Columns]:
-        """Return the totals of the steps since the last call, and the newest of these steps.
-
-        Cold steps are left out, unless there are no others.
-        """
+    def window(self) -> StageSummary:
+        """Return where the steps since the last call went: the warm ones, unless there are none."""
         warm, cold = map(StepTotals.since, (self._warm, self._cold), self._told)
         self._told = copy.deepcopy((self._warm, self._cold))
-        return warm if warm.steps else cold, warm_steps(self.newest(warm.steps + cold.steps))
+        newest = warm_steps(self.newest(warm.steps + cold.steps))
+        return (warm if warm.steps else cold).summarize(newest)
 
     def summarize(self, stage: str, *, duration_s: float, device: str = "cpu") -> StageSummary:
         """Return where all steps so far went: the warm ones, unless there are none."""
@@ -335,13 +350,9 @@ class StepHistory:
             totals, long_steps = copy.deepcopy(self._warm), self._long_steps(columns)
         for timing in long_steps:
             totals.add(timing, -1)
-        sums = totals.sums
-        phases = {name.removesuffix("_ms"): totals.phase(name, columns[name]) for name in TIMED}
-        free_rate = None
-        if phases["stall"] is not None:
-            free_rate = _per_second(totals.samples, sums["step_ms"] - sums["stall_ms"])
         first_waits = cold.counts["wait_ms"]
-        return StageSummary(
+        return replace(
+            totals.summarize(columns),
             stage=stage,
             device=device,
             steps=self.steps,
@@ -349,11 +360,7 @@ class StepHistory:
             duration_s=duration_s,
             cold_steps=cold.steps,
             cold_wait_ms=cold.sums["wait_ms"] / first_waits if first_waits else None,
-            samples_per_s=_per_second(totals.samples, sums["step_ms"]),
-            samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
-            causes=None,
-            **phases,
         )
 
 

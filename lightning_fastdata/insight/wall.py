@@ -144,8 +144,7 @@ class WallClock:
     """
 
     __slots__ = (
-        "_before_ns", "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns",
-        "_state",
+        "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "_state",
     )  # fmt: skip
 
     def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
@@ -153,8 +152,6 @@ class WallClock:
         self._began_ns = self._since_ns = clock_ns()
         self._spent_ns: defaultdict[Activity, int] = defaultdict(int)
         self._state = self._now = Activity("setup")
-        self._before_ns = 0
-        """What counted towards the state's activity before the run turned to it."""
         self._blocks: list[Activity] = []
 
     @property
@@ -167,15 +164,6 @@ class WallClock:
         self._state = activity
         if not self._blocks:
             self._change(activity)
-        self._before_ns = self._spent_ns.get(activity, 0)
-
-    def turn_back_to(self, activity: Activity) -> None:
-        """Change the state of the run as of its last change: blocks since then stay as they are."""
-        self._change(self._now)
-        moved_ns = self._spent_ns.get(self._state, 0) - self._before_ns
-        self._spent_ns[self._state] -= moved_ns
-        self._spent_ns[activity] += moved_ns
-        self.turn_to(activity)
 
     def enter(self, activity: Activity) -> None:
         """Begin a block; one within a block of the same part counts towards that block."""
@@ -195,7 +183,6 @@ class WallClock:
         """Count everything so far as setup: it was tried before the run began."""
         self._change(self._now)
         self._spent_ns.clear()
-        self._before_ns = 0
         self._spent_ns[Activity("setup")] = self._since_ns - self._began_ns
 
     def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:

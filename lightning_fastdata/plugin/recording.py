@@ -207,19 +207,11 @@ class WallWatch:
         self._epoch_start, self._starting = LATER_EPOCHS, True
         self.clock.turn_to(_LOGGING)
 
-    def validation_began(self, *, loaded: bool = False) -> None:
-        """A validation within a fit has begun, if it was not announced before.
-
-        ``loaded``: its loaders have been started already. Lightning does not announce that where
-        it goes on to add up gradients, and logs nothing then: the last step ended right before.
-        """
-        state = self.clock.state
-        if not self._fits or state is _VALIDATION:
-            return
-        self._interrupted = state
-        behind_step = loaded and (state is _OTHER or state is _LOGGING)
-        turn = self.clock.turn_back_to if behind_step else self.clock.turn_to
-        turn(_VALIDATION)
+    def validation_began(self) -> None:
+        """A validation within a fit has begun, if it was not announced before."""
+        if self._fits and self.clock.state is not _VALIDATION:
+            self._interrupted = self.clock.state
+            self.clock.turn_to(_VALIDATION)
 
     def validation_ended(self) -> None:
         """The training goes on where it was."""

@@ -18,8 +18,6 @@ from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
 
-from torch.utils.data import DataLoader
-
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, check, is_whole
 from lightning_fastdata.host import clock
@@ -63,7 +61,6 @@ from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin import boards, seams
 from lightning_fastdata.plugin.recording import LATER_EPOCHS, Recording, attach_tee
 from lightning_fastdata.plugin.transforms import augment_foreign_batches
-from lightning_fastdata.prove.session import own_method
 from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:
@@ -355,7 +352,7 @@ class ThroughputHooks:
     def on_validation_start(self, run: MeasuredRun, *_: object) -> None:
         """Count what follows as validation, or begin to measure where nothing else is measured."""
         if run.recording.fits:
-            run.recording.wall.validation_began(loaded=True)
+            run.recording.wall.validation_began()
         else:
             run.began()
 
@@ -710,7 +707,6 @@ class MeasuredRun:
             augment_hook=augments,
             settings_in=class_of_settings(loader) if ours is None else "LoaderOptions",
             padding=recording.main.padding.padding(),
-            few_objects=recording.main.padding.few_objects,
         )
         pauses = Pauses(
             wall=wall,
@@ -738,8 +734,6 @@ class MeasuredRun:
         settled = ours is not None and ours.placing.choice(stage) is not None
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
-        if known.learn and (not isinstance(loader, DataLoader) or own_method(loader)):
-            known = replace(known, learn="FastDataModule.from_datasets(dataset): it tells why")
         return replace(
             self.recording.main.changes.heeded(known),
             usable_cpus=self._usable_cpus,

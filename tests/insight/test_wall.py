@@ -28,7 +28,6 @@ MOVES = st.lists(
         st.tuples(st.just("enter"), PARTS, st.sampled_from(["", "a", "b"])),
         st.tuples(st.just("leave")),
         st.tuples(st.just("turn"), PARTS),
-        st.tuples(st.just("turn back"), PARTS),
         st.tuples(st.just("pass"), st.floats(0.0, 10.0)),
         st.tuples(st.just("forget")),
     )
@@ -53,8 +52,6 @@ def test_the_parts_add_up_whatever_is_announced(moves):
             wall.leave()
         elif move == "turn":
             wall.turn_to(Activity(*what))
-        elif move == "turn back":
-            wall.turn_back_to(Activity(*what))
         elif move == "forget":
             wall.forget()
         else:

@@ -39,6 +39,6 @@ def test_who_takes_stamps_is_not_told_to_take_some():
     seen = evidence_with(step_ms=60.0, wait_ms=20.0, stall_ms=20.0, parts=parts)
     blind, told = (judge(waiting(20.0), facts, each).findings[0] for each in (None, seen))
     assert blind.code == told.code == "FD104"
-    assert "FastDataModule" in blind.remedy
+    assert "FastDataLoader" in blind.remedy
     assert told.remedy == ""
     assert "no single cost stands out: the training process was ready" in told.cause
