@@ -41,8 +41,6 @@ _MOSTLY_WAITING: Final = 0.3
 """Share of a step that is waiting, 0 to 1, above which even a short wait is worth advice."""
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
-_LEAST_PART: Final = 0.1
-"""Least share of the wait, 0 to 1, that advice has to be about; advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Codes of findings without stamps at a stall of 10 % or less; any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD104"}
@@ -227,8 +225,6 @@ class Advice:
     loader begin with ``"val."``."""
     gain: Gain | None = None
     """Gain of this advice; None: the gain of its finding holds."""
-    part: float = 1.0
-    """Share of the wait that the advice is about, 0 to 1."""
     joins: bool = False
     """Whether the advice may be told beside an earlier one, and not only in its place."""
     for_speed: bool = True
@@ -400,5 +396,4 @@ def may_be_given(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -
     """Return whether an advice with this gain may be given."""
     if set(advice.changes) & set(closed):
         return False
-    worthwhile = advice.part >= _LEAST_PART and gain is not None and gain.worthwhile
-    return worthwhile or not advice.for_speed
+    return not advice.for_speed or (gain is not None and gain.worthwhile)

@@ -197,18 +197,16 @@ class LateBatches:
     def throttled(self) -> bool:
         """Whether a fifth of the wait or more could vanish if no quota held anything back.
 
-        A thread lost no more than its part of the time in which CPUs were held back, and no more
-        than the periods in which the quota was used up. The wait cannot get shorter by more than
-        the smaller of the two.
+        A thread lost no more than its part of the time in which CPUs were held back.
         """
-        lost, times = self.machine.throttled_share, self.times
-        if not lost or not times.step_ms or not times.wait_ms:
+        held, times = self.machine.throttled_cpus, self.times
+        if not held or not times.step_ms or not times.wait_ms:
             return False
-        if self.machine.throttled_cpus is not None and self.setup is not None:
+        threads = 1.0
+        if self.setup is not None:
             busy = 1.0 if self.busy_share is None else self.busy_share
-            threads = self.setup.workers * busy + self.setup.step_cpus
-            lost = min(lost, self.machine.throttled_cpus / max(1.0, threads))
-        return lost * times.step_ms >= _RUNQUEUE_HIGH * times.wait_ms
+            threads = max(1.0, self.setup.workers * busy + self.setup.step_cpus)
+        return min(1.0, held / threads) * times.step_ms >= _RUNQUEUE_HIGH * times.wait_ms
 
     @property
     def own_fits(self) -> bool:
@@ -417,7 +415,7 @@ def _slow_samples(e: LateBatches) -> Finding | None:
         e,
         share,
         "waiting for single slow samples",
-        Advice(text=repair, part=share),
+        repair,
         "the other samples",
         e.gain(costs=scaled(e.costs, slow_samples=False)),
     )
@@ -468,7 +466,7 @@ def _latency(e: LateBatches) -> Finding | None:
         e,
         share,
         "waiting for storage, a network or a lock",
-        (Advice(text="keep the data on a local disk", part=share), _CACHE),
+        (Advice(text="keep the data on a local disk"), _CACHE),
         "transforms: the CPUs are not what is short",
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         _where_it_waits(e, share),
@@ -489,7 +487,7 @@ def _bandwidth(e: LateBatches) -> Finding | None:
         e,
         share,
         "waiting for a lock, a disk or a line that workers share",
-        (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
+        (Advice(text="find the lock, or keep the data on a local disk"), _CACHE),
         "the number of workers: more of them read no more",
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         rates + _where_it_waits(e, share),
@@ -565,7 +563,7 @@ def _few_cpus(e: LateBatches) -> Finding | None:
         return None
     facts = [f"ready workers wait for a CPU for {e.without_cpu:.0%} of their time"]
     if e.throttled:
-        facts.append(f"the CPU quota was used up in {e.machine.throttled_share:.0%} of the periods")
+        facts.append(f"a CPU quota held back threads for {e.machine.throttled_cpus:.1f} CPUs")
     wanted, now = e.best_workers(), e.setup
     remedy = _transforms(e)
     if now is not None:
@@ -590,8 +588,7 @@ def _collation(e: LateBatches) -> Finding | None:
     if name != "collate":
         return None
     gain = e.gain(costs=scaled(e.costs, collate=0.0))
-    less = Advice(text=_COLLATE_LESS, part=share)
-    finding = _spent(e, share, "collating samples", less, "reading and transforms", gain)
+    finding = _spent(e, share, "collating samples", _COLLATE_LESS, "reading and transforms", gain)
     waits = sum(cost.collate_blocked_ns - cost.collate_ns for cost in e.costs)
     return _more_workers(e, finding, together=waits > 0, computing=waits <= 0)
 
@@ -659,8 +656,7 @@ def _on_the_way(e: LateBatches) -> Finding | None:
         text = "find threads of the training process that compute, such as loggers and "
         text += "callbacks, as they hold the interpreter's lock; then smaller batches"
         advice = (Advice(text=text),)
-    parts = tuple(replace(each, part=share) for each in advice)
-    return _spent(e, share, what, parts, "the number of workers")
+    return _spent(e, share, what, advice, "the number of workers")
 
 
 def _hands_over_long(e: LateBatches, share: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +33,6 @@ class MachineSeen:
     queued_share: float | None = None
     """Share of time ready to run but without a CPU: that of the training process plus the mean of
     the workers. It is known of any loader."""
-    throttled_share: float | None = None
-    """Share of the scheduler's periods in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
     """Number of CPUs, mean over time, that had threads to run but were held back by the quota."""
     other_cpus: float | None = None
@@ -48,12 +45,9 @@ class MachineSeen:
         """Return what the machine reports between two readings."""
         seconds = end.at_s - begin.at_s
         seen: dict[str, float] = {}
-        if begin.throttling is not None and end.throttling is not None:
-            periods, used_up, held_us = map(operator.sub, end.throttling, begin.throttling)
-            if periods > 0:
-                seen["throttled_share"] = min(1.0, max(0, used_up) / periods)
-            if seconds > 0:
-                seen["throttled_cpus"] = max(0, held_us) / seconds / 1e6
+        if begin.throttling is not None and end.throttling is not None and seconds > 0:
+            held_us = end.throttling.throttled_us - begin.throttling.throttled_us
+            seen["throttled_cpus"] = max(0, held_us) / seconds / 1e6
         if begin.cpu is not None and end.cpu is not None and seconds > 0:
             others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
             seen["other_cpus"] = max(0.0, others_s) / seconds

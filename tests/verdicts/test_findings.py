@@ -271,7 +271,7 @@ def test_a_device_is_advised_to_augment_only_where_it_could(code):
 
 
 def test_a_used_up_quota_counts_as_own_work_on_many_cpus():
-    evidence = late({"read_cpu_ms": 20.0}, machine=MachineSeen(throttled_share=0.4), **CPU)
+    evidence = late({"read_cpu_ms": 20.0}, machine=MachineSeen(throttled_cpus=0.8), **CPU)
     assert [found.code for found in findings(evidence)] == ["FD306"]
 
 

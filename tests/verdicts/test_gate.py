@@ -76,7 +76,6 @@ advices = st.builds(
     text=st.text("abc", min_size=1, max_size=5),
     changes=st.lists(st.sampled_from(OPTIONS), max_size=2).map(tuple),
     gain=gains,
-    part=st.floats(0, 1),
     joins=st.booleans(),
     for_speed=st.booleans(),
 )
@@ -89,9 +88,7 @@ advices = st.builds(
     st.lists(advices, max_size=5).map(tuple), gains,
     st.dictionaries(st.sampled_from(OPTIONS), st.just("chosen")),
 )  # fmt: skip
-def test_what_is_given_gains_speaks_of_a_tenth_and_changes_nothing_that_is_closed(
-    advice, gain, closed
-):
+def test_what_is_given_gains_and_changes_nothing_that_is_closed(advice, gain, closed):
     proposed = Finding(
         code="FD303", severity="high", cause="late", remedy="", gain=gain, advice=advice
     )
@@ -101,7 +98,7 @@ def test_what_is_given_gains_speaks_of_a_tenth_and_changes_nothing_that_is_close
         if set(each.changes) & set(closed):
             return False
         own = each.gain or gain
-        return not each.for_speed or (each.part >= 0.1 and own is not None and own.factor > 1.03)
+        return not each.for_speed or (own is not None and own.factor > 1.03)
 
     first = next((each for each in advice if allowed(each)), None)
     assert told.advice == ()
