@@ -249,15 +249,12 @@ class LoopStage(StageMeter):
         self._settings_in: Literal["FastDataLoader", "DataLoader"] = "DataLoader"
         self._zipped = False
         """Whether each batch is a tuple with one of each of several loaders."""
-        self._moved_by: dict[str, None] = {}
 
     def epoch_began(self, loader: object) -> object:
         """Note that a loader is about to be iterated; return it without what wraps it."""
         self.timeline.epoch_began()
         self._zipped = isinstance(loader, zip)
-        loader, moves = _unwrapped(loader)
-        if moves:
-            self._moved_by[moves] = None
+        loader = _unwrapped(loader)
         self.facts = read_loader(loader)
         self._settings_in = class_of_settings(loader)
         self.stamps.watch([loader])
@@ -284,7 +281,7 @@ class LoopStage(StageMeter):
         loader = replace(loader, closed={**loader.closed, **closed})
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
-        late = self.late_batches(summary, loader, cpus=float(cpus))
+        late = self.late_batches(summary, loader)
         step = StepCosts(
             summary=summary,
             loader=loader,
@@ -300,27 +297,20 @@ class LoopStage(StageMeter):
         return judge(Evidence(late=late, step=step, pauses=pauses))
 
     def not_known(self) -> tuple[str, ...]:
-        """Return what is not known, and why, a sentence each; several stages may say the same."""
-        transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
-        notes = [transfer.format(moves) for moves in self._moved_by]
+        """Return what is not known, and why; several stages may say the same."""
         missing = self.stamps.missing()
-        if missing is not None:
-            notes.append(f"Why batches were late is not known: {missing}.")
-        return tuple(notes)
+        return () if missing is None else (f"Why batches were late is not known: {missing}.",)
 
 
-def _unwrapped(loader: object) -> tuple[object, str]:
-    """Return the loader inside its wrappers, and which of them moves batches; empty: none does."""
-    moves = ""
+def _unwrapped(loader: object) -> object:
+    """Return the loader inside its wrappers, which may move its batches to the device."""
     while True:
         if isinstance(loader, Prefetched):
-            moves, loader = moves or "prefetch()", loader.loader
+            loader = loader.loader
             continue
         # Fabric's wrapper copies its loader's attributes, but the loader itself has no public name.
         # If a version lacks this name, no stamps are taken, and a test fails.
         inner = held(loader, "_dataloader")
         if not isinstance(inner, DataLoader):
-            return loader, moves
-        if held(loader, "_device") is not None:
-            moves = moves or "Fabric"
+            return loader
         loader = inner

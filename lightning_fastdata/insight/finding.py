@@ -257,8 +257,8 @@ class Finding:
 
     @property
     def family(self) -> str:
-        """Name by which people know such causes, e.g. ``"slow storage"``."""
-        return family_of(self.code)
+        """Name by which people know such causes, e.g. ``"slow storage"``; empty without a code."""
+        return next((name for name, codes in FAMILIES.items() if self.code in codes.split()), "")
 
 
 FAMILIES: Final = {
@@ -278,11 +278,6 @@ FAMILIES: Final = {
     "uneven shares": "FD316 FD325",
 }
 """Name of a family of causes, as people see it beside a code -> the codes of the family."""
-
-
-def family_of(code: str) -> str:
-    """Return the name of the family that a code belongs to; empty: there is no such code."""
-    return next((name for name, codes in FAMILIES.items() if code in codes.split()), "")
 
 
 def costs_much(stall_ms: float, share: float) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from lightning_fastdata.errors import printable, rounded
 from lightning_fastdata.insight.finding import (
@@ -278,8 +278,8 @@ def late_batches_of(
     setup: LoaderSetup | None = None,
     *,
     step_queued: float = 0.0,
-    loader_share: float = 1.0,
     machine: MachineSeen = NO_MACHINE,
+    **known: Any,
 ) -> LateBatches:
     """Return what is known of late batches in a stage, by its steps and by stamps.
 
@@ -289,8 +289,8 @@ def late_batches_of(
         stamps: The newest stamps of the loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
         step_queued: Share of the steps, 0 to 1, in which the training was ready but had no CPU.
-        loader_share: Share of the waits that is for batches of this loader, 0 to 1.
         machine: What was seen of the machine during the training.
+        **known: Other fields of the result.
     """
     if setup is not None:
         others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
@@ -301,7 +301,6 @@ def late_batches_of(
     free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
     return LateBatches(
         summary=summary,
-        loader_share=loader_share,
         setup=setup,
         costs=_recorded_costs(summary, stamps, step_queued),
         loader=loader,
@@ -309,6 +308,7 @@ def late_batches_of(
         runqueue_share=sum(t.runqueue_ns or 0 for t in queued) / length_ns if length_ns else None,
         machine=machine,
         free_cpus=next((cpus for cpus in free if cpus is not None), None),
+        **known,
     )
 
 

@@ -163,7 +163,12 @@ class RunReport:
             first = self.stages[0]
             so_far = "" if self.ended else "so far "
             lines.append(rule(f"fastdata · {first.title} {so_far}", width))
-            lines += _verdict_lines(verdict, width)
+            if verdict is not None:
+                badge = f" {verdict.kind.upper()}   "
+                below, sentence = " " * len(badge), printable(verdict.sentence)
+                lines += textwrap.wrap(
+                    sentence, width, initial_indent=badge, subsequent_indent=below
+                )
             lines += ["", *_phase_rows(first, width), ""]
             lines += _figure_lines(self, width)
         if verdict is not None:
@@ -243,14 +248,6 @@ def rule(title: str, width: int) -> str:
     return title + "─" * max(0, width - len(title))
 
 
-def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[str]:
-    if verdict is None:
-        return
-    badge = f" {verdict.kind.upper()}   "
-    sentence, below = printable(verdict.sentence), " " * len(badge)
-    yield from textwrap.wrap(sentence, width, initial_indent=badge, subsequent_indent=below)
-
-
 def _phase_rows(stage: StageSummary, width: int) -> Iterable[str]:
     length = min(40, width - _BAR_SPACE)
     for name, phase in stage.phases.items():
@@ -288,8 +285,10 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
     causes = [found.cause for found in shown or verdict.findings[:1]]
     why = [cause for cause in causes if cause != verdict.sentence]
     if len(why) < _MOST_REMEDIES:
+        waits = stages[0].causes if stages and stages[0].stalls else None
+        brief = [] if waits is None else cause_lines(waits, brief=True)
         # The largest part of the wait is told by a cause from stamps, and need not be said again.
-        brief = _brief_causes(stages)[1 if causes[0] != verdict.sentence else 0 :]
+        brief = brief[1 if causes[0] != verdict.sentence else 0 :]
         why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):
@@ -305,14 +304,6 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
 def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
     for number, item in enumerate(items):
         yield "" if number else label, item
-
-
-def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
-    """Return why the batches of the first stage were late, if that cost it anything."""
-    first = stages[0] if stages else None
-    if first is None or first.causes is None or not first.stalls:
-        return []
-    return cause_lines(first.causes, brief=True)
 
 
 def _words(label: str, text: str, width: int) -> Iterable[str]:

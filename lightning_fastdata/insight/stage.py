@@ -120,12 +120,7 @@ class StageMeter:
         return dataclasses.replace(summary, causes=causes)
 
     def late_batches(
-        self,
-        summary: StageSummary,
-        loader: LoaderFacts,
-        *,
-        cpus: float,
-        machine: MachineSeen = NO_MACHINE,
+        self, summary: StageSummary, loader: LoaderFacts, *, machine: MachineSeen = NO_MACHINE
     ) -> LateBatches:
         """Return what is known of late batches, of the loader that is waited for most.
 
@@ -137,23 +132,23 @@ class StageMeter:
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
         stamps, source = list(slowest.newest), slowest.loader()
         times = self._training_times(summary, stamps)
-        setup = None
+        setup, known = None, dict[str, Any]()
         if source is not None and stamps:
-            setup = setup_of(source, cpus=cpus, step_cpus=times.step_cpus)
-        late = late_batches_of(
+            cpus: Any = {"cpus": float(loader.usable_cpus or 1), "step_cpus": times.step_cpus}
+            known["setup_with"] = partial(source.setup_with, **cpus)
+            setup = setup_of(source, **cpus)
+        return late_batches_of(
             dataclasses.replace(summary, causes=causes),
             loader,
             stamps,
             setup,
             step_queued=times.step_queued,
-            loader_share=share,
             machine=machine,
+            loader_share=share,
+            read_rates=slowest.rates,
+            stream_samples=slowest.stream_samples(),
+            **known,
         )
-        if source is not None:
-            setup_with = partial(source.setup_with, cpus=cpus, step_cpus=times.step_cpus)
-            late = dataclasses.replace(late, setup_with=setup_with)
-        made = slowest.stream_samples()
-        return dataclasses.replace(late, read_rates=slowest.rates, stream_samples=made)
 
     def _training_times(
         self, summary: StageSummary, stamps: Sequence[BatchStamps]

@@ -101,8 +101,6 @@ class PhaseSummary:
     """Median time over the newest steps."""
     p95_ms: float
     """95th percentile over the newest steps; far above the median it means bursts."""
-    max_ms: float
-    """Longest time over all steps."""
     share: float
     """Share of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
@@ -216,22 +214,20 @@ class StepTotals:
     def __init__(self) -> None:
         self.steps = self.samples = 0
         """Number of all steps, and number of samples in those that were timed."""
-        self.sums, self.largest = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, -np.inf)
-        self.counts = dict.fromkeys(TIMED, 0)
+        self.sums, self.counts = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, 0)
 
     def add(self, timing: StepTiming, times: int = 1) -> None:
-        """Add a step; ``times=-1`` takes it away again, except from the largest values."""
+        """Add a step; ``times=-1`` takes it away again."""
         self.steps += times
         for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
             if value is not None:
                 self.sums[name] += times * value
                 self.counts[name] += times
-                self.largest[name] = max(self.largest[name], value)
         if timing.step_ms is not None:
             self.samples += times * timing.samples
 
     def since(self, earlier: StepTotals) -> StepTotals:
-        """Return the sums without the steps of ``earlier``; the largest values are of all."""
+        """Return the sums without the steps of ``earlier``."""
         rest = copy.deepcopy(self)
         rest.steps, rest.samples = self.steps - earlier.steps, self.samples - earlier.samples
         for name in TIMED:
@@ -252,7 +248,6 @@ class StepTotals:
             mean_ms=total / count,
             p50_ms=p50,
             p95_ms=p95,
-            max_ms=self.largest[name],
             share=total / step_ms if step_ms > 0 else 0.0,
         )
 

@@ -128,12 +128,8 @@ class WaitCutter:
         self._tasks: defaultdict[int, deque[TaskStamps]] = defaultdict(
             lambda: deque(maxlen=_KEPT_TASKS)
         )
-        self._typical_ns: float | None = None
-
-    @property
-    def typical_sample_ms(self) -> float | None:
+        self.typical_ns: float | None = None
         """A running estimate of the median time to read one sample; None before the first."""
-        return None if self._typical_ns is None else self._typical_ns / _NS_PER_MS
 
     def note(self, batch: BatchStamps) -> None:
         """Keep the tasks of a delivered batch, as later batches may wait for some of them."""
@@ -201,7 +197,7 @@ class WaitCutter:
         """Add the time of a task that overlaps a wait to the parts it belongs to."""
         length = max(1, task.ended_ns - task.began_ns)
         # Without a CPU any sample takes long, so that time makes none slow.
-        typical, slowest = self._typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
+        typical, slowest = self.typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
         excess = 0.0
         if typical is not None and slowest >= _SLOW_FACTOR * typical:
             excess = slowest - typical
@@ -235,14 +231,14 @@ class WaitCutter:
                 each = task.read_ns / task.samples
             else:
                 continue
-            known = self._typical_ns
+            known = self.typical_ns
             if known is None:
-                self._typical_ns = each
+                self.typical_ns = each
             elif each < _SLOW_FACTOR * known:
-                self._typical_ns = known + _TYPICAL_WEIGHT * (each - known)
+                self.typical_ns = known + _TYPICAL_WEIGHT * (each - known)
             else:
                 # One slow sample alone in its task says little about the others.
-                self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+                self.typical_ns = known * (1 + _TYPICAL_WEIGHT)
 
 
 def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:
@@ -329,7 +325,7 @@ class CauseTotals:
 
     def _cut(self, batch: BatchStamps, loader: int) -> None:
         cutter = self._cutters[loader]
-        typical_ms = cutter.typical_sample_ms or 0.0
+        typical_ms = (cutter.typical_ns or 0.0) / _NS_PER_MS
         ns, slowest = cutter.cut(batch)
         wait = np.array([*ns, 1], np.float64)
         if batch.first:

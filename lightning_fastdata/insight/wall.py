@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -91,8 +91,8 @@ class WallTime:
     parts_s: Mapping[str, float]
     """Part, a key of ``PART_NAMES`` -> seconds. ``compute`` is the host's time in steps without
     that in ``wait``; it includes transfer and augmentation."""
-    named_s: Mapping[Activity, float] = field(default_factory=dict)
-    """Activity with a name -> seconds, which are among those of its part."""
+    named_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Part -> name of what it was spent on -> seconds, which are among those of the part."""
     steps: int = 0
     """Number of steps that the run is for, within this time: in a fit, training steps."""
     samples: int = 0
@@ -114,23 +114,11 @@ class WallTime:
 
     def names_of(self, part: str) -> list[tuple[str, float]]:
         """Return the names of what a part was spent on, with seconds, the longest first."""
-        named = [(each.name, s) for each, s in self.named_s.items() if each.part == part]
-        return sorted(named, key=lambda pair: -pair[1])
+        return sorted(self.named_s.get(part, {}).items(), key=lambda pair: -pair[1])
 
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
-        return {
-            "total_s": self.total_s,
-            "parts_s": dict(self.parts_s),
-            "named_s": {
-                part: dict(self.names_of(part))
-                for part in self.parts_s
-                if any(each.part == part for each in self.named_s)
-            },
-            "steps": self.steps,
-            "samples": self.samples,
-            "samples_per_s": self.samples_per_s,
-        }
+        return {**asdict(self), "samples_per_s": self.samples_per_s}
 
 
 NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
@@ -189,13 +177,15 @@ class WallClock:
         """Return what was counted until now; ``steps`` and ``samples`` are those in this time."""
         self._change(self._now)
         parts: dict[str, float] = dict.fromkeys(PART_NAMES, 0.0)
-        spent_s = {activity: ns / 1e9 for activity, ns in self._spent_ns.items()}
-        for activity, seconds in spent_s.items():
-            parts[activity.part] += seconds
+        named: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for (part, name), ns in self._spent_ns.items():
+            parts[part] += ns / 1e9
+            if name:
+                named[part][name] = ns / 1e9
         return WallTime(
             total_s=(self._since_ns - self._began_ns) / 1e9,
             parts_s={part: seconds for part, seconds in parts.items() if seconds},
-            named_s={each: seconds for each, seconds in spent_s.items() if each.name},
+            named_s=dict(named),
             steps=steps,
             samples=samples,
         )
@@ -215,12 +205,12 @@ def loop_time(train: StageSummary, val: StageSummary | None = None) -> WallTime:
     wait_ms, stall_ms = mean_ms(train.wait) or 0.0, mean_ms(train.stall) or 0.0
     start_ms = max(0.0, (train.cold_wait_ms or 0.0) - wait_ms)
     starts_s = start_ms * max(0, train.cold_steps - 1) / 1e3
-    named, parts = {Activity("epoch_starts", "later epochs"): starts_s}, {"epoch_starts": starts_s}
+    named, parts = {"epoch_starts": {"later epochs": starts_s}}, {"epoch_starts": starts_s}
     parts["wait"] = stall_ms * train.steps / 1e3
     if val is not None:
         parts["validation"] = val.duration_s
         waited_s = (val.stall_share or 0.0) * val.duration_s
-        named[Activity("validation", "waiting for batches")] = waited_s
+        named["validation"] = {"waiting for batches": waited_s}
     return WallTime(
         total_s=train.duration_s + parts.get("validation", 0.0),
         parts_s=parts,
@@ -303,10 +293,11 @@ def _validation(e: Pauses) -> Finding | None:
 def _beside_steps(e: Pauses) -> Finding | None:
     """Return the finding that what Python does beside steps takes long, with its longest part."""
     wall = e.wall
-    spent = {part: wall.parts_s.get(part, 0.0) for part in _BESIDE}
-    for each, once_s in wall.named_s.items():
-        if each.part in spent and each.name.endswith(_ONCE):
-            spent[each.part] -= once_s
+    spent = {
+        part: wall.parts_s.get(part, 0.0)
+        - sum(once_s for name, once_s in wall.names_of(part) if name.endswith(_ONCE))
+        for part in _BESIDE
+    }
     part, seconds = max(spent.items(), key=itemgetter(1))
     if seconds < _BESIDE_HIGH_S:
         return None

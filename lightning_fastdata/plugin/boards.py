@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning_fastdata.errors import require
 from lightning_fastdata.insight.report import WIDTH, RunReport
-from lightning_fastdata.insight.steps import Columns, StepTiming, Values, columns_of
+from lightning_fastdata.insight.steps import PHASES, Columns, StepTiming, Values, columns_of
 from lightning_fastdata.insight.wall import STEP_PARTS, WallTime
 
 if TYPE_CHECKING:
@@ -50,15 +50,16 @@ MAIN: Final = frozenset(
         "data_wait/read_runqueue_ms",
     )
 )
-"""Names of the scalars that loggers get, beside those of mixtures: 20 at most, several only where
-there is something to measure. They are in the tables of `docs/measuring.md`."""
+"""Names of the scalars that loggers get: 20 at most, several only where there is something to
+measure. They are in the tables of `docs/measuring.md`."""
 
-_STACK: Final = (
-    ("compute", "compute_ms", "#4c9f70"),
-    ("augment", "augment_ms", "#b07aa1"),
-    ("transfer", "transfer_ms", "#59a1cf"),
-    ("wait", "stall_ms", "#d1495b"),
-)
+_COLORS: Final = {
+    "compute": "#4c9f70",
+    "augment": "#b07aa1",
+    "transfer": "#59a1cf",
+    "wait": "#d1495b",
+}
+"""Phase of a step -> its color, from below."""
 _FONT_PT: Final = 10
 """Font size in points; at 150 dpi, shown by TensorBoard at 0.6 of the width, 12 pixels high."""
 _MOST_COLUMNS: Final = 75
@@ -142,9 +143,9 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     several = len(total) > len(parts)
     axes.set_xlabel("step (a column is several)" if several else "step", fontsize=_FONT_PT)
     phases = [
-        (name, columns[column][drawn], color)
-        for name, column, color in _STACK
-        if not np.isnan(columns[column][drawn]).all()
+        (name, columns[f"{PHASES[name]}_ms"][drawn], color)
+        for name, color in _COLORS.items()
+        if not np.isnan(columns[f"{PHASES[name]}_ms"][drawn]).all()
     ]
     areas = axes.stackplot(
         x,

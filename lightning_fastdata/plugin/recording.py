@@ -360,7 +360,7 @@ class Recording:
         self.meters = tuple(StageMeter(stage, device) for stage in self.stages)
         self.main, self.evaluated = self.meters[0], self.meters[-1]
         self._shown: object = None
-        self.host: HostMeter | None = None
+        self.host = HostMeter()
 
     def loaders(self) -> object:
         """Return the loaders of the main stage, in whatever form they come; None: there are none.
@@ -435,11 +435,11 @@ class Recording:
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
         transfer = (self._transfer_began,), (self._transfer_ended,)
+        work = (self._work_began,), (self._work_ended,)
         hook = (_BEFORE_TRANSFER,) if seams.written_hook(self._trainer, _BEFORE_TRANSFER) else ()
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
-            "validation_step": ((self._evaluation_began,), (self._evaluation_ended,)),  # of a fit
-            self.wall.step: ((self._work_began,), (self._work_ended,)),
+            **dict.fromkeys(("validation_step", self.wall.step), work),  # the former in a fit, too
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
             **dict.fromkeys(("batch_to_device", *hook), transfer),
             "on_after_batch_transfer": ((self._augment_began,), (self._augment_ended,)),
@@ -451,18 +451,12 @@ class Recording:
 
     # Callbacks at the start and end of a batch are no part of the step.
     def _work_began(self) -> None:
-        self.main.timeline.work_began()
+        if self._fetching is not None:  # not in the sanity check
+            self._fetching.timeline.work_began()
 
     def _work_ended(self) -> None:
-        self.main.timeline.work_ended()
-
-    def _evaluation_began(self) -> None:
-        if self._fetching is self.evaluated:  # not in the sanity check
-            self.evaluated.timeline.work_began()
-
-    def _evaluation_ended(self) -> None:
-        if self._fetching is self.evaluated:
-            self.evaluated.timeline.work_ended()
+        if self._fetching is not None:
+            self._fetching.timeline.work_ended()
 
     def _evaluation_fetch_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.

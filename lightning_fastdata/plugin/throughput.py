@@ -31,7 +31,6 @@ from lightning_fastdata.insight.finding import (
     read_loader,
 )
 from lightning_fastdata.insight.machine import (
-    NO_MACHINE,
     MemorySeen,
     fault_notes,
     fault_scalars,
@@ -57,7 +56,6 @@ from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuner import Tuner
-from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin import boards, seams
 from lightning_fastdata.plugin.recording import LATER_EPOCHS, Recording, attach_tee
 from lightning_fastdata.plugin.transforms import augment_foreign_batches
@@ -98,14 +96,9 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
     def guard(hook: _OfRun[_Given]) -> _Hook[_Given]:
         @wraps(hook)
         def guarded(self: Any, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
-            if self._run is None:
-                return
-            try:
-                hook(self, self._run, *args, **kwargs)
-            except FastDataWarning:  # which the program has made an error
-                raise
-            except Exception as error:
-                self._warn(what, error)
+            if self._run is not None:
+                with self.survived(what):
+                    hook(self, self._run, *args, **kwargs)
 
         return guarded
 
@@ -291,8 +284,7 @@ class ThroughputHooks:
         """Close the step and, every so often, log the means since the last time."""
         recording = run.recording
         recording.main.step_ended(recording.main.size_of(batch))
-        if recording.host is not None:
-            recording.host.step_ended()
+        recording.host.step_ended()
         if batch_idx == 0:
             run.first_step_ended()
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
@@ -310,10 +302,9 @@ class ThroughputHooks:
     @harmless("An epoch was not logged")
     def on_train_epoch_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """Draw the epoch's phases and say what they mean, where that has changed."""
-        train, host = run.recording.main, run.recording.host
+        train = run.recording.main
         train.timeline.drop_open_step()
-        if host is not None:
-            host.read_memory()  # workers that are not kept end with the epoch
+        run.recording.host.read_memory()  # workers that are not kept end with the epoch
         summary = train.summary()
         ranks = run.ranks
         if ranks is not None:
@@ -504,8 +495,6 @@ class MeasuredRun:
         self._spent_s = self._dearest_s = 0.0
         """Seconds that all verdicts within the run took, and seconds of the longest one."""
         self._epochs = 0
-        self._mixed: dict[str, dict[str, int]] = {}
-        """Label of a loader -> samples of each part of its mixture, as they were logged last."""
         self._logged = False
         self._log_due_s = 0.0
 
@@ -550,8 +539,7 @@ class MeasuredRun:
 
     def epoch_began(self) -> None:
         """Compare what is read with what it was in the epoch before."""
-        if self.recording.host is not None:
-            self.recording.host.epoch = self._epochs
+        self.recording.host.epoch = self._epochs
         self.recording.main.changes.epoch_began(self._first_loader)
         self._epochs += 1
 
@@ -572,8 +560,7 @@ class MeasuredRun:
             metrics = {**metrics, **fault_scalars(self._fault_logs())}
             for loader, _ in self._tuned():
                 metrics["data_tune/workers"] = float(loader.num_workers)
-            shown = {**boards.chosen(metrics), **self._mixture_scalars()}
-            boards.log_to(self.trainer.loggers, shown, step)
+            boards.log_to(self.trainer.loggers, boards.chosen(metrics), step)
 
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.
@@ -599,30 +586,6 @@ class MeasuredRun:
         for loader in seams.flattened(self.recording.loaders()):
             if isinstance(loader, FastDataLoader) and loader.training.tuner is not None:
                 yield loader, loader.training.tuner
-
-    def _mixture_scalars(self) -> dict[str, float]:
-        """Return the percentage of each part of mixtures since the last call, and its epochs.
-
-        Both follow from the position of the loader, without reading a sample.
-        """
-        scalars: dict[str, float] = {}
-        loaders = self.recording.loaders()
-        alone = [("", each) for each in seams.flattened(loaders)]
-        for label, loader in seams.labelled(loaders) or alone:
-            mixture = getattr(loader, "dataset", None)
-            if not isinstance(mixture, Mixture) or not isinstance(loader, FastDataLoader):
-                continue
-            place, name = loader.progress(), f"{label}/" if label else ""
-            counts, before = mixture.counts(*place), self._mixed.get(label, {})
-            new = {part: count - before.get(part, 0) for part, count in counts.items()}
-            total = sum(new.values())
-            for part, epochs in mixture.epochs(*place).items():
-                if total > 0:
-                    scalars[f"data_mix/{name}{part}_percent"] = 100 * new[part] / total
-                if epochs is not None:
-                    scalars[f"data_mix/{name}{part}_epochs"] = epochs
-            self._mixed[label] = counts
-        return scalars
 
     def _fault_logs(self) -> list[FaultLog]:
         several = self.recording.loaders(), self.recording.val_loaders()
@@ -687,16 +650,13 @@ class MeasuredRun:
         host, ranks, facts = recording.host, self.ranks, self.facts()
         _, loader = _slowest_loader(recording.loaders(), recording.main)
         val_label, val_loader = _slowest_loader(recording.val_loaders(), recording.evaluated)
-        if host is not None:
-            host.read_memory(at_once=ended)
-            dataset = getattr(loader, "dataset", None)
-            context = getattr(loader, "multiprocessing_context", None) or multiprocessing
-            forked = context.get_start_method() == "fork"
-            self._memory = host.memory.seen(dataset, forked=forked)
-        machine = NO_MACHINE if host is None else host.seen()
+        host.read_memory(at_once=ended)
+        dataset = getattr(loader, "dataset", None)
+        context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+        forked = context.get_start_method() == "fork"
+        self._memory, machine = host.memory.seen(dataset, forked=forked), host.seen()
         facts = replace(facts, closed=self._closed(facts, val_loader))
-        cpus = float(self._usable_cpus)
-        late = recording.main.late_batches(train, facts, cpus=cpus, machine=machine)
+        late = recording.main.late_batches(train, facts, machine=machine)
         ours = seams.own_datamodule(trainer)
         before, moves, augments = (seams.written_hook(trainer, name) for name in seams.HOOKS)
         step = StepCosts(
@@ -814,7 +774,8 @@ class MeasuredRun:
         if not recording.fits or not train.steps:
             return None
         # The host's waits for first batches are among the starts of epochs.
-        waited_s = train.stalled_s(cold=False) + wall.named_s.get(LATER_EPOCHS, 0.0)
+        starts_s = wall.named_s.get(LATER_EPOCHS.part, {})
+        waited_s = train.stalled_s(cold=False) + starts_s.get(LATER_EPOCHS.name, 0.0)
         waited_s += recording.evaluated.timeline.history.stalled_s()
         if self.ranks is not None:
             waited_s += _waits_for_others_s(self.ranks.so_far, self.trainer.global_rank)

@@ -276,7 +276,7 @@ def test_what_is_logged_at_the_end_of_an_epoch_is_not_the_start_of_the_next(tmp_
     options |= {"callbacks": [throughput], "logger": SlowLogger(tmp_path)}
     quiet_trainer(tmp_path, max_epochs=3, **options).fit(Reloads(0.004))
     wall = throughput.report.wall
-    later_s = wall.named_s["epoch_starts", "later epochs"]
+    later_s = wall.named_s["epoch_starts"]["later epochs"]
     # Lightning iterates a loader that was made anew twice.
     assert later_s == pytest.approx(2 * (0.25 + 2 * 0.5 if reload else 0.5))
     assert wall.parts_s["logging"] == pytest.approx(3 * 0.03)

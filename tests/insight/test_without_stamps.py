@@ -7,8 +7,6 @@ from insight.made_up import stage
 from verdicts.known import evidence_with, judge
 
 from lightning_fastdata.insight.finding import LoaderFacts
-from lightning_fastdata.insight.late_batches import LateBatches
-from lightning_fastdata.insight.verdict import largest_cost
 from lightning_fastdata.insight.waits import WaitParts
 
 
@@ -27,7 +25,7 @@ def waiting(stall_ms):
 )
 def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, code, after_ms):
     facts = LoaderFacts(num_workers=workers, usable_cpus=cpus)
-    found = largest_cost(LateBatches(summary=waiting(50.0), loader=facts)).finding
+    found = judge(waiting(50.0), facts).findings[0]
     assert found.code == code
     assert found.gain.before_ms == pytest.approx(60.0)
     assert found.gain.after_ms == pytest.approx(after_ms)

@@ -69,7 +69,7 @@ def judge(
 
 
 def _phase(ms: float | None) -> PhaseSummary | None:
-    figures = dict.fromkeys(("mean_ms", "p50_ms", "p95_ms", "max_ms"), ms)
+    figures = dict.fromkeys(("mean_ms", "p50_ms", "p95_ms"), ms)
     return None if ms is None else PhaseSummary(**figures, share=0.0)
 
 

@@ -21,7 +21,7 @@ from lightning_fastdata.insight.machine import MachineSeen
 from lightning_fastdata.insight.ranks import RankTiming
 from lightning_fastdata.insight.verdict import COSTS, findings
 from lightning_fastdata.insight.waits import LineShare, OperationShare, SlowSample, WaitParts
-from lightning_fastdata.insight.wall import Activity, WallTime
+from lightning_fastdata.insight.wall import WallTime
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 from verdicts.known import UNKNOWN, evidence_with
 
@@ -53,8 +53,8 @@ def late(parts, *, share=0.6, **other):
 def run_of(**parts_s):
     """The wall time of a run: all starts of epochs are of later ones, 40 % of validation waits."""
     named = {
-        Activity("epoch_starts", "later epochs"): parts_s.get("epoch_starts", 0.0),
-        Activity("validation", "waiting for batches"): 0.4 * parts_s.get("validation", 0.0),
+        "epoch_starts": {"later epochs": parts_s.get("epoch_starts", 0.0)},
+        "validation": {"waiting for batches": 0.4 * parts_s.get("validation", 0.0)},
     }
     return WallTime(
         total_s=sum(parts_s.values()), parts_s=parts_s, named_s=named, steps=100, samples=800
