@@ -34,7 +34,6 @@ PART_NAMES: Final = {
     "validation": "validation",
     "checkpoints": "checkpoints",
     "logging": "logging",
-    "gc": "garbage collection",
     "callbacks": "callbacks",
     "setup": "setup",
     "measuring": "measuring this",
@@ -56,8 +55,6 @@ _BESIDE: Final = {
     "or fewer weights (save_weights_only=True)",
     "logging": "log less often (Trainer(log_every_n_steps=...)), with fewer "
     "self.log(..., on_step), or to a logger that writes faster",
-    "gc": "gc.collect() and gc.freeze() when the training starts, so that what lives on is not "
-    "searched again; or gc.disable(), and gc.collect() at ends of epochs",
 }
 """Part of the wall time beside steps -> what to try."""
 _BESIDE_HIGH_S: Final = 1.0
@@ -70,7 +67,6 @@ _ONCE: Final = tuple(
     )
 )
 """Ends of the names of hooks that run once, and so cannot run less often."""
-_WORDS: Final = {"gc": "Python's garbage collector"}
 
 
 class Activity(NamedTuple):
@@ -304,8 +300,7 @@ def _beside_steps(e: Pauses) -> Finding | None:
     names = [each for each in wall.names_of(part) if not each[0].endswith(_ONCE)]
     name = names[0][0] if names else part
     most = f", {duration_text(names[0][1])} of it in {name}" if names else ""
-    what = f"{_WORDS.get(part, part)} took {duration_text(seconds)} of "
-    what += f"{duration_text(wall.training_s)}{most}"
+    what = f"{part} took {duration_text(seconds)} of {duration_text(wall.training_s)}{most}"
     return _pause(wall, seconds, what, _BESIDE[part].format(name=name))
 
 

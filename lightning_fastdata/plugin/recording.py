@@ -7,9 +7,6 @@ takes its place, and forwards every call to it.
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property, partial
@@ -39,9 +36,6 @@ _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
 FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
-_GARBAGE: Final = Activity("gc")
-_FULL_PAUSES: Final = 1
-"""Youngest generation of garbage collections that count; younger ones are too short and many."""
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> the word for it in the names of its hooks and steps."""
 _BEFORE_TRANSFER: Final = "on_before_batch_transfer"
@@ -184,7 +178,6 @@ class WallWatch:
         self.step = "run_training_batch" if self._fits else f"{kind}_step"
         self._trainer = trainer
         self._ours = ours
-        self._thread, self._process = threading.get_ident(), os.getpid()
         self._epoch_start = FIRST_EPOCH
         self._starting = True
         self._interrupted = self._asked_in = _OTHER
@@ -192,8 +185,6 @@ class WallWatch:
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
         self.clock.forget()
-        self.stop()
-        gc.callbacks.append(self.collected)
         self._epoch_start, self._starting = FIRST_EPOCH, True
         self.epoch_starts()
 
@@ -217,11 +208,6 @@ class WallWatch:
         """The training goes on where it was."""
         if self.clock.state is _VALIDATION:
             self.clock.turn_to(self._interrupted)
-
-    def stop(self) -> None:
-        """Hear no more of the garbage collector."""
-        if self.collected in gc.callbacks:
-            gc.callbacks.remove(self.collected)
 
     def ended(self) -> None:
         """No more steps come."""
@@ -248,16 +234,6 @@ class WallWatch:
             activity = self._of_callback(owner.removeprefix("[Callback]"), last)
             return None if activity is None else self._entering(activity)
         return self._of_module(last) if owner.startswith("[LightningModule]") else None
-
-    def collected(self, phase: str, info: Mapping[str, int]) -> None:
-        """Note that the garbage collector begins or ends; see ``gc.callbacks``."""
-        ours = threading.get_ident() == self._thread and os.getpid() == self._process
-        if not ours or info["generation"] < _FULL_PAUSES:
-            return
-        if phase == "start":
-            self.clock.enter(_GARBAGE)
-        else:
-            self.clock.leave()
 
     def _entering(self, activity: Activity) -> Listener:
         return (partial(self.clock.enter, activity),), (self.clock.leave,)
@@ -409,7 +385,6 @@ class Recording:
 
     def stop(self) -> None:
         """Take no more stamps."""
-        self.wall.stop()
         for meter in self.meters:
             meter.stamps.stop()
 

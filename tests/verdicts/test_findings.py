@@ -106,7 +106,7 @@ TABLE = {
         "rank 1 on a stalls 9.0 ms",
     ),
     "FD320": (
-        evidence_with(**FINE, wall=run_of(checkpoints=2.0, gc=1.0, compute=7.0)),
+        evidence_with(**FINE, wall=run_of(checkpoints=2.0, logging=1.0, compute=7.0)),
         "checkpoints took 2.0",
     ),
     "FD318": (evidence_with(**FINE, wall=run_of(validation=2.0, compute=8.0)), "0.8 s of its 2.0"),
