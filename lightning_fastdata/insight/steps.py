@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -328,7 +328,10 @@ class StepHistory:
         """Return copies of the newest steps, oldest first; None: of all in the window."""
         have = len(self._rows)
         take = have if steps is None else max(0, min(steps, have))
-        return columns_of(list(islice(self._rows, have - take, None)))
+        kept = list(islice(self._rows, have - take, None))
+        # None becomes NaN.
+        rows = np.array(kept, dtype=np.float64).reshape(take, len(_COLUMNS))
+        return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
     def window(self) -> StageSummary:
         """Return where the steps since the last call went: the warm ones, unless there are none."""
@@ -357,13 +360,6 @@ class StepHistory:
             cold_wait_ms=cold.sums["wait_ms"] / first_waits if first_waits else None,
             long_steps=tuple(sorted(long_steps)),
         )
-
-
-def columns_of(steps: Sequence[StepTiming]) -> Columns:
-    """Return the columns of single timings, in their order."""
-    # None becomes NaN.
-    rows = np.array(steps, dtype=np.float64).reshape(len(steps), len(_COLUMNS))
-    return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
 
 def measured(values: Values) -> Values:

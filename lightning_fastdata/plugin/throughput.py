@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
 
@@ -655,7 +655,6 @@ class MeasuredRun:
         context = getattr(loader, "multiprocessing_context", None) or multiprocessing
         forked = context.get_start_method() == "fork"
         self._memory, machine = host.memory.seen(dataset, forked=forked), host.seen()
-        facts = replace(facts, closed=self._closed(facts, val_loader))
         late = recording.main.late_batches(train, facts, machine=machine)
         ours = seams.own_datamodule(trainer)
         before, moves, augments = (seams.written_hook(trainer, name) for name in seams.HOOKS)
@@ -689,33 +688,25 @@ class MeasuredRun:
 
     def facts(self) -> LoaderFacts:
         """Return what the loader that is waited for most, or else the first, says about itself."""
-        stage, ours = self.recording.main.stage, seams.own_datamodule(self.trainer)
-        label, loader = _slowest_loader(self.recording.loaders(), self.recording.main)
-        settled = ours is not None and ours.placing.choice(stage) is not None
-        known = read_loader(loader)
-        augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
-        return replace(
-            self.recording.main.changes.heeded(known),
-            usable_cpus=self._usable_cpus,
-            augment_on="device" if self.recording.augments(stage) else augment_on,
-            augment_settled=settled or known.augment_settled,
-            loader=label,
-        )
-
-    def _closed(self, facts: LoaderFacts, val_loader: object) -> dict[str, str]:
-        """Return the options that nobody is told to change, and why."""
-        closed = {**facts.closed, **closed_options(val_loader, prefix="val.")}
-        ours = seams.own_datamodule(self.trainer)
+        recording, ours = self.recording, seams.own_datamodule(self.trainer)
+        label, loader = _slowest_loader(recording.loaders(), recording.main)
+        _, val_loader = _slowest_loader(recording.val_loaders(), recording.evaluated)
+        known = recording.main.changes.heeded(read_loader(loader))
+        closed = {**known.closed, **closed_options(val_loader, prefix="val.")}
+        choice = None if ours is None else ours.placing.choice(recording.main.stage)
         if ours is not None and ours.cache is not None:
             closed["cache"] = "cache= is set"
-        choice = None if ours is None else ours.placing.choice(self.recording.main.stage)
         if choice is not None and choice.place == "workers":
             closed["augment_on"] = "the workers were found to be faster before the training"
-        return closed
-
-    @cached_property
-    def _usable_cpus(self) -> int:
-        return read_cpu_limit(local_ranks=self.trainer.num_devices).usable_cpus
+        augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
+        return replace(
+            known,
+            usable_cpus=read_cpu_limit(local_ranks=self.trainer.num_devices).usable_cpus,
+            augment_on="device" if recording.augments(recording.main.stage) else augment_on,
+            augment_settled=choice is not None or known.augment_settled,
+            loader=label,
+            closed=closed,
+        )
 
     # -- what is reported --------------------------------------------------------------------------
 

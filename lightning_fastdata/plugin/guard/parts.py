@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch import nn
 
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 _Logged: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """Value of a call of ``log``, and what stood behind it: arguments by position and by name."""
-
-_NORMALISED: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def normalises(pl_module: LightningModule) -> bool:
-    """Return whether a module has batch normalisation that looks at the batches of a training."""
-    return any(isinstance(m, _NORMALISED) and m.training for m in pl_module.modules())
 
 
 def rows_of(batch: Batch) -> int | None:
@@ -265,13 +257,12 @@ class RunsInParts:
         return "not even one sample fits" if smallest else None
 
     def _warn(self, rows: int, size: int, said: str) -> None:
-        normalised = normalises(self.pl_module)
-        note = " Batch normalisation then averages over a part." if normalised else ""
         warnings.warn(
             f"A training batch of {rows} samples ran out of memory ({said}). It was trained on in "
             f"parts of {size}, and so are all batches of more from now on: the same optimizer "
-            f"steps, if the loss is a mean over the samples.{note} A batch_size of {size} and "
-            f"accumulate_grad_batches={-(-rows // size)} do the same without the first try.",
+            "steps, if the loss is a mean over the samples; batch normalisation averages over a "
+            f"part. A batch_size of {size} and accumulate_grad_batches={-(-rows // size)} do the "
+            "same without the first try.",
             FastDataWarning,
             stacklevel=2,
         )
@@ -285,15 +276,11 @@ _REDUCED: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"sum": sum, "max": 
 """Name of a ``reduce_fx`` that is no mean -> what does the same to the values of parts."""
 
 
-def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Return why batches of a training cannot be taken in parts; None: they can."""
-    strategies = strategies_of(trainer)
-    reasons = {
-        # one rank that runs out of memory would leave the others waiting in a collective
-        f"{trainer.world_size} processes train together": trainer.world_size > 1,
-        f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
-    }
-    return first_that_holds(reasons) or why_not_stepped(trainer, pl_module)
+def can_be_in_parts(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Return whether batches of a training can be taken in parts."""
+    # One rank that runs out of memory would leave the others waiting in a collective.
+    alone = trainer.world_size == 1 and "SingleDeviceStrategy" in strategies_of(trainer)
+    return alone and why_not_stepped(trainer, pl_module) is None
 
 
 def why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
