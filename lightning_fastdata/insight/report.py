@@ -19,7 +19,7 @@ from lightning_fastdata.errors import OptionsError, check, is_whole, printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.finding import gain_text, steps_text
 from lightning_fastdata.insight.ranks import RankTiming, ranks_line
-from lightning_fastdata.insight.steps import MOST_RECENT, Columns, StageSummary
+from lightning_fastdata.insight.steps import Columns, StageSummary
 from lightning_fastdata.insight.verdict import Verdict
 from lightning_fastdata.insight.waits import cause_lines
 from lightning_fastdata.insight.wall import WallTime, wall_text
@@ -45,7 +45,7 @@ WIDTH: Final = 100
 """Number of columns for which lines are laid out on loggers' boards."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MAX_BYTES: Final = 64 << 20
-"""Most bytes of a file that is read as a report; reports have some 100 kB."""
+"""Most bytes of a file that is read as a report; reports have some 10 kB."""
 _DEEPEST: Final = 8
 """Depth to which a report is taken apart. Reports are nested less; a hostile file may be more."""
 _MEASURED: Final = re.compile(
@@ -69,7 +69,8 @@ class RunReport:
     verdict: Verdict | None = None
     """What limits the first stage."""
     recent: Mapping[str, Columns] = field(default_factory=dict, compare=False)
-    """Stage name -> the single values of its newest steps; reports are equal without them."""
+    """Stage name -> the single values of its newest steps, which the page shows; reports are equal
+    without them."""
     ended: bool = True
     """Whether the run had ended; False: it went on when this was measured."""
     ranks: tuple[RankTiming, ...] = ()
@@ -94,10 +95,7 @@ class RunReport:
             "schema_version": SCHEMA_VERSION,
             "summary": self.lines(),
             "ended": self.ended,
-            "stages": {
-                stage.stage: _stage_as_dict(stage, self.recent.get(stage.stage))
-                for stage in self.stages
-            },
+            "stages": {stage.stage: _stage_as_dict(stage) for stage in self.stages},
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
             "wall": None if self.wall is None else self.wall.as_dict(),
             "device_minutes_waited": self.device_minutes_waited,
@@ -195,16 +193,9 @@ def report_file(path: str | os.PathLike[str], suffix: str) -> Path:
     return file / f"report{suffix}" if file.is_dir() else file
 
 
-def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
-    values = dataclasses.asdict(stage)
-    values |= {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
-    values["speedup_possible_is_least"] = stage.device == "cpu"
-    if recent is not None:
-        values["recent"] = {
-            name: [None if math.isnan(each) else each for each in column[-MOST_RECENT:].tolist()]
-            for name, column in recent.items()
-        }
-    return values
+def _stage_as_dict(stage: StageSummary) -> dict[str, Any]:
+    derived = {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
+    return dataclasses.asdict(stage) | derived
 
 
 def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:

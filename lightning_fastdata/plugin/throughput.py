@@ -330,16 +330,6 @@ class ThroughputHooks:
         run.recording.wall.ended()
 
     @harmless(_NOT_MEASURED)
-    def on_sanity_check_start(self, run: MeasuredRun, *_: object) -> None:
-        """Count the sanity check as validation."""
-        run.recording.wall.validation_began()
-
-    @harmless(_NOT_MEASURED)
-    def on_sanity_check_end(self, run: MeasuredRun, *_: object) -> None:
-        """Count time as setup again."""
-        run.recording.wall.validation_ended()
-
-    @harmless(_NOT_MEASURED)
     def on_validation_start(self, run: MeasuredRun, *_: object) -> None:
         """Count what follows as validation, or begin to measure where nothing else is measured."""
         if run.recording.fits:

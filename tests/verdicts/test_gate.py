@@ -420,12 +420,6 @@ def test_workers_are_not_told_to_take_the_cpus_of_others():
     assert "num_workers 0 -> 3" in beside.remedy
 
 
-def test_headroom_where_workers_share_the_cpus_is_a_lower_bound():
-    for device in ("cpu", "cuda"):
-        report = RunReport(stages=(stage(device=device),)).as_dict()
-        assert report["stages"]["train"]["speedup_possible_is_least"] is (device == "cpu")
-
-
 # Findings of their own, by a Trainer on a virtual clock
 
 
