@@ -102,8 +102,6 @@ def run(case, batches, workers):
 # -- what takes memory -----------------------------------------------------------------------------
 
 SAMPLES = 300_000
-LARGE = 400
-"""Samples of large batches."""
 _logged = []
 
 
@@ -203,10 +201,6 @@ def row(dataset, index):
     return dataset.x[index]
 
 
-def part(dataset, index):
-    return dataset.file[index * 15_000 :][:4096].sum()
-
-
 def packed():
     return PackedStrings("a" * 60 for _ in range(SAMPLES))
 
@@ -229,9 +223,6 @@ PLANTED = {
     "a cache": ("cache", reading(fill, kept=dict)),
     "arrays kept": ("cache", reading(lambda d, i: d.kept.setdefault(i, np.ones(500)), kept=dict)),
     "lru_cache": ("cache", reading(lambda _, i: kept_by_function(i))),
-    "large batches": ("ahead", lambda: Planted(LARGE, None)),
-    "a mapped file": ("page cache", reading(lambda d, i: d.file[i * 15_000], file=mapped)),
-    "a mapped file, in parts": ("page cache", reading(part, file=mapped)),
 }  # fmt: skip
 HEALTHY = {
     "rows": reading(None),
@@ -279,12 +270,9 @@ def told(name, way, batch_size=250, epochs=4):
     """Return what is told of a dataset: all uses, those that are blamed, and who read."""
     torch.set_num_threads(1)
     dataset = PLANTED[name][1]() if name in PLANTED else HEALTHY[name]()
-    large = isinstance(dataset, Planted) and dataset.length == LARGE
-    epochs = 1 if large or len(dataset) > 100_000 else epochs
+    epochs = 1 if len(dataset) > 100_000 else epochs
     kind, arguments = WAYS[way]
-    arguments = {**arguments, "batch_size": 4 if large else batch_size, "shuffle": True}
-    if large:
-        arguments |= {"collate_fn": lambda _: torch.zeros(2**21), "prefetch_factor": 8}
+    arguments = {**arguments, "batch_size": batch_size, "shuffle": True}
     gc.collect()
     meter = MemoryMeter()
     loader = kind(dataset, persistent_workers=True, **arguments)
@@ -293,13 +281,9 @@ def told(name, way, batch_size=250, epochs=4):
         for number, _ in enumerate(loader):
             pids = worker_processes()
             meter.look(pids, step=epoch * len(loader) + number, epoch=epoch)
-            if not large and (epoch, number) in ((0, 0), (epochs - 1, 9 * len(loader) // 10)):
+            if (epoch, number) in ((0, 0), (epochs - 1, 9 * len(loader) // 10)):
                 meter.read(pids)
-            if large and number == 50:
-                time.sleep(1)  # so that all that may be ahead is made
-                meter.read(pids)
-    if not large:
-        meter.read(worker_processes())
+    meter.read(worker_processes())
     seen = meter.seen(dataset, forked=True)
     uses = [(use.cause, memory_text(seen, use)) for use in memory_uses(seen)]
     blamed = [found.code for found in findings(Evidence(memory=seen)) if found.code in CODES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch.utils.data import DataLoader
 
@@ -27,10 +27,6 @@ from lightning_fastdata.types import STAGES, AroundLoader, B, Batch, Batch_co, S
 
 if TYPE_CHECKING:
     import torch
-
-_ITSELF: Final = (
-    "timer.batches() of a FastDataLoader itself, with tqdm and the like around that: it tells why"
-)
 
 
 class StepTimer:
@@ -73,8 +69,8 @@ class StepTimer:
         self._reading: dict[Stage, object] = {}
         """Stage -> token of the newest iteration of one of its loaders."""
         self._running: LoopStage | None = None
-        self._size: tuple[int, float] | None = None
-        """Numbers of samples and of tokens in the open step; None: no step is open."""
+        self._size: int | None = None
+        """Number of samples in the open step; None: no step is open."""
 
     def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
@@ -135,7 +131,7 @@ class StepTimer:
         """End the step here. What the loop does until it asks for the next batch is a gap."""
         size, self._size = self._size, None
         if size is not None and self._running is not None:
-            self._running.step_ended(*size)
+            self._running.step_ended(size)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -253,28 +249,19 @@ class LoopStage(StageMeter):
         self._settings_in: Literal["FastDataLoader", "DataLoader"] = "DataLoader"
         self._zipped = False
         """Whether each batch is a tuple with one of each of several loaders."""
-        self._moved_by: dict[str, None] = {}
 
     def epoch_began(self, loader: object) -> object:
         """Note that a loader is about to be iterated; return it without what wraps it."""
         self.timeline.epoch_began()
         self._zipped = isinstance(loader, zip)
-        loader, moves = _unwrapped(loader)
-        if moves:
-            self._moved_by[moves] = None
-        self.facts = facts = read_loader(loader)
+        loader = _unwrapped(loader)
+        self.facts = read_loader(loader)
         self._settings_in = class_of_settings(loader)
-        if facts.learn:
-            from lightning_fastdata.prove.session import own_method
-
-            plain = isinstance(loader, DataLoader) and not own_method(loader)
-            learn = "FastDataLoader in place of DataLoader: it tells why" if plain else _ITSELF
-            self.facts = replace(facts, learn="" if isinstance(loader, zip) else learn)
         self.stamps.watch([loader])
         return loader
 
-    def size_of(self, batch: Batch) -> tuple[int, float]:
-        """Return the samples of a batch of all loaders, and its tokens; 0: not known."""
+    def size_of(self, batch: Batch) -> int:
+        """Return the samples of a batch of all loaders; 0: not known."""
         self.parts = tuple((i,) for i in range(len(batch))) if self._zipped else ((),)
         return super().size_of(batch)
 
@@ -294,13 +281,12 @@ class LoopStage(StageMeter):
         loader = replace(loader, closed={**loader.closed, **closed})
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
-        late = self.late_batches(summary, loader, cpus=float(cpus))
+        late = self.late_batches(summary, loader)
         step = StepCosts(
             summary=summary,
             loader=loader,
             settings_in=self._settings_in,
             padding=self.padding.padding(),
-            few_objects=self.padding.few_objects,
         )
         pauses = Pauses(
             wall=loop_time(summary, val),
@@ -311,27 +297,20 @@ class LoopStage(StageMeter):
         return judge(Evidence(late=late, step=step, pauses=pauses))
 
     def not_known(self) -> tuple[str, ...]:
-        """Return what is not known, and why, a sentence each; several stages may say the same."""
-        transfer = "The wait includes the transfer: {} moves each batch before it delivers it."
-        notes = [transfer.format(moves) for moves in self._moved_by]
+        """Return what is not known, and why; several stages may say the same."""
         missing = self.stamps.missing()
-        if missing is not None:
-            notes.append(f"Why batches were late is not known: {missing}.")
-        return tuple(notes)
+        return () if missing is None else (f"Why batches were late is not known: {missing}.",)
 
 
-def _unwrapped(loader: object) -> tuple[object, str]:
-    """Return the loader inside its wrappers, and which of them moves batches; empty: none does."""
-    moves = ""
+def _unwrapped(loader: object) -> object:
+    """Return the loader inside its wrappers, which may move its batches to the device."""
     while True:
         if isinstance(loader, Prefetched):
-            moves, loader = moves or "prefetch()", loader.loader
+            loader = loader.loader
             continue
         # Fabric's wrapper copies its loader's attributes, but the loader itself has no public name.
         # If a version lacks this name, no stamps are taken, and a test fails.
         inner = held(loader, "_dataloader")
         if not isinstance(inner, DataLoader):
-            return loader, moves
-        if held(loader, "_device") is not None:
-            moves = moves or "Fabric"
+            return loader
         loader = inner

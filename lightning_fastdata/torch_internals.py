@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -77,12 +77,6 @@ def pinned(value: _Value, device: str | None) -> _Value:
 
     copied: _Value = pin_memory(value, device)  # type: ignore[no-untyped-call]
     return copied
-
-
-def early_batches(iterator: object) -> Iterable[Any]:
-    """Return the batches that torch's iterator over workers got before their turn, if any."""
-    tasks = getattr(iterator, "_task_info", {}).values()
-    return [entry[1] for entry in tasks if len(entry) == 2]
 
 
 def under_way(iterator: Any) -> tuple[int, tuple[int, ...]] | None:

@@ -22,7 +22,6 @@ from lightning_fastdata.torch_internals import (
     collate_tensor_fn,
     default_collate_fn_map,
     default_store,
-    early_batches,
     next_has_arrived,
     not_compiled,
     pinned,
@@ -149,16 +148,13 @@ def test_the_iterator_over_workers_tells_what_has_arrived():
     assert isinstance(next_has_arrived(batches), bool)
     next(batches)
     assert under_way(batches) == (3, (1, 2))
-    assert all(isinstance(batch, torch.Tensor) for batch in early_batches(batches))
     list(batches)
     assert next_has_arrived(batches) is True
-    assert early_batches(batches) == []
     assert under_way(batches) == (6, ())
 
 
 def test_of_other_iterators_nothing_is_known():
     assert next_has_arrived(iter([1])) is None
-    assert early_batches(iter([1])) == []
     assert under_way(iter([1])) is None
 
 

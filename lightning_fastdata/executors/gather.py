@@ -237,7 +237,7 @@ class GatherExecutor:
         rows = TaskStamps(-1, requested_ns, rows_ns, None, None, 0, spent, 0, 0, None)
         times = requested_ns, ended_ns
         self._records.append(
-            BatchStamps(self._count, 0, *times, (rows,), 0, first=self._first, pinned_ns=pinned_ns)
+            BatchStamps(self._count, 0, *times, (rows,), first=self._first, pinned_ns=pinned_ns)
         )
         self._first = False
         return batch

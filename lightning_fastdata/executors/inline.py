@@ -437,8 +437,7 @@ class InlineExecutor:
         own = self._wait.delivered()
         tasks = (task,) if since is None else since
         times = self._wait.requested_ns, task.ended_ns if since is None else clock.monotonic_ns()
-        ahead = 0 if since is None else len(self._ready)
-        given = self._count, task.samples, *times, tasks, ahead
+        given = self._count, task.samples, *times, tasks
         records.append(BatchStamps(*given, first=self._first, own=own))
 
     def record(self, records: deque[BatchStamps] | None) -> None:

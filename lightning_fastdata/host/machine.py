@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import VersionError
@@ -58,17 +58,10 @@ def check_versions(installed: Callable[[str], str] = importlib.metadata.version)
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python, this package and those it uses; absent ones are left out."""
-    return {"python": platform.python_version(), **_installed()}
-
-
-@functools.cache  # each look reads and parses files
-def _installed() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version()}
     for package in _REPORTED:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

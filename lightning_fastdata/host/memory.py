@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,6 @@ _MIB: Final = 2**20
 _GIB: Final = 2**30
 _V1_NO_LIMIT_BYTES = 2**62
 """Limit of a v1 cgroup from which on it has none: it then states almost 2**63."""
-_BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
-"""Beginnings of the names of files that hold batches of torch's workers and this package's."""
 _ALONE: Final = 1 << 56
 """Bit in an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _MOST_READINGS: Final = 300
@@ -209,8 +207,6 @@ class Pages(NamedTuple):
     """Memory that belongs to no file, such as objects, including pages shared with its parent."""
     own_bytes: int
     """Lower bound of the part of ``anonymous_bytes`` that no other process has."""
-    file_bytes: int
-    """Memory of mapped files; a page that n processes have counts as 1/n."""
 
 
 def pages_of(smaps_rollup: str) -> Pages | None:
@@ -224,8 +220,7 @@ def pages_of(smaps_rollup: str) -> Pages | None:
         return None
     dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
     own = min(dirty, kib.get("Pss_Anon", dirty))
-    parts = kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
-    return Pages(*(1024 * size for size in parts))
+    return Pages(1024 * kib.get("Anonymous", 0), 1024 * own)
 
 
 def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
@@ -249,29 +244,6 @@ def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")
         return None
     alone = [bool(int.from_bytes(entry, sys.byteorder) & _ALONE) for entry in entries if entry]
     return sum(alone) / len(alone) if alone else None
-
-
-def read_batch_files(
-    processes: Iterable[int], *, root: Path = Path("/")
-) -> dict[tuple[int, int], int]:
-    """Return the bytes of each batch in shared memory that processes have, by its file.
-
-    A batch on its way may be mapped by no process, but its file is open in the one that sent it.
-    """
-    found = {}
-    for process in processes:
-        with suppress(OSError):  # the process has ended
-            for link in (root / f"proc/{process}/fd").iterdir():
-                with suppress(OSError):
-                    if str(link.readlink()).startswith(_BATCHES):
-                        file = link.stat()
-                        found[file.st_dev, file.st_ino] = file.st_blocks * 512
-    return found
-
-
-def read_mapped_bytes(*, root: Path = Path("/")) -> int:
-    """Bytes of files, libraries among them, that this process has mapped and used; 0: not known."""
-    return 1024 * counters(read_process(os.getpid(), "status", root)).get("RssFile", 0)
 
 
 def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:

@@ -41,8 +41,6 @@ _MOSTLY_WAITING: Final = 0.3
 """Share of a step that is waiting, 0 to 1, above which even a short wait is worth advice."""
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
-_LEAST_PART: Final = 0.1
-"""Least share of the wait, 0 to 1, that advice has to be about; advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Codes of findings without stamps at a stall of 10 % or less; any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD104"}
@@ -54,7 +52,7 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
-_LEARN: Final = "FastDataModule.from_loaders(train_loader): it tells why"
+_LEARN: Final = "batches straight from a FastDataLoader: it tells why they are late"
 _WHOLE_STREAM: Final = (
     "as each may read the whole stream, so that samples come several times: split=True says that "
     "it divides itself among them (get_worker_info)"
@@ -227,8 +225,6 @@ class Advice:
     loader begin with ``"val."``."""
     gain: Gain | None = None
     """Gain of this advice; None: the gain of its finding holds."""
-    part: float = 1.0
-    """Share of the wait that the advice is about, 0 to 1."""
     joins: bool = False
     """Whether the advice may be told beside an earlier one, and not only in its place."""
     for_speed: bool = True
@@ -261,8 +257,8 @@ class Finding:
 
     @property
     def family(self) -> str:
-        """Name by which people know such causes, e.g. ``"slow storage"``."""
-        return family_of(self.code)
+        """Name by which people know such causes, e.g. ``"slow storage"``; empty without a code."""
+        return next((name for name, codes in FAMILIES.items() if self.code in codes.split()), "")
 
 
 FAMILIES: Final = {
@@ -282,11 +278,6 @@ FAMILIES: Final = {
     "uneven shares": "FD316 FD325",
 }
 """Name of a family of causes, as people see it beside a code -> the codes of the family."""
-
-
-def family_of(code: str) -> str:
-    """Return the name of the family that a code belongs to; empty: there is no such code."""
-    return next((name for name, codes in FAMILIES.items() if code in codes.split()), "")
 
 
 def costs_much(stall_ms: float, share: float) -> bool:
@@ -400,5 +391,4 @@ def may_be_given(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -
     """Return whether an advice with this gain may be given."""
     if set(advice.changes) & set(closed):
         return False
-    worthwhile = advice.part >= _LEAST_PART and gain is not None and gain.worthwhile
-    return worthwhile or not advice.for_speed
+    return not advice.for_speed or (gain is not None and gain.worthwhile)

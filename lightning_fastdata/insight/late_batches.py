@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from lightning_fastdata.errors import printable, rounded
 from lightning_fastdata.insight.finding import (
@@ -52,10 +51,7 @@ _OTHERS_LOW: Final = 0.2
 """Number of CPUs that other programs may use without holding anything up, at least."""
 _OTHERS_LOW_PART: Final = 0.2
 """Share of the machine's CPUs that other programs may use without holding anything up."""
-_HANDED_OVER_ALONE: Final = 0.1
 _MUCH: Final = 0.25
-_OTHERS_MOST: Final = 0.5
-"""Share of the wait that would go on a free machine above which other programs are the cause."""
 _SEVERAL_THREADS: Final = 1.3
 """CPUs that a worker uses from which on it counts as several threads; sending takes less."""
 _NEARLY: Final = 0.9
@@ -81,11 +77,7 @@ _HIGH: Final = 0.20
 """Share of the wait below which a cost is no finding."""
 _LEAST_MS, _OF_STEP = 1.0, 0.05
 """Time in ms and share of a step: a cost below either is no finding, however short the wait is."""
-_NEARLY_ALL: Final = 0.9
-"""Share of a stream's samples that counts as nearly all of them."""
-_FEW: Final = 0.5
-"""Share of the workers: if no more of them make nearly all samples, their shares are uneven."""
-_TWICE: Final = 2.0
+_UNEVEN: Final = 1.8
 """Least ratio of the busiest worker's samples to an even share at which the shares are uneven."""
 _IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305"}
 """Codes that uneven shares replace: the last four hold only where all workers work."""
@@ -202,68 +194,39 @@ class LateBatches:
         return max(self.waits_for_cpu, *known)
 
     @property
-    def alone_wait_ms(self) -> float:
-        """Least time, in ms, that a batch would be waited for if nobody waited for a CPU.
-
-        Workers make a batch beside a step, so all of the step's time without a CPU is taken off;
-        the training process makes it in the wait.
-        """
-        left, wait_ms = 1 - min(1.0, self.without_cpu), self.times.wait_ms or 0.0
-        workers = self.loader.num_workers if self.setup is None else self.setup.workers
-        if workers == 0:
-            return left * wait_ms
-        return max(0.0, (self.times.step_ms or 0.0) * (left - 1) + wait_ms)
-
-    @property
     def throttled(self) -> bool:
         """Whether a fifth of the wait or more could vanish if no quota held anything back.
 
-        A thread lost no more than its part of the time in which CPUs were held back, and no more
-        than the periods in which the quota was used up. The wait cannot get shorter by more than
-        the smaller of the two.
+        A thread lost no more than its part of the time in which CPUs were held back.
         """
-        lost, times = self.machine.throttled_share, self.times
-        if not lost or not times.step_ms or not times.wait_ms:
+        held, times = self.machine.throttled_cpus, self.times
+        if not held or not times.step_ms or not times.wait_ms:
             return False
-        if self.machine.throttled_cpus is not None and self.setup is not None:
+        threads = 1.0
+        if self.setup is not None:
             busy = 1.0 if self.busy_share is None else self.busy_share
-            threads = self.setup.workers * busy + self.setup.step_cpus
-            lost = min(lost, self.machine.throttled_cpus / max(1.0, threads))
-        return lost * times.step_ms >= _RUNQUEUE_HIGH * times.wait_ms
+            threads = max(1.0, self.setup.workers * busy + self.setup.step_cpus)
+        return min(1.0, held / threads) * times.step_ms >= _RUNQUEUE_HIGH * times.wait_ms
 
     @property
-    def overcommitted(self) -> bool:
-        """Whether own work wants more CPUs than there are, or a quota held it back.
+    def own_fits(self) -> bool:
+        """Whether own work would fit the CPUs if other programs left them, as far as it is known.
 
-        If other programs hardly use CPUs, waiting for one decides, whatever the model says.
+        If other programs hardly use CPUs, or a quota held it back, it does not, whatever the model
+        says; without a model, others have to use a good part of the CPUs.
         """
-        if self.throttled:
-            return True
-        few = max(_OTHERS_LOW, _OTHERS_LOW_PART * (self.machine.machine_cpus or 0.0))
-        if self.machine.other_cpus is not None and self.machine.other_cpus < few:
-            return self.without_cpu >= _RUNQUEUE_HIGH
-        wanted = self.wanted_cpus
-        return self.setup is None or wanted is None or wanted > self.setup.cpus
+        others, all_cpus = self.machine.other_cpus, self.machine.machine_cpus or 0.0
+        few = max(_OTHERS_LOW, _OTHERS_LOW_PART * all_cpus)
+        if self.throttled or (others is not None and others < few):
+            return False
+        if self.setup is None or self.wanted_cpus is None:
+            return others is not None and others >= _MUCH * all_cpus > 0
+        return self.wanted_cpus <= self.setup.cpus
 
     @property
     def crowded(self) -> bool:
-        """Whether other programs cause most of the wait, and own work would fit the CPUs.
-
-        Complete batches wait for a CPU on their way, too. Without a model, the machine's counters
-        tell: others use a good part of the CPUs, and loading had no CPU for most of the wait.
-        """
-        wait_ms = self.times.wait_ms or 0.0
-        if not self.times.stalls or self.throttled or self.without_cpu < _RUNQUEUE_HIGH:
-            return False
-        if self.setup is None or not self.setup.workers:
-            few = _MUCH * (self.machine.machine_cpus or math.inf)
-            others = self.machine.other_cpus is not None and self.machine.other_cpus >= few
-            return others and self.alone_wait_ms <= _OTHERS_MOST * wait_ms
-        if self.overcommitted or not self.costs or not wait_ms:
-            return False
-        alone = scaled(self.costs, handover=_HANDED_OVER_ALONE)
-        alone_ms = simulate(alone, replace(self.setup, other_cpus=0.0)).wait_ms
-        return wait_ms - alone_ms > _OTHERS_MOST * wait_ms
+        """Whether other programs cause most of the wait: loading was ready but had no CPU."""
+        return self.times.stalls and self.without_cpu > _DOMINANT and self.own_fits
 
     def gain_without(self, share: float) -> Gain | None:
         """Return the gain if this share of the stall, 0 to 1, vanished: the most possible."""
@@ -315,8 +278,8 @@ def late_batches_of(
     setup: LoaderSetup | None = None,
     *,
     step_queued: float = 0.0,
-    loader_share: float = 1.0,
     machine: MachineSeen = NO_MACHINE,
+    **known: Any,
 ) -> LateBatches:
     """Return what is known of late batches in a stage, by its steps and by stamps.
 
@@ -326,8 +289,8 @@ def late_batches_of(
         stamps: The newest stamps of the loader, in the order in which batches were delivered.
         setup: The loader as it was; None: no predictions are made.
         step_queued: Share of the steps, 0 to 1, in which the training was ready but had no CPU.
-        loader_share: Share of the waits that is for batches of this loader, 0 to 1.
         machine: What was seen of the machine during the training.
+        **known: Other fields of the result.
     """
     if setup is not None:
         others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
@@ -338,7 +301,6 @@ def late_batches_of(
     free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
     return LateBatches(
         summary=summary,
-        loader_share=loader_share,
         setup=setup,
         costs=_recorded_costs(summary, stamps, step_queued),
         loader=loader,
@@ -346,6 +308,7 @@ def late_batches_of(
         runqueue_share=sum(t.runqueue_ns or 0 for t in queued) / length_ns if length_ns else None,
         machine=machine,
         free_cpus=next((cpus for cpus in free if cpus is not None), None),
+        **known,
     )
 
 
@@ -448,15 +411,13 @@ def _slow_samples(e: LateBatches) -> Finding | None:
         for s in e.causes.slow_samples[:3]
     )
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
-    overtaken = e.causes.overtaken_share
     finding = _spent(
         e,
         share,
         "waiting for single slow samples",
-        Advice(text=repair, part=share),
+        repair,
         "the other samples",
         e.gain(costs=scaled(e.costs, slow_samples=False)),
-        f"; {overtaken:.0%} of the batches held up complete ones" if overtaken else "",
     )
     alone = e.setup is not None and not e.setup.workers
     return _more_workers(e, finding) if alone else finding
@@ -505,7 +466,7 @@ def _latency(e: LateBatches) -> Finding | None:
         e,
         share,
         "waiting for storage, a network or a lock",
-        (Advice(text="keep the data on a local disk", part=share), _CACHE),
+        (Advice(text="keep the data on a local disk"), _CACHE),
         "transforms: the CPUs are not what is short",
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         _where_it_waits(e, share),
@@ -526,7 +487,7 @@ def _bandwidth(e: LateBatches) -> Finding | None:
         e,
         share,
         "waiting for a lock, a disk or a line that workers share",
-        (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
+        (Advice(text="find the lock, or keep the data on a local disk"), _CACHE),
         "the number of workers: more of them read no more",
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         rates + _where_it_waits(e, share),
@@ -536,7 +497,7 @@ def _bandwidth(e: LateBatches) -> Finding | None:
 def _saturated(e: LateBatches) -> bool:
     loads = e.without_cpu >= _RUNQUEUE_HIGH or e.throttled
     reads = largest(e)[0] == "read_cpu"
-    return e.times.stalls and loads and reads and e.overcommitted and not e.crowded
+    return e.times.stalls and loads and reads and not e.own_fits
 
 
 def _named(e: LateBatches) -> OperationShare | None:
@@ -602,7 +563,7 @@ def _few_cpus(e: LateBatches) -> Finding | None:
         return None
     facts = [f"ready workers wait for a CPU for {e.without_cpu:.0%} of their time"]
     if e.throttled:
-        facts.append(f"the CPU quota was used up in {e.machine.throttled_share:.0%} of the periods")
+        facts.append(f"a CPU quota held back threads for {e.machine.throttled_cpus:.1f} CPUs")
     wanted, now = e.best_workers(), e.setup
     remedy = _transforms(e)
     if now is not None:
@@ -627,19 +588,17 @@ def _collation(e: LateBatches) -> Finding | None:
     if name != "collate":
         return None
     gain = e.gain(costs=scaled(e.costs, collate=0.0))
-    less = Advice(text=_COLLATE_LESS, part=share)
-    finding = _spent(e, share, "collating samples", less, "reading and transforms", gain)
+    finding = _spent(e, share, "collating samples", _COLLATE_LESS, "reading and transforms", gain)
     waits = sum(cost.collate_blocked_ns - cost.collate_ns for cost in e.costs)
     return _more_workers(e, finding, together=waits > 0, computing=waits <= 0)
 
 
 def _neighbours(e: LateBatches) -> Finding | None:
     runqueue = e.without_cpu
-    own = e.setup is None or e.wanted_cpus is None or e.overcommitted
-    if not e.times.stalls or runqueue < _RUNQUEUE_HIGH:
+    if not e.times.stalls or runqueue < _RUNQUEUE_HIGH or not e.own_fits:
         return None
-    here = e.setup is not None and not e.setup.workers
-    if (own or here) and not e.crowded:
+    here = e.setup is None or not e.setup.workers
+    if here and not e.crowded:
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
@@ -651,7 +610,7 @@ def _neighbours(e: LateBatches) -> Finding | None:
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
-        e.times.without(max(0.0, e.stall_ms - e.alone_wait_ms)),
+        e.times.without(min(e.stall_ms, runqueue * (e.times.step_ms or 0.0))),
         "more workers: they would wait, too",
     )
 
@@ -697,8 +656,7 @@ def _on_the_way(e: LateBatches) -> Finding | None:
         text = "find threads of the training process that compute, such as loggers and "
         text += "callbacks, as they hold the interpreter's lock; then smaller batches"
         advice = (Advice(text=text),)
-    parts = tuple(replace(each, part=share) for each in advice)
-    return _spent(e, share, what, parts, "the number of workers")
+    return _spent(e, share, what, advice, "the number of workers")
 
 
 def _hands_over_long(e: LateBatches, share: float) -> bool:
@@ -713,52 +671,25 @@ def _hands_over_long(e: LateBatches, share: float) -> bool:
 
 
 def _uneven(e: LateBatches) -> Finding | None:
-    """Return the finding that few workers make nearly all of a stream, or one of them far too much.
+    """Return the finding that one worker makes far more of a stream than an even share.
 
     Workers that each yield the whole stream make as many samples as each other: no finding.
     """
-    working = _working_workers(e.stream_samples)
-    workers = len(e.stream_samples)
-    if not working or not e.times.stalls:
+    samples, workers = sum(e.stream_samples), len(e.stream_samples)
+    most = max(e.stream_samples, default=0)
+    if not most or most * workers < _UNEVEN * samples or not e.times.stalls:
         return None
-    if working > _FEW * workers:
-        working = 1
-        if max(e.stream_samples) * workers < _TWICE * sum(e.stream_samples):
-            return None
-    share = sum(sorted(e.stream_samples)[-working:]) / sum(e.stream_samples)
-    who = f"{working} of {workers} workers make"
-    if working == 1:
-        who = f"one of {workers} workers makes"
+    # At best a step takes as much less time as the busiest worker has less to do.
+    less_ms = (1 - samples / (most * workers)) * (e.times.step_ms or 0.0)
     return make_finding(
         e.times.stall_share,
-        f"{who} {share:.0%} of the samples of this stream, and waiting for batches costs "
-        f"{e.times.stall_share or 0.0:.0%} of each step",
+        f"one of {workers} workers makes {most / samples:.0%} of the samples of this stream, and "
+        f"waiting for batches costs {e.times.stall_share or 0.0:.0%} of each step",
         "share the stream out evenly: at least as many files as workers, of equal size, each read "
         "by one worker (get_worker_info() in __iter__)",
-        _gain_of_even_shares(e),
+        e.times.without(min(e.stall_ms, less_ms)),
         "more workers: they would have nothing to do",
     )
-
-
-def _working_workers(samples: tuple[int, ...]) -> int:
-    """Return the fewest workers that make nine tenths of the samples; 0: no samples were made."""
-    wanted = _NEARLY_ALL * sum(samples)
-    made = accumulate(sorted(samples, reverse=True))
-    return next((number for number, so_far in enumerate(made, 1) if so_far >= wanted > 0), 0)
-
-
-def _gain_of_even_shares(e: LateBatches) -> Gain | None:
-    """Return the gain if all workers made an even share of the batches; None: not known."""
-    if e.setup is None or not e.costs or e.times.step_ms is None:
-        return None
-    # The number of workers that would be busy if each had as much to do as the busiest one.
-    busy = max(1, round(sum(e.stream_samples) / max(e.stream_samples)))
-    now = simulate(e.costs, replace(e.setup, workers=busy)).step_ms
-    even = simulate(e.costs, replace(e.setup, workers=len(e.stream_samples))).step_ms
-    if now <= 0:
-        return None
-    after_ms = e.times.step_ms * min(1.0, even / now)
-    return Gain(before_ms=e.times.step_ms, after_ms=after_ms, basis="simulated")
 
 
 RULES: Final = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +33,6 @@ class MachineSeen:
     queued_share: float | None = None
     """Share of time ready to run but without a CPU: that of the training process plus the mean of
     the workers. It is known of any loader."""
-    throttled_share: float | None = None
-    """Share of the scheduler's periods in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
     """Number of CPUs, mean over time, that had threads to run but were held back by the quota."""
     other_cpus: float | None = None
@@ -48,12 +45,9 @@ class MachineSeen:
         """Return what the machine reports between two readings."""
         seconds = end.at_s - begin.at_s
         seen: dict[str, float] = {}
-        if begin.throttling is not None and end.throttling is not None:
-            periods, used_up, held_us = map(operator.sub, end.throttling, begin.throttling)
-            if periods > 0:
-                seen["throttled_share"] = min(1.0, max(0, used_up) / periods)
-            if seconds > 0:
-                seen["throttled_cpus"] = max(0, held_us) / seconds / 1e6
+        if begin.throttling is not None and end.throttling is not None and seconds > 0:
+            held_us = end.throttling.throttled_us - begin.throttling.throttled_us
+            seen["throttled_cpus"] = max(0, held_us) / seconds / 1e6
         if begin.cpu is not None and end.cpu is not None and seconds > 0:
             others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
             seen["other_cpus"] = max(0.0, others_s) / seconds
@@ -160,7 +154,7 @@ def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:
     return (f"Faults in reading: {', '.join(said)}.{listed}",)
 
 
-MemoryCause: TypeAlias = Literal["copied", "leak", "cache", "ahead", "page cache"]
+MemoryCause: TypeAlias = Literal["copied", "leak", "cache"]
 
 _LEAST_BYTES: Final = 64 * 2**20
 """Bytes in all processes together below which a use of memory is no finding. A forked worker copies
@@ -206,10 +200,6 @@ class MemorySeen:
     """Name of an object -> share of it in pages that workers have alone; empty: not known."""
     looks: tuple[Look, ...] = ()
     """How large processes were at some moments, in the order of time."""
-    shared_bytes: int = 0
-    """Bytes of batches on their way, in memory that several processes share."""
-    file_bytes: int = 0
-    """Bytes of files that processes have mapped, less those that this process had at the start."""
     objects: tuple[HeldObjects, ...] = ()
     """Objects that the dataset holds, the largest first."""
     left_bytes: int | None = None
@@ -229,17 +219,12 @@ class MemoryMeter:
 
     Args:
         readers: The module ``host.memory``, or one like it. It reads a process's own bytes (in some
-            15 us), its pages (10 ms), batches in shared memory, and which part of some addresses a
-            process has alone (0.3 ms).
+            15 us), its pages (10 ms), and which part of some addresses it has alone (0.3 ms).
     """
 
     def __init__(self, readers: Any = memory) -> None:
-        self._readers, self._files_first = readers, readers.read_batch_files([os.getpid()])
+        self._readers = readers
         self._parts: dict[str, float] = {}
-        self._shared = 0
-        self._mapped = readers.read_mapped_bytes()
-        """Bytes of files, such as libraries, that this process had mapped at the start; pages that
-        processes have in common count once."""
         self._first: dict[int, int] = {}
         """Worker -> its bytes when first seen, at most those of this process at the first look."""
         self._here: int | None = None
@@ -264,8 +249,6 @@ class MemoryMeter:
         """Look at the pages of all processes."""
         read = {each: self._readers.read_pages(each) for each in (os.getpid(), *workers)}
         now = {each: pages for each, pages in read.items() if pages is not None}
-        files = self._readers.read_batch_files(read)
-        self._shared = sum(files[each] for each in files.keys() - self._files_first.keys())
         self._read = now if workers or not self._workers else {**self._read, **now}
 
     @property
@@ -286,8 +269,6 @@ class MemoryMeter:
             copied_bytes=self.copied_bytes,
             own_parts=self._own_parts(objects),
             looks=tuple(self._looks),
-            shared_bytes=self._shared,
-            file_bytes=max(0, sum(each.file_bytes for each in self._read.values()) - self._mapped),
             objects=objects,
             left_bytes=read_host_memory().available_bytes,
         )
@@ -318,7 +299,6 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
     if seen.looks:
         cause: MemoryCause = "leak" if leaks(seen.looks) else "cache"
         found.append(MemoryUse(cause, int(count * _grown(seen.looks))))
-    found += [MemoryUse("ahead", seen.shared_bytes), MemoryUse("page cache", seen.file_bytes)]
     large = [use for use in found if use.size_bytes >= _LEAST_BYTES]
     return tuple(sorted(large, key=lambda use: -use.size_bytes))
 
@@ -390,14 +370,12 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
         so_far = " so far" if use.size_bytes < _NEARLY * count * held.counted_bytes else ""
         return f"{held.name} ({held.kind}, {size}) is copied in {where} {how}: {whole}{so_far}"
     or_leak = "; whether it leaks is not known" if leaks(seen.looks) is None else ""
-    return {
-        "leak": f"{where} has grown by {each}, and grows on from epoch to epoch: {whole}",
-        "cache": f"{where} keeps {each} more than soon after the start, as in a cache, or as "
-        f"malloc keeps what was freed: {whole}{or_leak}",
-        "ahead": f"{whole} are batches ahead, in memory that processes share: they get no more",
-        "page cache": f"{whole} are pages of files, which the system gives back when memory runs "
-        "short",
-    }[use.cause]
+    if use.cause == "leak":
+        return f"{where} has grown by {each}, and grows on from epoch to epoch: {whole}"
+    return (
+        f"{where} keeps {each} more than soon after the start, as in a cache, or as malloc keeps "
+        f"what was freed: {whole}{or_leak}"
+    )
 
 
 def memory_notes(seen: MemorySeen) -> tuple[str, ...]:
@@ -411,7 +389,7 @@ def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
     if use.objects is not None:  # in the end the whole object is copied
         more = seen.workers * use.objects.counted_bytes - use.size_bytes
     short = seen.left_bytes is not None and more > seen.left_bytes
-    if use.cause not in _REMEDIES or (use.cause == "cache" and not short):
+    if use.cause == "cache" and not short:
         return None
     return Finding(
         severity="high" if short else "moderate",

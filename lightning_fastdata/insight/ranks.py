@@ -88,16 +88,11 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
     worst, mean = slowest(ranks), mean_stall_ms(ranks)
     if worst is None or mean is None:
         return None
-    stall = worst.stall_ms or 0.0
-    if worst.step_ms and (stall - mean) / worst.step_ms >= STALL_LOW:
-        return (
-            f"rank {worst.rank} on {worst.host} stalls {stall:.1f} ms a step, the mean is "
-            f"{mean:.1f}"
-        )
-    timed = _with_stall(ranks)
-    hosts = len({each.host for each in timed})
-    where = f"{len(timed)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
-    return f"{where} stall alike, {mean:.1f} ms a step, at most {stall:.1f}"
+    count = len(_with_stall(ranks))
+    return (
+        f"{count} ranks stall {mean:.1f} ms a step on average, rank {worst.rank} on {worst.host} "
+        f"{worst.stall_ms or 0.0:.1f}"
+    )
 
 
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:

@@ -19,14 +19,14 @@ from lightning_fastdata.errors import OptionsError, check, is_whole, printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.finding import gain_text, steps_text
 from lightning_fastdata.insight.ranks import RankTiming, ranks_line
-from lightning_fastdata.insight.steps import MOST_RECENT, Columns, StageSummary
+from lightning_fastdata.insight.steps import Columns, StageSummary
 from lightning_fastdata.insight.verdict import Verdict
 from lightning_fastdata.insight.waits import cause_lines
 from lightning_fastdata.insight.wall import WallTime, wall_text
 from lightning_fastdata.loading.tuner import Move
 from lightning_fastdata.types import STAGE_WORDS
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 """Version of the form of the JSON report; raised when the form changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
@@ -45,7 +45,7 @@ WIDTH: Final = 100
 """Number of columns for which lines are laid out on loggers' boards."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MAX_BYTES: Final = 64 << 20
-"""Most bytes of a file that is read as a report; reports have some 100 kB."""
+"""Most bytes of a file that is read as a report; reports have some 10 kB."""
 _DEEPEST: Final = 8
 """Depth to which a report is taken apart. Reports are nested less; a hostile file may be more."""
 _MEASURED: Final = re.compile(
@@ -69,7 +69,8 @@ class RunReport:
     verdict: Verdict | None = None
     """What limits the first stage."""
     recent: Mapping[str, Columns] = field(default_factory=dict, compare=False)
-    """Stage name -> the single values of its newest steps; reports are equal without them."""
+    """Stage name -> the single values of its newest steps, which the page shows; reports are equal
+    without them."""
     ended: bool = True
     """Whether the run had ended; False: it went on when this was measured."""
     ranks: tuple[RankTiming, ...] = ()
@@ -94,10 +95,7 @@ class RunReport:
             "schema_version": SCHEMA_VERSION,
             "summary": self.lines(),
             "ended": self.ended,
-            "stages": {
-                stage.stage: _stage_as_dict(stage, self.recent.get(stage.stage))
-                for stage in self.stages
-            },
+            "stages": {stage.stage: _stage_as_dict(stage) for stage in self.stages},
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
             "wall": None if self.wall is None else self.wall.as_dict(),
             "device_minutes_waited": self.device_minutes_waited,
@@ -163,7 +161,12 @@ class RunReport:
             first = self.stages[0]
             so_far = "" if self.ended else "so far "
             lines.append(rule(f"fastdata · {first.title} {so_far}", width))
-            lines += _verdict_lines(verdict, width)
+            if verdict is not None:
+                badge = f" {verdict.kind.upper()}   "
+                below, sentence = " " * len(badge), printable(verdict.sentence)
+                lines += textwrap.wrap(
+                    sentence, width, initial_indent=badge, subsequent_indent=below
+                )
             lines += ["", *_phase_rows(first, width), ""]
             lines += _figure_lines(self, width)
         if verdict is not None:
@@ -190,16 +193,9 @@ def report_file(path: str | os.PathLike[str], suffix: str) -> Path:
     return file / f"report{suffix}" if file.is_dir() else file
 
 
-def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
-    values = dataclasses.asdict(stage)
-    values |= {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
-    values["speedup_possible_is_least"] = stage.device == "cpu"
-    if recent is not None:
-        values["recent"] = {
-            name: [None if math.isnan(each) else each for each in column[-MOST_RECENT:].tolist()]
-            for name, column in recent.items()
-        }
-    return values
+def _stage_as_dict(stage: StageSummary) -> dict[str, Any]:
+    derived = {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
+    return dataclasses.asdict(stage) | derived
 
 
 def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
@@ -243,14 +239,6 @@ def rule(title: str, width: int) -> str:
     return title + "─" * max(0, width - len(title))
 
 
-def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[str]:
-    if verdict is None:
-        return
-    badge = f" {verdict.kind.upper()}   "
-    sentence, below = printable(verdict.sentence), " " * len(badge)
-    yield from textwrap.wrap(sentence, width, initial_indent=badge, subsequent_indent=below)
-
-
 def _phase_rows(stage: StageSummary, width: int) -> Iterable[str]:
     length = min(40, width - _BAR_SPACE)
     for name, phase in stage.phases.items():
@@ -288,8 +276,10 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
     causes = [found.cause for found in shown or verdict.findings[:1]]
     why = [cause for cause in causes if cause != verdict.sentence]
     if len(why) < _MOST_REMEDIES:
+        waits = stages[0].causes if stages and stages[0].stalls else None
+        brief = [] if waits is None else cause_lines(waits, brief=True)
         # The largest part of the wait is told by a cause from stamps, and need not be said again.
-        brief = _brief_causes(stages)[1 if causes[0] != verdict.sentence else 0 :]
+        brief = brief[1 if causes[0] != verdict.sentence else 0 :]
         why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):
@@ -305,14 +295,6 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
 def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
     for number, item in enumerate(items):
         yield "" if number else label, item
-
-
-def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
-    """Return why the batches of the first stage were late, if that cost it anything."""
-    first = stages[0] if stages else None
-    if first is None or first.causes is None or not first.stalls:
-        return []
-    return cause_lines(first.causes, brief=True)
 
 
 def _words(label: str, text: str, width: int) -> Iterable[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import os
 import weakref
 from bisect import bisect_right
@@ -26,16 +25,7 @@ from lightning_fastdata.insight.finding import LoaderFacts
 from lightning_fastdata.insight.late_batches import LateBatches, late_batches_of
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.step_costs import PaddingMeter
-from lightning_fastdata.insight.steps import (
-    Columns,
-    EventClock,
-    StageSummary,
-    StepTimeline,
-    StepTotals,
-    mean_ms,
-    measured,
-    p50_and_p95,
-)
+from lightning_fastdata.insight.steps import EventClock, StageSummary, StepTimeline, mean_ms
 from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.simulate import TrainingTimes
@@ -74,10 +64,6 @@ class StageMeter:
         self.stamps.restart()
         self.padding = PaddingMeter()
         self.changes = ReadChanges()
-        self._counted = 0.0, 0
-        """Numbers of tokens, without padding, and of samples in all steps with known tokens."""
-        self._told = self._counted
-        """``_counted`` as it was when the last metrics were taken."""
         self._duration_s = 0.0
         self._last: float | None = None
         self._cpu = SpentMeter()
@@ -93,18 +79,15 @@ class StageMeter:
         self.began()
         self.timeline.wait_began()
 
-    def size_of(self, batch: Batch) -> tuple[int, float]:
-        """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
+    def size_of(self, batch: Batch) -> int:
+        """Return the samples of a batch; 0: not known."""
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
             parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
-            samples = sum(map(batch_samples, parts or [batch]))
-            return samples, self.padding.tokens_of(batch)
-        return 0, 0.0
+            return sum(map(batch_samples, parts or [batch]))
+        return 0
 
-    def step_ended(self, samples: int, tokens: float = 0.0) -> None:
-        """End the step, in which the model got so many samples, and tokens; 0 tokens: not known."""
-        if tokens:
-            self._counted = self._counted[0] + tokens, self._counted[1] + samples
+    def step_ended(self, samples: int) -> None:
+        """End the step, in which the model got so many samples."""
         self.timeline.compute_ended(samples)
         now = clock.monotonic()
         if self._last is not None:
@@ -120,12 +103,7 @@ class StageMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
-        means = window_means(*self.timeline.history.window(), self.prefix)
-        rate = means.get(f"{self.prefix}/throughput_samples_per_s")
-        tokens, samples = map(operator.sub, self._counted, self._told)
-        self._told = self._counted
-        if rate is not None and samples:
-            means[f"{self.prefix}/throughput_tokens_per_s"] = rate * tokens / samples
+        means = window_means(self.timeline.history.window(), self.prefix)
         return {**means, **self.stamps.metrics()}
 
     def summary(self) -> StageSummary | None:
@@ -138,20 +116,11 @@ class StageMeter:
             duration_s=self._duration_s,
             device=self._device.type,
         )
-        rate, (tokens, samples) = summary.samples_per_s, self._counted
-        return dataclasses.replace(
-            summary,
-            causes=self.stamps.summary(without=_long_waits(summary)),
-            tokens_per_s=rate * tokens / samples if rate is not None and samples else None,
-        )
+        causes = self.stamps.summary(without=_long_waits(summary))
+        return dataclasses.replace(summary, causes=causes)
 
     def late_batches(
-        self,
-        summary: StageSummary,
-        loader: LoaderFacts,
-        *,
-        cpus: float,
-        machine: MachineSeen = NO_MACHINE,
+        self, summary: StageSummary, loader: LoaderFacts, *, machine: MachineSeen = NO_MACHINE
     ) -> LateBatches:
         """Return what is known of late batches, of the loader that is waited for most.
 
@@ -163,23 +132,23 @@ class StageMeter:
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
         stamps, source = list(slowest.newest), slowest.loader()
         times = self._training_times(summary, stamps)
-        setup = None
+        setup, known = None, dict[str, Any]()
         if source is not None and stamps:
-            setup = setup_of(source, cpus=cpus, step_cpus=times.step_cpus)
-        late = late_batches_of(
+            cpus: Any = {"cpus": float(loader.usable_cpus or 1), "step_cpus": times.step_cpus}
+            known["setup_with"] = partial(source.setup_with, **cpus)
+            setup = setup_of(source, **cpus)
+        return late_batches_of(
             dataclasses.replace(summary, causes=causes),
             loader,
             stamps,
             setup,
             step_queued=times.step_queued,
-            loader_share=share,
             machine=machine,
+            loader_share=share,
+            read_rates=slowest.rates,
+            stream_samples=slowest.stream_samples(),
+            **known,
         )
-        if source is not None:
-            setup_with = partial(source.setup_with, cpus=cpus, step_cpus=times.step_cpus)
-            late = dataclasses.replace(late, setup_with=setup_with)
-        made = slowest.stream_samples()
-        return dataclasses.replace(late, read_rates=slowest.rates, stream_samples=made)
 
     def _training_times(
         self, summary: StageSummary, stamps: Sequence[BatchStamps]
@@ -251,38 +220,24 @@ def _long_waits(summary: StageSummary) -> int:
 
 
 _MEANS: Final = {
-    "step_ms": "/step_ms",
-    "wait_ms": "/time_wait_ms",
-    "compute_ms": "/time_compute_ms",
-    "transfer_ms": "_step/transfer_ms",
-    "augment_ms": "_step/augment_ms",
+    "step": "/step_ms",
+    "wait": "/time_wait_ms",
+    "compute": "/time_compute_ms",
+    "transfer": "_step/transfer_ms",
+    "augment": "_step/augment_ms",
 }
-"""Time of a `StepTiming` -> what follows the prefix in the name of its mean."""
+"""Phase of a `StageSummary` -> what follows the prefix in the name of its mean."""
 
 
-def window_means(totals: StepTotals, newest: Columns, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps: percentiles by its newest, all else by its totals.
-
-    What was not measured has no key.
-    """
-    scalars = {
-        f"{prefix}{name}": totals.sums[time] / totals.counts[time]
-        for time, name in _MEANS.items()
-        if totals.counts[time]
-    }
-    total_ms = totals.sums["step_ms"]
-    if total_ms > 0 and totals.samples:
-        scalars[f"{prefix}/throughput_samples_per_s"] = totals.samples * 1e3 / total_ms
-    if totals.counts["stall_ms"] and total_ms > 0:
-        stalled_ms = totals.sums["stall_ms"]
-        scalars[f"{prefix}/stall_percent"] = 100.0 * stalled_ms / total_ms
-        if total_ms > stalled_ms and totals.samples:
-            free = totals.samples * 1e3 / (total_ms - stalled_ms)
-            scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
-    stalls = measured(newest["stall_ms"])
-    if stalls.size:
-        scalars[f"{prefix}_band/stall_p95_ms"] = p50_and_p95(stalls)[1]
-    return dict(sorted(scalars.items()))
+def window_means(window: StageSummary, prefix: str = "data") -> dict[str, float]:
+    """Return the scalars of a window of steps; what was not measured has no key."""
+    found = {name: mean_ms(getattr(window, phase)) for phase, name in _MEANS.items()}
+    found["/throughput_samples_per_s"] = window.samples_per_s
+    found["/throughput_if_data_were_free_samples_per_s"] = window.samples_per_s_if_data_were_free
+    if window.stall is not None and window.step is not None:
+        found["/stall_percent"] = 100 * window.stall.share
+        found["_band/stall_p95_ms"] = window.stall.p95_ms
+    return {f"{prefix}{name}": value for name, value in sorted(found.items()) if value is not None}
 
 
 class _Watched:

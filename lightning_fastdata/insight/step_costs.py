@@ -1,6 +1,6 @@
 """What a step costs apart from waiting: the copy to the device, augmentation there, and padding.
 
-A few batches show how many tokens all have, and how much of them is padding.
+A few batches show how much of all is padding.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_fastdata import tree
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.insight.finding import (
     AUGMENT_HIGH,
@@ -46,15 +44,11 @@ _LOOKED_AT: Final = 24
 _FEWEST: Final = 4
 _MOST_BYTES: Final = 2**24
 """Bytes of the largest tensor that is looked at; a larger one would take too many milliseconds."""
-_ENDS: Final = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens", "cu_seq_lens_q")
-"""Names of tensors that hold the ends of packed sequences."""
 _LENGTHS: Final = ("length", "lengths", "lens", "seqlens")
 """Last words of names of tensors that hold lengths."""
 _OTHERS: Final = 0.1
 """Ratio up to which batches may show something else, as a last one of a single sample does."""
 _PADDING_HIGH: Final = 0.10
-_MANY: Final = 64
-"""Number of objects in a batch from which on to look at each of them takes long."""
 _LOOKING_MS: Final = 1.0
 """Milliseconds below which looking for tensors in a batch is no finding."""
 
@@ -91,7 +85,7 @@ class _Seen(NamedTuple):
 
 
 class PaddingMeter:
-    """Looks at the first batches of a stage in host memory, and estimates the tokens of all later.
+    """Looks at the first batches of a stage, in host memory.
 
     It tells nothing where batches do not agree, as then they may show something else.
     """
@@ -101,8 +95,6 @@ class PaddingMeter:
         self._others = 0
         """Number of batches that showed nothing, or something else than the first."""
         self._padding: Padding | None = None
-        self.few_objects = False
-        """Whether the newest batch that was looked at holds a few objects only."""
 
     @property
     def looks(self) -> bool:
@@ -115,8 +107,6 @@ class PaddingMeter:
             return
         seen = None
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
-            objects = tree.leaves(batch.batch if isinstance(batch, StagedBatch) else batch)
-            self.few_objects = len(list(islice(objects, _MANY))) < _MANY
             seen = next(_shown(tensors_in(batch)), None)
         if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):
             self._others += 1
@@ -127,17 +117,6 @@ class PaddingMeter:
     def padding(self) -> Padding | None:
         """Return how much of the batches is padding; None: they do not show it."""
         return self._padding if self._others <= _OTHERS * len(self._seen) else None
-
-    def tokens_of(self, batch: Batch) -> float:
-        """Return the tokens of a batch on any device without padding; 0: not known.
-
-        The share of padding is taken from the batches that were looked at.
-        """
-        padding = self.padding()
-        tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
-        if padding is None or tensor is None or tensor.ndim < 2:
-            return 0.0
-        return tensor.shape[0] * tensor.shape[1] * (1 - padding.share)
 
 
 def _summed(seen: list[_Seen]) -> Padding | None:
@@ -183,10 +162,7 @@ def _shown(tensors: Tensors) -> Iterator[_Seen]:
         and tensor.nbytes <= _MOST_BYTES
     }
     for path, found in numbers.items():
-        name, ids = str(path[-1]) if path else "", (*path[:-1], "input_ids")
-        if name in _ENDS and ids in tensors:
-            places = tensors[ids].numel()
-            yield _Seen(ids, name, np.array([places]), places, named=True)
+        name = str(path[-1]) if path else ""
         holds = {"attention_mask": 1, "padding_mask": 0}.get("_".join(name.split("_")[-2:]))
         marks = holds is not None and found.ndim == 2 and found.size > 0
         if marks and found.min() >= 0 and found.max() <= 1:
@@ -242,8 +218,6 @@ class StepCosts:
     """Class whose arguments hold the loader's settings, as advice writes them."""
     padding: Padding | None = None
     """How much of the batches is padding."""
-    few_objects: bool = False
-    """Whether batches are known to hold a few objects only."""
 
     @property
     def times(self) -> StepTimes:
@@ -278,7 +252,7 @@ def _transfer(e: StepCosts) -> Finding | None:
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
         remedy += "dataset or in collate_fn"
     elif e.summary.device == "cpu":  # where nothing is copied
-        if e.few_objects or (mean_ms(e.summary.transfer) or 0.0) < _LOOKING_MS:
+        if (mean_ms(e.summary.transfer) or 0.0) < _LOOKING_MS:
             return None
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -101,8 +101,6 @@ class PhaseSummary:
     """Median time over the newest steps."""
     p95_ms: float
     """95th percentile over the newest steps; far above the median it means bursts."""
-    max_ms: float
-    """Longest time over all steps."""
     share: float
     """Share of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
@@ -135,8 +133,6 @@ class StageSummary:
     """Mean host wait of the cold steps: what starting an epoch costs."""
     samples_per_s: float | None = None
     """Samples of warm steps per second of their ``step_ms``."""
-    tokens_per_s: float | None = None
-    """Tokens of warm steps, without padding, per second of their ``step_ms``; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
     """Samples per second with the stall taken off ``step_ms``: the most that faster data gives."""
     long_steps: tuple[StepTiming, ...] = ()
@@ -161,8 +157,6 @@ class StageSummary:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
             found.append(f"{self.samples_per_s:.0f} samples/s")
-        if self.tokens_per_s is not None:
-            found.append(f"{self.tokens_per_s:.0f} tokens/s")
         return found
 
     @property
@@ -220,22 +214,20 @@ class StepTotals:
     def __init__(self) -> None:
         self.steps = self.samples = 0
         """Number of all steps, and number of samples in those that were timed."""
-        self.sums, self.largest = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, -np.inf)
-        self.counts = dict.fromkeys(TIMED, 0)
+        self.sums, self.counts = dict.fromkeys(TIMED, 0.0), dict.fromkeys(TIMED, 0)
 
     def add(self, timing: StepTiming, times: int = 1) -> None:
-        """Add a step; ``times=-1`` takes it away again, except from the largest values."""
+        """Add a step; ``times=-1`` takes it away again."""
         self.steps += times
         for name, value in zip(TIMED, timing[_FIRST_TIMED:], strict=True):
             if value is not None:
                 self.sums[name] += times * value
                 self.counts[name] += times
-                self.largest[name] = max(self.largest[name], value)
         if timing.step_ms is not None:
             self.samples += times * timing.samples
 
     def since(self, earlier: StepTotals) -> StepTotals:
-        """Return the sums without the steps of ``earlier``; the largest values are of all."""
+        """Return the sums without the steps of ``earlier``."""
         rest = copy.deepcopy(self)
         rest.steps, rest.samples = self.steps - earlier.steps, self.samples - earlier.samples
         for name in TIMED:
@@ -256,8 +248,24 @@ class StepTotals:
             mean_ms=total / count,
             p50_ms=p50,
             p95_ms=p95,
-            max_ms=self.largest[name],
             share=total / step_ms if step_ms > 0 else 0.0,
+        )
+
+    def summarize(self, newest: Columns) -> StageSummary:
+        """Return the means and rates of the steps, with percentiles of the ``newest``."""
+        sums = self.sums
+        known = {name: self.phase(name, newest[name]) for name in TIMED}
+        phases: dict[str, Any] = {name.removesuffix("_ms"): each for name, each in known.items()}
+        free_rate = None
+        if phases["stall"] is not None:
+            free_rate = _per_second(self.samples, sums["step_ms"] - sums["stall_ms"])
+        return replace(
+            NO_STEPS,
+            steps=self.steps,
+            samples=self.samples,
+            samples_per_s=_per_second(self.samples, sums["step_ms"]),
+            samples_per_s_if_data_were_free=free_rate,
+            **phases,
         )
 
 
@@ -320,16 +328,17 @@ class StepHistory:
         """Return copies of the newest steps, oldest first; None: of all in the window."""
         have = len(self._rows)
         take = have if steps is None else max(0, min(steps, have))
-        return columns_of(list(islice(self._rows, have - take, None)))
+        kept = list(islice(self._rows, have - take, None))
+        # None becomes NaN.
+        rows = np.array(kept, dtype=np.float64).reshape(take, len(_COLUMNS))
+        return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
-    def window(self) -> tuple[StepTotals, Columns]:
-        """Return the totals of the steps since the last call, and the newest of these steps.
-
-        Cold steps are left out, unless there are no others.
-        """
+    def window(self) -> StageSummary:
+        """Return where the steps since the last call went: the warm ones, unless there are none."""
         warm, cold = map(StepTotals.since, (self._warm, self._cold), self._told)
         self._told = copy.deepcopy((self._warm, self._cold))
-        return warm if warm.steps else cold, warm_steps(self.newest(warm.steps + cold.steps))
+        newest = warm_steps(self.newest(warm.steps + cold.steps))
+        return (warm if warm.steps else cold).summarize(newest)
 
     def summarize(self, stage: str, *, duration_s: float, device: str = "cpu") -> StageSummary:
         """Return where all steps so far went: the warm ones, unless there are none."""
@@ -339,13 +348,9 @@ class StepHistory:
             totals, long_steps = copy.deepcopy(self._warm), self._long_steps(columns)
         for timing in long_steps:
             totals.add(timing, -1)
-        sums = totals.sums
-        phases = {name.removesuffix("_ms"): totals.phase(name, columns[name]) for name in TIMED}
-        free_rate = None
-        if phases["stall"] is not None:
-            free_rate = _per_second(totals.samples, sums["step_ms"] - sums["stall_ms"])
         first_waits = cold.counts["wait_ms"]
-        return StageSummary(
+        return replace(
+            totals.summarize(columns),
             stage=stage,
             device=device,
             steps=self.steps,
@@ -353,20 +358,8 @@ class StepHistory:
             duration_s=duration_s,
             cold_steps=cold.steps,
             cold_wait_ms=cold.sums["wait_ms"] / first_waits if first_waits else None,
-            samples_per_s=_per_second(totals.samples, sums["step_ms"]),
-            samples_per_s_if_data_were_free=free_rate,
             long_steps=tuple(sorted(long_steps)),
-            causes=None,
-            tokens_per_s=None,
-            **phases,
         )
-
-
-def columns_of(steps: Sequence[StepTiming]) -> Columns:
-    """Return the columns of single timings, in their order."""
-    # None becomes NaN.
-    rows = np.array(steps, dtype=np.float64).reshape(len(steps), len(_COLUMNS))
-    return {name: rows[:, i].copy() for i, name in enumerate(_COLUMNS)}
 
 
 def measured(values: Values) -> Values:

@@ -182,13 +182,16 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Return what limits the stage."""
     summary, loader = evidence.late.summary, evidence.late.loader
-    cost = largest_cost(evidence.late)
+    cost = next(seen_by(COSTS, evidence.late))  # the last rule always holds
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:
+        seen = [f"{steps_text(summary.steps)} {'was' if summary.steps == 1 else 'were'} timed"]
+        if stall is None and summary.steps:
+            seen.append("waits for batches were not seen")
         return Verdict(
             kind="unknown",
             sentence=cost.finding.cause,
-            evidence=_unmeasured(summary),
+            evidence=tuple(seen),
             findings=(_passed(cost, evidence).finding,),
         )
     late = stall.share > STALL_HIGH and costs_much(stall.mean_ms, stall.share)
@@ -212,13 +215,6 @@ def judge(evidence: Evidence) -> Verdict:
         evidence=_evidence(summary, loader),
         findings=tuple(each.finding for each in order),
     )
-
-
-def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
-    evidence = [f"{steps_text(summary.steps)} {'was' if summary.steps == 1 else 'were'} timed"]
-    if summary.stall is None and summary.steps:
-        evidence.append("waits for batches were not seen")
-    return tuple(evidence)
 
 
 def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
@@ -247,11 +243,6 @@ def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
         where = "CPU" if loader.augment_on == "cpu" else "device"
         evidence.append(f"transforms run on the {where}")
     return tuple(evidence)
-
-
-def largest_cost(e: LateBatches) -> Found:
-    """Return the largest cost of a stage: the finding of the first rule in ``COSTS`` that holds."""
-    return next(seen_by(COSTS, e))  # the last rule always holds
 
 
 def waiting_text(summary: StageSummary) -> str:
@@ -343,7 +334,7 @@ COSTS: Final = (
     Rule("FD002", "the device waits a little", _moderate_stall),
     Rule("FD001", "data is free", _fine),
 )
-"""Rules in the order in which they are tried; each assumes that those before it do not hold."""
+"""Rules for the largest cost of a stage; each assumes that those before it do not hold."""
 
 
 def _more_workers(e: LateBatches, wanted: int) -> Advice:

@@ -128,12 +128,8 @@ class WaitCutter:
         self._tasks: defaultdict[int, deque[TaskStamps]] = defaultdict(
             lambda: deque(maxlen=_KEPT_TASKS)
         )
-        self._typical_ns: float | None = None
-
-    @property
-    def typical_sample_ms(self) -> float | None:
+        self.typical_ns: float | None = None
         """A running estimate of the median time to read one sample; None before the first."""
-        return None if self._typical_ns is None else self._typical_ns / _NS_PER_MS
 
     def note(self, batch: BatchStamps) -> None:
         """Keep the tasks of a delivered batch, as later batches may wait for some of them."""
@@ -201,7 +197,7 @@ class WaitCutter:
         """Add the time of a task that overlaps a wait to the parts it belongs to."""
         length = max(1, task.ended_ns - task.began_ns)
         # Without a CPU any sample takes long, so that time makes none slow.
-        typical, slowest = self._typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
+        typical, slowest = self.typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
         excess = 0.0
         if typical is not None and slowest >= _SLOW_FACTOR * typical:
             excess = slowest - typical
@@ -235,14 +231,14 @@ class WaitCutter:
                 each = task.read_ns / task.samples
             else:
                 continue
-            known = self._typical_ns
+            known = self.typical_ns
             if known is None:
-                self._typical_ns = each
+                self.typical_ns = each
             elif each < _SLOW_FACTOR * known:
-                self._typical_ns = known + _TYPICAL_WEIGHT * (each - known)
+                self.typical_ns = known + _TYPICAL_WEIGHT * (each - known)
             else:
                 # One slow sample alone in its task says little about the others.
-                self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
+                self.typical_ns = known * (1 + _TYPICAL_WEIGHT)
 
 
 def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:
@@ -279,9 +275,6 @@ class WaitCauses:
     wait: WaitParts
     """Mean parts of the wait for one batch. It is the loader's own wait, without what the training
     loop spends around it."""
-    overtaken_share: float
-    """Share of the batches, 0 to 1, that were asked for when later ones were complete already:
-    single slow batches, rather than too little of everything."""
     slow_samples: tuple[SlowSample, ...] = ()
     """Samples that held up a batch and took longest, the slowest first."""
     operations: tuple[OperationShare, ...] = ()
@@ -290,7 +283,7 @@ class WaitCauses:
     """Lines of the user's code in which reading spends most time, the longest first, at most 20."""
 
 
-NO_CAUSES: Final = WaitCauses(batches=0, wait=WaitParts(), overtaken_share=0.0)
+NO_CAUSES: Final = WaitCauses(batches=0, wait=WaitParts())
 
 
 class CauseTotals:
@@ -303,9 +296,9 @@ class CauseTotals:
         self._prefix = prefix
         self._cutters: dict[int, WaitCutter] = {}
         self._held: dict[int, deque[BatchStamps]] = {}
-        self._warm, self._cold, self._told = np.zeros((3, len(PARTS) + 2))
+        self._warm, self._cold, self._told = np.zeros((3, len(PARTS) + 1))
         """Sums over batches within an epoch, over first batches of epochs, and of the former when
-        the last window was taken: ns of each part, number of batches, number of overtaken ones."""
+        the last window was taken: ns of each part, number of batches."""
         self._longest: list[NDArray[np.float64]] = []
         """Longest waits of single batches within an epoch, as in ``_warm``, the longest first."""
         self._slow: dict[tuple[int, object], SlowSample] = {}
@@ -332,14 +325,14 @@ class CauseTotals:
 
     def _cut(self, batch: BatchStamps, loader: int) -> None:
         cutter = self._cutters[loader]
-        typical_ms = cutter.typical_sample_ms or 0.0
+        typical_ms = (cutter.typical_ns or 0.0) / _NS_PER_MS
         ns, slowest = cutter.cut(batch)
-        wait = np.array([*ns, 1, batch.ready_ahead > 0], np.float64)
+        wait = np.array([*ns, 1], np.float64)
         if batch.first:
             self._cold += wait
         else:
             self._warm += wait
-            longest = sorted([*self._longest, wait], key=lambda each: -each[:-2].sum())
+            longest = sorted([*self._longest, wait], key=lambda each: -each[:-1].sum())
             self._longest = longest[:_MOST_LONGEST]
         if slowest is not None:
             self._note_slow(loader, slowest, typical_ms)
@@ -364,7 +357,7 @@ class CauseTotals:
         """Return the mean parts of the waits since the last call, by their names for loggers."""
         self._cut_held()
         window, self._told = self._warm - self._told, self._warm.copy()
-        if not window[-2]:
+        if not window[-1]:
             return {}
         # Parts that were not measured are left out: kinds of reading, reading as a whole, pinning.
         means = _means_ms(window)
@@ -384,16 +377,14 @@ class CauseTotals:
         """
         self._cut_held()
         total = self._cold
-        if warm := int(self._warm[-2]):
+        if warm := int(self._warm[-1]):
             left_out = self._longest[: max(0, min(without, warm - 1))]
             total = self._warm - np.sum(left_out, axis=0)
-        batches, overtaken = total[-2:].tolist()
-        if not batches:
+        if not total[-1]:
             return None
         return WaitCauses(
-            batches=int(batches),
+            batches=int(total[-1]),
             wait=WaitParts(**_means_ms(total)),
-            overtaken_share=overtaken / batches,
             slow_samples=tuple(
                 replace(sample, path=path_of(loader, sample.index))
                 for (loader, _), sample in self._slowest(_SLOWEST)
@@ -405,7 +396,7 @@ class CauseTotals:
 
 def _means_ms(total: NDArray[np.float64]) -> dict[str, float]:
     """Return the mean parts of waits that were added up."""
-    means = total[:-2] / (total[-2] * _NS_PER_MS)
+    means = total[:-1] / (total[-1] * _NS_PER_MS)
     return dict(zip(PARTS, means.tolist(), strict=True))
 
 
@@ -424,8 +415,6 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
             lines.append(
                 f"{ms / total_ms:.0%} of the wait ({ms:.1f} ms a batch): {PART_WORDS[name]}"
             )
-    if causes.overtaken_share > WORTH_SAYING and not brief:
-        lines.append(f"{causes.overtaken_share:.0%} of the batches came after later ones were done")
     if parts["slow_sample_ms"] > WORTH_SAYING * total_ms:
         for sample in causes.slow_samples[: 1 if brief else 3]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -34,7 +34,6 @@ PART_NAMES: Final = {
     "validation": "validation",
     "checkpoints": "checkpoints",
     "logging": "logging",
-    "gc": "garbage collection",
     "callbacks": "callbacks",
     "setup": "setup",
     "measuring": "measuring this",
@@ -56,8 +55,6 @@ _BESIDE: Final = {
     "or fewer weights (save_weights_only=True)",
     "logging": "log less often (Trainer(log_every_n_steps=...)), with fewer "
     "self.log(..., on_step), or to a logger that writes faster",
-    "gc": "gc.collect() and gc.freeze() when the training starts, so that what lives on is not "
-    "searched again; or gc.disable(), and gc.collect() at ends of epochs",
 }
 """Part of the wall time beside steps -> what to try."""
 _BESIDE_HIGH_S: Final = 1.0
@@ -70,7 +67,6 @@ _ONCE: Final = tuple(
     )
 )
 """Ends of the names of hooks that run once, and so cannot run less often."""
-_WORDS: Final = {"gc": "Python's garbage collector"}
 
 
 class Activity(NamedTuple):
@@ -91,8 +87,8 @@ class WallTime:
     parts_s: Mapping[str, float]
     """Part, a key of ``PART_NAMES`` -> seconds. ``compute`` is the host's time in steps without
     that in ``wait``; it includes transfer and augmentation."""
-    named_s: Mapping[Activity, float] = field(default_factory=dict)
-    """Activity with a name -> seconds, which are among those of its part."""
+    named_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Part -> name of what it was spent on -> seconds, which are among those of the part."""
     steps: int = 0
     """Number of steps that the run is for, within this time: in a fit, training steps."""
     samples: int = 0
@@ -114,23 +110,11 @@ class WallTime:
 
     def names_of(self, part: str) -> list[tuple[str, float]]:
         """Return the names of what a part was spent on, with seconds, the longest first."""
-        named = [(each.name, s) for each, s in self.named_s.items() if each.part == part]
-        return sorted(named, key=lambda pair: -pair[1])
+        return sorted(self.named_s.get(part, {}).items(), key=lambda pair: -pair[1])
 
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
-        return {
-            "total_s": self.total_s,
-            "parts_s": dict(self.parts_s),
-            "named_s": {
-                part: dict(self.names_of(part))
-                for part in self.parts_s
-                if any(each.part == part for each in self.named_s)
-            },
-            "steps": self.steps,
-            "samples": self.samples,
-            "samples_per_s": self.samples_per_s,
-        }
+        return {**asdict(self), "samples_per_s": self.samples_per_s}
 
 
 NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
@@ -144,8 +128,7 @@ class WallClock:
     """
 
     __slots__ = (
-        "_before_ns", "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns",
-        "_state",
+        "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "_state",
     )  # fmt: skip
 
     def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
@@ -153,8 +136,6 @@ class WallClock:
         self._began_ns = self._since_ns = clock_ns()
         self._spent_ns: defaultdict[Activity, int] = defaultdict(int)
         self._state = self._now = Activity("setup")
-        self._before_ns = 0
-        """What counted towards the state's activity before the run turned to it."""
         self._blocks: list[Activity] = []
 
     @property
@@ -167,15 +148,6 @@ class WallClock:
         self._state = activity
         if not self._blocks:
             self._change(activity)
-        self._before_ns = self._spent_ns.get(activity, 0)
-
-    def turn_back_to(self, activity: Activity) -> None:
-        """Change the state of the run as of its last change: blocks since then stay as they are."""
-        self._change(self._now)
-        moved_ns = self._spent_ns.get(self._state, 0) - self._before_ns
-        self._spent_ns[self._state] -= moved_ns
-        self._spent_ns[activity] += moved_ns
-        self.turn_to(activity)
 
     def enter(self, activity: Activity) -> None:
         """Begin a block; one within a block of the same part counts towards that block."""
@@ -195,20 +167,21 @@ class WallClock:
         """Count everything so far as setup: it was tried before the run began."""
         self._change(self._now)
         self._spent_ns.clear()
-        self._before_ns = 0
         self._spent_ns[Activity("setup")] = self._since_ns - self._began_ns
 
     def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:
         """Return what was counted until now; ``steps`` and ``samples`` are those in this time."""
         self._change(self._now)
         parts: dict[str, float] = dict.fromkeys(PART_NAMES, 0.0)
-        spent_s = {activity: ns / 1e9 for activity, ns in self._spent_ns.items()}
-        for activity, seconds in spent_s.items():
-            parts[activity.part] += seconds
+        named: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for (part, name), ns in self._spent_ns.items():
+            parts[part] += ns / 1e9
+            if name:
+                named[part][name] = ns / 1e9
         return WallTime(
             total_s=(self._since_ns - self._began_ns) / 1e9,
             parts_s={part: seconds for part, seconds in parts.items() if seconds},
-            named_s={each: seconds for each, seconds in spent_s.items() if each.name},
+            named_s=dict(named),
             steps=steps,
             samples=samples,
         )
@@ -228,12 +201,12 @@ def loop_time(train: StageSummary, val: StageSummary | None = None) -> WallTime:
     wait_ms, stall_ms = mean_ms(train.wait) or 0.0, mean_ms(train.stall) or 0.0
     start_ms = max(0.0, (train.cold_wait_ms or 0.0) - wait_ms)
     starts_s = start_ms * max(0, train.cold_steps - 1) / 1e3
-    named, parts = {Activity("epoch_starts", "later epochs"): starts_s}, {"epoch_starts": starts_s}
+    named, parts = {"epoch_starts": {"later epochs": starts_s}}, {"epoch_starts": starts_s}
     parts["wait"] = stall_ms * train.steps / 1e3
     if val is not None:
         parts["validation"] = val.duration_s
         waited_s = (val.stall_share or 0.0) * val.duration_s
-        named[Activity("validation", "waiting for batches")] = waited_s
+        named["validation"] = {"waiting for batches": waited_s}
     return WallTime(
         total_s=train.duration_s + parts.get("validation", 0.0),
         parts_s=parts,
@@ -316,18 +289,18 @@ def _validation(e: Pauses) -> Finding | None:
 def _beside_steps(e: Pauses) -> Finding | None:
     """Return the finding that what Python does beside steps takes long, with its longest part."""
     wall = e.wall
-    spent = {part: wall.parts_s.get(part, 0.0) for part in _BESIDE}
-    for each, once_s in wall.named_s.items():
-        if each.part in spent and each.name.endswith(_ONCE):
-            spent[each.part] -= once_s
+    spent = {
+        part: wall.parts_s.get(part, 0.0)
+        - sum(once_s for name, once_s in wall.names_of(part) if name.endswith(_ONCE))
+        for part in _BESIDE
+    }
     part, seconds = max(spent.items(), key=itemgetter(1))
     if seconds < _BESIDE_HIGH_S:
         return None
     names = [each for each in wall.names_of(part) if not each[0].endswith(_ONCE)]
     name = names[0][0] if names else part
     most = f", {duration_text(names[0][1])} of it in {name}" if names else ""
-    what = f"{_WORDS.get(part, part)} took {duration_text(seconds)} of "
-    what += f"{duration_text(wall.training_s)}{most}"
+    what = f"{part} took {duration_text(seconds)} of {duration_text(wall.training_s)}{most}"
     return _pause(wall, seconds, what, _BESIDE[part].format(name=name))
 
 

@@ -255,7 +255,6 @@ def scaled(
     cpu: float = 1.0,
     blocked: float = 1.0,
     collate: float = 1.0,
-    handover: float = 1.0,
     slow_samples: bool = True,
 ) -> list[BatchCost]:
     """Return the costs with some of them scaled by factors; 0 removes one.
@@ -280,8 +279,6 @@ def scaled(
                 collate_ns=cost.collate_ns * collate,
                 collate_blocked_ns=cost.collate_blocked_ns * collate,
                 slowest_ns=slowest * factor,
-                handover_ns=cost.handover_ns * handover,
-                taking_ns=cost.taking_ns * handover,
             )
         )
     return found

@@ -20,7 +20,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches, own_dataset
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
+from lightning_fastdata.torch_internals import pinned, set_worker_info
 from lightning_fastdata.types import Batch
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ class OpenedEnvelopes(Around):
         envelope = next(self._batches)
         ledger.count += 1
         if ledger.records is not None:
-            task, requested_ns = envelope.task, ledger.wait.requested_ns
+            task = envelope.task
             own = ledger.wait.delivered()
             if envelope.unpickled_ns is not None:
                 own = own._replace(unpacked_ns=(envelope.unpickled_ns,))
@@ -276,10 +276,9 @@ class OpenedEnvelopes(Around):
                 BatchStamps(
                     number=ledger.count,
                     samples=task.samples,
-                    requested_ns=requested_ns,
+                    requested_ns=ledger.wait.requested_ns,
                     delivered_ns=clock.monotonic_ns(),
                     tasks=(task,),
-                    ready_ahead=self._ready_ahead(task, requested_ns),
                     first=self._first,
                     pinned_ns=envelope.pinned_ns,
                     own=own,
@@ -287,12 +286,3 @@ class OpenedEnvelopes(Around):
             )
         self._first = False
         return envelope.batch
-
-    def _ready_ahead(self, task: TaskStamps, requested_ns: int) -> int:
-        """Return how many later batches were complete before this late one was asked for."""
-        if task.ended_ns <= requested_ns:
-            return 0
-        return sum(
-            isinstance(other, Envelope) and other.task.ended_ns <= requested_ns
-            for other in early_batches(self._batches)
-        )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning_fastdata.errors import require
 from lightning_fastdata.insight.report import WIDTH, RunReport
-from lightning_fastdata.insight.steps import Columns, StepTiming, Values, columns_of
+from lightning_fastdata.insight.steps import PHASES, Columns, Values
 from lightning_fastdata.insight.wall import STEP_PARTS, WallTime
 
 if TYPE_CHECKING:
@@ -50,15 +50,16 @@ MAIN: Final = frozenset(
         "data_wait/read_runqueue_ms",
     )
 )
-"""Names of the scalars that loggers get, beside those of mixtures: 20 at most, several only where
-there is something to measure. They are in the tables of `docs/measuring.md`."""
+"""Names of the scalars that loggers get: 20 at most, several only where there is something to
+measure. They are in the tables of `docs/measuring.md`."""
 
-_STACK: Final = (
-    ("compute", "compute_ms", "#4c9f70"),
-    ("augment", "augment_ms", "#b07aa1"),
-    ("transfer", "transfer_ms", "#59a1cf"),
-    ("wait", "stall_ms", "#d1495b"),
-)
+_COLORS: Final = {
+    "compute": "#4c9f70",
+    "augment": "#b07aa1",
+    "transfer": "#59a1cf",
+    "wait": "#d1495b",
+}
+"""Phase of a step -> its color, from below."""
 _FONT_PT: Final = 10
 """Font size in points; at 150 dpi, shown by TensorBoard at 0.6 of the width, 12 pixels high."""
 _MOST_COLUMNS: Final = 75
@@ -106,7 +107,7 @@ def custom_scalar_layout() -> dict[str, dict[str, list[Sequence[str]]]]:
     }
 
 
-def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
+def phase_figure(steps: Columns) -> Figure:
     """Return the step as stacked areas over step number: compute, augment, transfer, wait.
 
     The legend has the mean of each phase. The dotted line is the floor that free data would give:
@@ -115,8 +116,8 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     with letters that can be read where TensorBoard shows it at 350 pixels.
 
     Args:
-        steps: Timings, or their columns (`StepHistory.newest`). Steps without device figures are
-            left out; first steps of epochs, too, as one of them would flatten the rest.
+        steps: Columns of steps (`StepHistory.newest`). Steps without device figures are left out;
+            first steps of epochs, too, as one of them would flatten the rest.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -125,9 +126,8 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = steps if isinstance(steps, Mapping) else columns_of(steps)
-    warm = columns["cold"] == 0
-    drawn = ~np.isnan(columns["step_ms"]) & (warm if warm.any() else True)
+    warm = steps["cold"] == 0
+    drawn = ~np.isnan(steps["step_ms"]) & (warm if warm.any() else True)
     figure = Figure(figsize=(4, 2.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -136,15 +136,15 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     if not drawn.any():
         axes.set_title("not measured", y=0.5, fontsize=_FONT_PT)
         return figure
-    total = columns["step_ms"][drawn]
+    total = steps["step_ms"][drawn]
     parts = np.array_split(np.arange(len(total)), min(len(total), _MOST_COLUMNS))
-    x = _means(columns["step"][drawn], parts)
+    x = _means(steps["step"][drawn], parts)
     several = len(total) > len(parts)
     axes.set_xlabel("step (a column is several)" if several else "step", fontsize=_FONT_PT)
     phases = [
-        (name, columns[column][drawn], color)
-        for name, column, color in _STACK
-        if not np.isnan(columns[column][drawn]).all()
+        (name, steps[f"{PHASES[name]}_ms"][drawn], color)
+        for name, color in _COLORS.items()
+        if not np.isnan(steps[f"{PHASES[name]}_ms"][drawn]).all()
     ]
     areas = axes.stackplot(
         x,
@@ -154,7 +154,7 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
         linewidth=0,
         step="mid",
     )
-    floor = float(np.median(total - np.nan_to_num(columns["stall_ms"][drawn])))
+    floor = float(np.median(total - np.nan_to_num(steps["stall_ms"][drawn])))
     axes.axhline(floor, color="black", linewidth=0.9, linestyle=":")
     # A few spikes must not press everything else flat.
     axes.set_ylim(0, 1.15 * max(float(np.percentile(_means(total, parts), 95)), 1e-6))

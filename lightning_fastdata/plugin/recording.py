@@ -7,9 +7,6 @@ takes its place, and forwards every call to it.
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property, partial
@@ -39,9 +36,6 @@ _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
 FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
-_GARBAGE: Final = Activity("gc")
-_FULL_PAUSES: Final = 1
-"""Youngest generation of garbage collections that count; younger ones are too short and many."""
 _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """A trainer's method -> the word for it in the names of its hooks and steps."""
 _BEFORE_TRANSFER: Final = "on_before_batch_transfer"
@@ -184,7 +178,6 @@ class WallWatch:
         self.step = "run_training_batch" if self._fits else f"{kind}_step"
         self._trainer = trainer
         self._ours = ours
-        self._thread, self._process = threading.get_ident(), os.getpid()
         self._epoch_start = FIRST_EPOCH
         self._starting = True
         self._interrupted = self._asked_in = _OTHER
@@ -192,8 +185,6 @@ class WallWatch:
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
         self.clock.forget()
-        self.stop()
-        gc.callbacks.append(self.collected)
         self._epoch_start, self._starting = FIRST_EPOCH, True
         self.epoch_starts()
 
@@ -207,29 +198,16 @@ class WallWatch:
         self._epoch_start, self._starting = LATER_EPOCHS, True
         self.clock.turn_to(_LOGGING)
 
-    def validation_began(self, *, loaded: bool = False) -> None:
-        """A validation within a fit has begun, if it was not announced before.
-
-        ``loaded``: its loaders have been started already. Lightning does not announce that where
-        it goes on to add up gradients, and logs nothing then: the last step ended right before.
-        """
-        state = self.clock.state
-        if not self._fits or state is _VALIDATION:
-            return
-        self._interrupted = state
-        behind_step = loaded and (state is _OTHER or state is _LOGGING)
-        turn = self.clock.turn_back_to if behind_step else self.clock.turn_to
-        turn(_VALIDATION)
+    def validation_began(self) -> None:
+        """A validation within a fit has begun, if it was not announced before."""
+        if self._fits and self.clock.state is not _VALIDATION:
+            self._interrupted = self.clock.state
+            self.clock.turn_to(_VALIDATION)
 
     def validation_ended(self) -> None:
         """The training goes on where it was."""
         if self.clock.state is _VALIDATION:
             self.clock.turn_to(self._interrupted)
-
-    def stop(self) -> None:
-        """Hear no more of the garbage collector."""
-        if self.collected in gc.callbacks:
-            gc.callbacks.remove(self.collected)
 
     def ended(self) -> None:
         """No more steps come."""
@@ -256,16 +234,6 @@ class WallWatch:
             activity = self._of_callback(owner.removeprefix("[Callback]"), last)
             return None if activity is None else self._entering(activity)
         return self._of_module(last) if owner.startswith("[LightningModule]") else None
-
-    def collected(self, phase: str, info: Mapping[str, int]) -> None:
-        """Note that the garbage collector begins or ends; see ``gc.callbacks``."""
-        ours = threading.get_ident() == self._thread and os.getpid() == self._process
-        if not ours or info["generation"] < _FULL_PAUSES:
-            return
-        if phase == "start":
-            self.clock.enter(_GARBAGE)
-        else:
-            self.clock.leave()
 
     def _entering(self, activity: Activity) -> Listener:
         return (partial(self.clock.enter, activity),), (self.clock.leave,)
@@ -368,7 +336,7 @@ class Recording:
         self.meters = tuple(StageMeter(stage, device) for stage in self.stages)
         self.main, self.evaluated = self.meters[0], self.meters[-1]
         self._shown: object = None
-        self.host: HostMeter | None = None
+        self.host = HostMeter()
 
     def loaders(self) -> object:
         """Return the loaders of the main stage, in whatever form they come; None: there are none.
@@ -417,7 +385,6 @@ class Recording:
 
     def stop(self) -> None:
         """Take no more stamps."""
-        self.wall.stop()
         for meter in self.meters:
             meter.stamps.stop()
 
@@ -443,11 +410,11 @@ class Recording:
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
         transfer = (self._transfer_began,), (self._transfer_ended,)
+        work = (self._work_began,), (self._work_ended,)
         hook = (_BEFORE_TRANSFER,) if seams.written_hook(self._trainer, _BEFORE_TRANSFER) else ()
         return {
             "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
-            "validation_step": ((self._evaluation_began,), (self._evaluation_ended,)),  # of a fit
-            self.wall.step: ((self._work_began,), (self._work_ended,)),
+            **dict.fromkeys(("validation_step", self.wall.step), work),  # the former in a fit, too
             f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
             **dict.fromkeys(("batch_to_device", *hook), transfer),
             "on_after_batch_transfer": ((self._augment_began,), (self._augment_ended,)),
@@ -459,18 +426,12 @@ class Recording:
 
     # Callbacks at the start and end of a batch are no part of the step.
     def _work_began(self) -> None:
-        self.main.timeline.work_began()
+        if self._fetching is not None:  # not in the sanity check
+            self._fetching.timeline.work_began()
 
     def _work_ended(self) -> None:
-        self.main.timeline.work_ended()
-
-    def _evaluation_began(self) -> None:
-        if self._fetching is self.evaluated:  # not in the sanity check
-            self.evaluated.timeline.work_began()
-
-    def _evaluation_ended(self) -> None:
-        if self._fetching is self.evaluated:
-            self.evaluated.timeline.work_ended()
+        if self._fetching is not None:
+            self._fetching.timeline.work_ended()
 
     def _evaluation_fetch_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.

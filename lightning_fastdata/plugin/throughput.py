@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeAlias
-
-from torch.utils.data import DataLoader
 
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.errors import FastDataWarning, OptionsError, check, is_whole
@@ -33,7 +31,6 @@ from lightning_fastdata.insight.finding import (
     read_loader,
 )
 from lightning_fastdata.insight.machine import (
-    NO_MACHINE,
     MemorySeen,
     fault_notes,
     fault_scalars,
@@ -59,11 +56,9 @@ from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
 from lightning_fastdata.insight.wall import Pauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuner import Tuner
-from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin import boards, seams
 from lightning_fastdata.plugin.recording import LATER_EPOCHS, Recording, attach_tee
 from lightning_fastdata.plugin.transforms import augment_foreign_batches
-from lightning_fastdata.prove.session import own_method
 from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:
@@ -101,14 +96,9 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
     def guard(hook: _OfRun[_Given]) -> _Hook[_Given]:
         @wraps(hook)
         def guarded(self: Any, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
-            if self._run is None:
-                return
-            try:
-                hook(self, self._run, *args, **kwargs)
-            except FastDataWarning:  # which the program has made an error
-                raise
-            except Exception as error:
-                self._warn(what, error)
+            if self._run is not None:
+                with self.survived(what):
+                    hook(self, self._run, *args, **kwargs)
 
         return guarded
 
@@ -293,9 +283,8 @@ class ThroughputHooks:
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
         recording = run.recording
-        recording.main.step_ended(*recording.main.size_of(batch))
-        if recording.host is not None:
-            recording.host.step_ended()
+        recording.main.step_ended(recording.main.size_of(batch))
+        recording.host.step_ended()
         if batch_idx == 0:
             run.first_step_ended()
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
@@ -313,10 +302,9 @@ class ThroughputHooks:
     @harmless("An epoch was not logged")
     def on_train_epoch_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """Draw the epoch's phases and say what they mean, where that has changed."""
-        train, host = run.recording.main, run.recording.host
+        train = run.recording.main
         train.timeline.drop_open_step()
-        if host is not None:
-            host.read_memory()  # workers that are not kept end with the epoch
+        run.recording.host.read_memory()  # workers that are not kept end with the epoch
         summary = train.summary()
         ranks = run.ranks
         if ranks is not None:
@@ -342,20 +330,10 @@ class ThroughputHooks:
         run.recording.wall.ended()
 
     @harmless(_NOT_MEASURED)
-    def on_sanity_check_start(self, run: MeasuredRun, *_: object) -> None:
-        """Count the sanity check as validation."""
-        run.recording.wall.validation_began()
-
-    @harmless(_NOT_MEASURED)
-    def on_sanity_check_end(self, run: MeasuredRun, *_: object) -> None:
-        """Count time as setup again."""
-        run.recording.wall.validation_ended()
-
-    @harmless(_NOT_MEASURED)
     def on_validation_start(self, run: MeasuredRun, *_: object) -> None:
         """Count what follows as validation, or begin to measure where nothing else is measured."""
         if run.recording.fits:
-            run.recording.wall.validation_began(loaded=True)
+            run.recording.wall.validation_began()
         else:
             run.began()
 
@@ -383,7 +361,7 @@ class ThroughputHooks:
         """Close a step."""
         if trainer.sanity_checking:
             return
-        run.recording.evaluated.step_ended(*run.recording.evaluated.size_of(batch))
+        run.recording.evaluated.step_ended(run.recording.evaluated.size_of(batch))
         if not run.recording.fits:
             run.batches += 1
             if run.verdict_is_due(run.batches):
@@ -507,8 +485,6 @@ class MeasuredRun:
         self._spent_s = self._dearest_s = 0.0
         """Seconds that all verdicts within the run took, and seconds of the longest one."""
         self._epochs = 0
-        self._mixed: dict[str, dict[str, int]] = {}
-        """Label of a loader -> samples of each part of its mixture, as they were logged last."""
         self._logged = False
         self._log_due_s = 0.0
 
@@ -553,8 +529,7 @@ class MeasuredRun:
 
     def epoch_began(self) -> None:
         """Compare what is read with what it was in the epoch before."""
-        if self.recording.host is not None:
-            self.recording.host.epoch = self._epochs
+        self.recording.host.epoch = self._epochs
         self.recording.main.changes.epoch_began(self._first_loader)
         self._epochs += 1
 
@@ -575,8 +550,7 @@ class MeasuredRun:
             metrics = {**metrics, **fault_scalars(self._fault_logs())}
             for loader, _ in self._tuned():
                 metrics["data_tune/workers"] = float(loader.num_workers)
-            shown = {**boards.chosen(metrics), **self._mixture_scalars()}
-            boards.log_to(self.trainer.loggers, shown, step)
+            boards.log_to(self.trainer.loggers, boards.chosen(metrics), step)
 
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.
@@ -602,30 +576,6 @@ class MeasuredRun:
         for loader in seams.flattened(self.recording.loaders()):
             if isinstance(loader, FastDataLoader) and loader.training.tuner is not None:
                 yield loader, loader.training.tuner
-
-    def _mixture_scalars(self) -> dict[str, float]:
-        """Return the percentage of each part of mixtures since the last call, and its epochs.
-
-        Both follow from the position of the loader, without reading a sample.
-        """
-        scalars: dict[str, float] = {}
-        loaders = self.recording.loaders()
-        alone = [("", each) for each in seams.flattened(loaders)]
-        for label, loader in seams.labelled(loaders) or alone:
-            mixture = getattr(loader, "dataset", None)
-            if not isinstance(mixture, Mixture) or not isinstance(loader, FastDataLoader):
-                continue
-            place, name = loader.progress(), f"{label}/" if label else ""
-            counts, before = mixture.counts(*place), self._mixed.get(label, {})
-            new = {part: count - before.get(part, 0) for part, count in counts.items()}
-            total = sum(new.values())
-            for part, epochs in mixture.epochs(*place).items():
-                if total > 0:
-                    scalars[f"data_mix/{name}{part}_percent"] = 100 * new[part] / total
-                if epochs is not None:
-                    scalars[f"data_mix/{name}{part}_epochs"] = epochs
-            self._mixed[label] = counts
-        return scalars
 
     def _fault_logs(self) -> list[FaultLog]:
         several = self.recording.loaders(), self.recording.val_loaders()
@@ -690,16 +640,12 @@ class MeasuredRun:
         host, ranks, facts = recording.host, self.ranks, self.facts()
         _, loader = _slowest_loader(recording.loaders(), recording.main)
         val_label, val_loader = _slowest_loader(recording.val_loaders(), recording.evaluated)
-        if host is not None:
-            host.read_memory(at_once=ended)
-            dataset = getattr(loader, "dataset", None)
-            context = getattr(loader, "multiprocessing_context", None) or multiprocessing
-            forked = context.get_start_method() == "fork"
-            self._memory = host.memory.seen(dataset, forked=forked)
-        machine = NO_MACHINE if host is None else host.seen()
-        facts = replace(facts, closed=self._closed(facts, val_loader))
-        cpus = float(self._usable_cpus)
-        late = recording.main.late_batches(train, facts, cpus=cpus, machine=machine)
+        host.read_memory(at_once=ended)
+        dataset = getattr(loader, "dataset", None)
+        context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+        forked = context.get_start_method() == "fork"
+        self._memory, machine = host.memory.seen(dataset, forked=forked), host.seen()
+        late = recording.main.late_batches(train, facts, machine=machine)
         ours = seams.own_datamodule(trainer)
         before, moves, augments = (seams.written_hook(trainer, name) for name in seams.HOOKS)
         step = StepCosts(
@@ -710,7 +656,6 @@ class MeasuredRun:
             augment_hook=augments,
             settings_in=class_of_settings(loader) if ours is None else "LoaderOptions",
             padding=recording.main.padding.padding(),
-            few_objects=recording.main.padding.few_objects,
         )
         pauses = Pauses(
             wall=wall,
@@ -733,35 +678,25 @@ class MeasuredRun:
 
     def facts(self) -> LoaderFacts:
         """Return what the loader that is waited for most, or else the first, says about itself."""
-        stage, ours = self.recording.main.stage, seams.own_datamodule(self.trainer)
-        label, loader = _slowest_loader(self.recording.loaders(), self.recording.main)
-        settled = ours is not None and ours.placing.choice(stage) is not None
-        known = read_loader(loader)
-        augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
-        if known.learn and (not isinstance(loader, DataLoader) or own_method(loader)):
-            known = replace(known, learn="FastDataModule.from_datasets(dataset): it tells why")
-        return replace(
-            self.recording.main.changes.heeded(known),
-            usable_cpus=self._usable_cpus,
-            augment_on="device" if self.recording.augments(stage) else augment_on,
-            augment_settled=settled or known.augment_settled,
-            loader=label,
-        )
-
-    def _closed(self, facts: LoaderFacts, val_loader: object) -> dict[str, str]:
-        """Return the options that nobody is told to change, and why."""
-        closed = {**facts.closed, **closed_options(val_loader, prefix="val.")}
-        ours = seams.own_datamodule(self.trainer)
+        recording, ours = self.recording, seams.own_datamodule(self.trainer)
+        label, loader = _slowest_loader(recording.loaders(), recording.main)
+        _, val_loader = _slowest_loader(recording.val_loaders(), recording.evaluated)
+        known = recording.main.changes.heeded(read_loader(loader))
+        closed = {**known.closed, **closed_options(val_loader, prefix="val.")}
+        choice = None if ours is None else ours.placing.choice(recording.main.stage)
         if ours is not None and ours.cache is not None:
             closed["cache"] = "cache= is set"
-        choice = None if ours is None else ours.placing.choice(self.recording.main.stage)
         if choice is not None and choice.place == "workers":
             closed["augment_on"] = "the workers were found to be faster before the training"
-        return closed
-
-    @cached_property
-    def _usable_cpus(self) -> int:
-        return read_cpu_limit(local_ranks=self.trainer.num_devices).usable_cpus
+        augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
+        return replace(
+            known,
+            usable_cpus=read_cpu_limit(local_ranks=self.trainer.num_devices).usable_cpus,
+            augment_on="device" if recording.augments(recording.main.stage) else augment_on,
+            augment_settled=choice is not None or known.augment_settled,
+            loader=label,
+            closed=closed,
+        )
 
     # -- what is reported --------------------------------------------------------------------------
 
@@ -820,7 +755,8 @@ class MeasuredRun:
         if not recording.fits or not train.steps:
             return None
         # The host's waits for first batches are among the starts of epochs.
-        waited_s = train.stalled_s(cold=False) + wall.named_s.get(LATER_EPOCHS, 0.0)
+        starts_s = wall.named_s.get(LATER_EPOCHS.part, {})
+        waited_s = train.stalled_s(cold=False) + starts_s.get(LATER_EPOCHS.name, 0.0)
         waited_s += recording.evaluated.timeline.history.stalled_s()
         if self.ranks is not None:
             waited_s += _waits_for_others_s(self.ranks.so_far, self.trainer.global_rank)

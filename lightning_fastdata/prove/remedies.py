@@ -39,8 +39,6 @@ class Change:
     """Whether to use this package's loader, which chooses how to read."""
     cache: str | None = None
     """Place where samples are kept, ``"ram"`` or ``"disk"``; None: they are not."""
-    share: bool = False
-    """Whether to move lists and dicts of the dataset into memory that all workers share."""
 
     @property
     def lasts(self) -> bool:
@@ -109,12 +107,9 @@ class LoaderFacts:
     """Bytes that a cache in memory may take."""
     epochs: float = math.inf
     """Number of epochs of the training; infinity: no limit is known."""
-    objects: str = ""
-    """Description of the largest list or dict that workers would copy; empty: none is large."""
 
 
 FAST: Final = "the loader of this package"
-SHARE: Final = "share(dataset)"
 PERSIST: Final = Remedy(
     name="persistent_workers=True", change=Change(persistent_workers=True), effort=1
 )
@@ -168,9 +163,6 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
 
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
-    if facts.objects and facts.changes == "nothing":  # shared objects can no longer change
-        says = f"{facts.objects} is held once, and can no longer be changed"
-        found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
         found.append(
             Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3, says=(_FILLED,))
@@ -259,12 +251,9 @@ def code_of(
             "trainer.fit(model, datamodule=data)",
         ]
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * change.fast
-    names += ["share"] * change.share
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
     kind = "FastDataLoader" if change.fast else "DataLoader"
-    dataset = "share(dataset)" if change.share else "dataset"
-    if change.cache:
-        dataset = f'CachedDataset({dataset}, "{change.cache}")'
+    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
     arguments = [dataset, "..."]
     number = '"auto"' if change.fast else change.num_workers
     arguments += [] if number is None else [f"num_workers={number}"]

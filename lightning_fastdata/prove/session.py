@@ -11,7 +11,6 @@ import os
 import statistics
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from copy import copy
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -54,7 +53,6 @@ from lightning_fastdata.prove.trials import (
     middle_step_s,
     turns,
 )
-from lightning_fastdata.sources.shared import held_objects, share
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import leaves, replace_leaves
 from lightning_fastdata.types import Batch, Stage
@@ -76,8 +74,6 @@ _WARM_BLOCKS: Final = 3
 """Most blocks of warm-up in which this package's loader may settle."""
 _OVER: Final = 0.25
 """Share of the budget by which confirming a remedy that was found in time may exceed it."""
-_LARGE_BYTES: Final = 64 * 2**20
-"""Least size in bytes of a list or dict whose copies in workers are worth avoiding."""
 _CACHE_SHARE: Final = 0.25
 """Share of the available memory that a cache may take."""
 
@@ -533,7 +529,6 @@ class Session:
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
-            objects=_large_objects(own.dataset) if is_loader else "",
         )
 
     def _write(self) -> None:
@@ -562,18 +557,6 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     except Exception as error:
         session.ended_by(error)
         raise
-
-
-def _large_objects(dataset: object) -> str:
-    """Return a description of the largest list or dict that workers would copy; empty: none.
-
-    Only one in an attribute of the dataset itself counts: deeper objects are the same in a shallow
-    copy of the dataset, so that the training as it is would read shared objects, too.
-    """
-    held = next(iter(held_objects(dataset)), None)
-    own = held is not None and held.name.count(".") == 1
-    large = held is not None and held.counted_bytes >= _LARGE_BYTES
-    return f"{held.name} ({held.kind})" if held is not None and own and large else ""
 
 
 def _tree() -> list[int]:
@@ -685,7 +668,7 @@ def remade(loader: DataLoader[Any], change: Change, cut: Cut | None = None) -> D
     }
     if loader.collate_fn not in (default_collate, default_convert):
         given["collate_fn"] = loader.collate_fn
-    dataset: Any = share(copy(loader.dataset)) if change.share else loader.dataset
+    dataset: Any = loader.dataset
     if change.cache:
         dataset = CachedDataset(dataset, change.cache)
     if change.fast:

@@ -6,7 +6,6 @@ those of other machines are moved to it (:class:`ClockOffset`).
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,14 +88,10 @@ class WaitWatch:
 class Way(NamedTuple):
     """How a batch came here after it was made."""
 
-    node: str
-    """Machine, and in short the node of the cluster, that made the batch."""
     taken_ns: int
     """Time that the training process took to ask for the batch and to copy it."""
     landed_ns: int
     """When the copy of the batch in the training's memory was complete."""
-    uncertain_ns: int = 0
-    """Error, either way, of the times at which the batch was made; 0: ends share a clock."""
     free_cpus: float | None = None
     """CPUs of the cluster that nobody held just before; None: they were not counted."""
 
@@ -163,8 +158,6 @@ class BatchStamps(NamedTuple):
     """When the training got the batch."""
     tasks: tuple[TaskStamps, ...]
     """Tasks that made the batch, in the order in which they ended."""
-    ready_ahead: int
-    """Number of later batches that were complete when this one was asked for."""
     first: bool = False
     """Whether it was the first batch of its epoch."""
     pinned_ns: tuple[int, int] | None = None
@@ -282,12 +275,6 @@ class ClockOffset:
     """Least and greatest possible offset; None: nothing is known."""
     as_of_ns: int = 0
     """When something was last learned of the offset, by our clock."""
-
-    @property
-    def uncertain_ns(self) -> int:
-        """Greatest possible error of the offset; 0 also where nothing is known."""
-        least, most = self.bounds_ns or (self.offset_ns, self.offset_ns)
-        return math.ceil(max(self.offset_ns - least, most - self.offset_ns))
 
     def note(self, asked_ns: int, began_ns: int, ended_ns: int, got_ns: int) -> None:
         """Learn from a task that was asked for, was done on the other machine, and came back.

@@ -231,7 +231,7 @@ def test_the_report_is_written_as_json(tmp_path, where):
     report = json.loads(file.read_text())
     assert report == json.loads(json.dumps(callback.report.as_dict()))
     assert set(report) == SCHEMA
-    assert report["schema_version"] == 11
+    assert report["schema_version"] == 12
     assert report["ended"] is True
     assert list(report["stages"]) == ["train", "val"]
     assert report["verdict"]["code"].startswith("FD")

@@ -63,7 +63,7 @@ def test_the_rank_whose_data_is_slow_is_named_first_with_its_host_and_reason(tra
     assert "reading waited for storage" in first["cause"]
     assert first["gain"]["factor"] > 1
     assert "FD001" not in {each["code"] for each in findings(result)}
-    assert f"ranks rank 1 on {socket.gethostname()} stalls" in result["text"]
+    assert f"on average, rank 1 on {socket.gethostname()} " in result["text"]
     zero, one = result["report"]["ranks"]
     assert (zero["rank"], one["rank"]) == (0, 1)
     # Lightning fetches ahead: one of eleven warm steps has only the end of the stream to wait for.
@@ -88,7 +88,7 @@ def test_rank_0_is_named_where_it_is_the_slow_one_after_what_to_do_about_it(trai
     codes = [each["code"] for each in findings(result)]
     assert "FD316" in codes
     assert codes[0] != "FD316"
-    assert "ranks rank 0 on" in result["text"]
+    assert "on average, rank 0 on" in result["text"]
 
 
 def test_ranks_of_a_foreign_loader_are_told_without_a_reason(trained):
@@ -100,7 +100,7 @@ def test_ranks_of_a_foreign_loader_are_told_without_a_reason(trained):
 def test_healthy_ranks_stall_alike(trained):
     result = trained[0]["healthy"]
     assert "FD316" not in {each["code"] for each in findings(result)}
-    assert "ranks 2 ranks on 1 host stall alike" in result["text"]
+    assert "ranks 2 ranks stall " in result["text"]
 
 
 @pytest.mark.parametrize("who", ["rank 0", "rank 1"])

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from misses import each
 from torch.utils.data import StackDataset
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import (
-    DataThroughputCallback,
-    FastDataLoader,
-    FastDataModule,
-    LoaderOptions,
-    Mixture,
-)
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, Mixture
 from lightning_fastdata.errors import OptionsError
 
 LENGTH, BATCH = 40, 4
@@ -56,19 +47,6 @@ def test_a_training_reads_the_mixture_in_its_own_order_and_goes_on_within_an_epo
     assert fit(tmp_path, module(mixture()), steps=STEPS + 3) == straight[: STEPS + 3]
     rest = fit(tmp_path, module(mixture()), resume=tmp_path / "last.ckpt")
     assert rest == straight[STEPS + 3 :]
-
-
-def test_loggers_get_the_proportions_and_the_epochs_of_the_parts(tmp_path):
-    callback = DataThroughputCallback(every_n_steps=5, summary=False, report=False)
-    logger = CSVLogger(tmp_path)
-    fit(tmp_path, module(mixture({0: {"a": 1, "b": 0}, 20: {"a": 0, "b": 1}})), steps=10,
-        callbacks=[callback], logger=logger)  # fmt: skip
-    with open(f"{logger.log_dir}/metrics.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("data_mix/a_percent")]
-    shown = [[float(row[f"data_mix/{name}_percent"]) for name in "ab"] for row in rows]
-    assert shown[:2] == [[100, 0], [0, 100]]
-    assert float(rows[1]["data_mix/a_epochs"]) == pytest.approx(20 / 25)
-    assert float(rows[1]["data_mix/b_epochs"]) == pytest.approx(20 / 8)
 
 
 def test_a_mixture_is_shuffled_and_cached_by_nobody(tmp_path):

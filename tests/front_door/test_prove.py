@@ -28,7 +28,6 @@ from lightning_fastdata import StepTimer, cli
 from lightning_fastdata.cli import main
 from lightning_fastdata.host import clock
 from lightning_fastdata.prove import PROVE_VARIABLE, ProveSettings
-from lightning_fastdata.prove.remedies import SHARE
 from lightning_fastdata.prove.trials import AS_IS, FREE, conclude, of_dict
 
 CLOCK = []
@@ -213,15 +212,6 @@ def test_what_changes_with_the_epoch_is_not_kept_from_the_first(tried, tmp_path)
     found = tried(training(data, workers=1, callbacks=[config], each_epoch=changes(data)))
     assert found.trial.facts.get("changes", "epochs") == "epochs"
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "trial"}
-
-
-def test_a_large_list_that_workers_would_copy_is_tried_in_shared_memory(tried):
-    data = Slow()
-    data.samples = list(range(10**6, 4 * 10**6))
-    found = tried(training(data))
-    assert SHARE in {block.arm for block in found.trial.blocks}
-    assert SHARE not in found.trial.failed
-    assert type(data.samples) is list
 
 
 def test_a_loop_of_its_own_is_tried_through_step_timer(tried):

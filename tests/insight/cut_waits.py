@@ -11,7 +11,6 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 class Wait(NamedTuple):
     parts: WaitParts
-    overtaken: bool
     slow_task: TaskStamps | None
 
 
@@ -22,7 +21,7 @@ class Cutter:
     def cut(self, batch: BatchStamps) -> Wait:
         self.cutter.note(batch)
         ns, slow_task = self.cutter.cut(batch)
-        return Wait(WaitParts(*(value / 1e6 for value in ns)), batch.ready_ahead > 0, slow_task)
+        return Wait(WaitParts(*(value / 1e6 for value in ns)), slow_task)
 
 
 def total(waits: list[Wait]) -> WaitParts:

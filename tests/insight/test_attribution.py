@@ -62,10 +62,9 @@ def test_a_thread_that_was_busy_with_the_batch_before_is_charged_for_that() -> N
 def test_the_excess_of_a_slow_sample_is_its_own_part_and_names_it() -> None:
     cutter = Cutter()
     cutter.cut(batch(0, 0, task(-8, 0, read=8, slowest=1)))
-    wait = cutter.cut(batch(0, 57, task(0, 57, read=57, slowest=50, index=77), ahead=2))
+    wait = cutter.cut(batch(0, 57, task(0, 57, read=57, slowest=50, index=77)))
     assert wait.parts.slow_sample_ms == pytest.approx(49)
     assert wait.parts.read_blocked_ms == pytest.approx(8)
-    assert wait.overtaken
     assert wait.slow_task is not None
     assert (wait.slow_task.slowest_index, wait.slow_task.slowest_ns) == (77, 50 * MS)
 
@@ -118,7 +117,7 @@ def runs(draw: st.DrawFn) -> list[BatchStamps]:
         requested = now
         complete = max((task.ended_ns for task in tasks), default=0)
         now = max(now, complete) + draw(st.integers(0, 3 * MS))
-        batches.append(BatchStamps(number, 8, requested, now, tuple(tasks), 0))
+        batches.append(BatchStamps(number, 8, requested, now, tuple(tasks)))
         now += draw(st.integers(0, 20 * MS))
     return batches
 

@@ -18,10 +18,10 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.lines import LineTime
 
 
-def batch(at_ms, wait_ms, *, first=False, ahead=0, **task):
+def batch(at_ms, wait_ms, *, first=False, **task):
     """A batch that one thread made while it was waited for, from its request to its delivery."""
     ends_ms = at_ms + wait_ms
-    made = made_up.batch(at_ms, ends_ms, made_up.task(at_ms, ends_ms, **task), ahead=ahead)
+    made = made_up.batch(at_ms, ends_ms, made_up.task(at_ms, ends_ms, **task))
     return made._replace(first=first)
 
 
@@ -68,7 +68,7 @@ def test_what_was_not_measured_has_no_name():
 
 
 def test_batches_that_were_made_before_stamps_were_taken_do_not_count():
-    early = BatchStamps(1, 0, 0, 5 * MS, (), 0)
+    early = BatchStamps(1, 0, 0, 5 * MS, ())
     totals = totals_of(early, early)
     assert totals.summary() is None
     totals.add(batch(10, 10))
@@ -79,12 +79,11 @@ def test_batches_that_were_made_before_stamps_were_taken_do_not_count():
 def test_slow_samples_are_told_slowest_first_once_each_with_their_files():
     batches = [batch(0, 8, slowest=1)]
     for number, (index, ms) in enumerate([(7, 90), (np.int64(9), 300), (7, 200), (11, 60)]):
-        batches.append(batch(1000 * (number + 1), ms, slowest=ms - 5, index=index, ahead=number))
+        batches.append(batch(1000 * (number + 1), ms, slowest=ms - 5, index=index))
     causes = totals_of(*batches).summary(lambda loader, index: f"/{loader}/{index}.jpg")
     assert [(s.index, s.ms, s.path) for s in causes.slow_samples] == [
         (9, 295, "/0/9.jpg"), (7, 195, "/0/7.jpg"), (11, 55, "/0/11.jpg"),
     ]  # fmt: skip
-    assert causes.overtaken_share == pytest.approx(3 / 5)
     json.dumps(asdict(causes), allow_nan=False)
 
 

@@ -64,7 +64,6 @@ def causes(path="photos/7.jpg", name="Resize"):
     return WaitCauses(
         batches=18,
         wait=WaitParts(**{f.name: 1.0 + i for i, f in enumerate(dataclasses.fields(WaitParts))}),
-        overtaken_share=0.25,
         slow_samples=(SlowSample(index=7, ms=80.0, typical_ms=4.0, path=path),),
         operations=(OperationShare(name=name, share=0.6),),
     )
@@ -94,7 +93,6 @@ def test_the_page_holds_verdict_findings_phases_causes_notes_and_machine():
         "train · 20 steps in 9.0 s",
         "newest 20 steps",
         "reading and transforming samples, on a CPU",
-        "25% of the batches came after later ones",
         "photos/7.jpg",
         "Resize 60%",
         "val 20 2.0 s",

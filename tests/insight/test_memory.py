@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from misses import Misses
 
-from lightning_fastdata.host.memory import Pages, pages_of, read_alone, read_batch_files
+from lightning_fastdata.host.memory import Pages, pages_of, read_alone
 from lightning_fastdata.insight.machine import (
     Look,
     MemoryMeter,
@@ -72,8 +72,6 @@ CAUSES = {
         own_parts={"dataset.unread": 0.01, "dataset.samples": 0.5},
         copied_bytes=2 * GIB,
     ),
-    "ahead": seen(shared_bytes=3 * GIB),
-    "page cache": seen(file_bytes=30 * GIB),
 }
 
 
@@ -114,7 +112,6 @@ HEALTHY = {
         ),
         workers=2,
     ),
-    "few batches": seen(shared_bytes=10 * MIB),
 }  # fmt: skip
 
 
@@ -173,14 +170,6 @@ def test_it_is_severe_where_what_is_to_come_does_not_fit():
     for left_bytes, severity in ((MIB, "high"), (1000 * GIB, "moderate")):
         (found,) = findings(Evidence(memory=replace(CAUSES["leak"], left_bytes=left_bytes)))
         assert (found.code, found.severity) == ("FD335", severity)
-
-
-def test_batches_ahead_and_the_page_cache_are_a_note():
-    (ahead,) = memory_notes(CAUSES["ahead"])
-    assert ahead.startswith("Memory: 3.00 GiB are batches ahead")
-    (files,) = memory_notes(CAUSES["page cache"])
-    assert "gives back" in files
-    assert memory_notes(CAUSES["copied"]) == ()
 
 
 def test_where_nobody_can_say_whether_it_leaks_the_words_do_not():
@@ -244,9 +233,9 @@ def test_what_objects_hold_in_slots_counts_and_what_many_hold_counts_once():
 
 
 def test_pages_that_only_one_process_has_are_told_from_those_that_several_have():
-    text = "Pss: 700 kB\nPss_File: 60 kB\nPss_Shmem: {} kB\nAnonymous: 900 kB\n"
+    text = "Pss: 700 kB\nPss_Shmem: {} kB\nAnonymous: 900 kB\n"
     text += "Private_Dirty: {} kB\n"
-    assert pages_of(text.format(40, 600)) == Pages(*(1024 * n for n in (900, 560, 60)))
+    assert pages_of(text.format(40, 600)) == Pages(*(1024 * n for n in (900, 560)))
     # What is private is of a memory file.
     assert pages_of(text.format(500, 480)).own_bytes == 0
     # It is of a file that was just written.
@@ -255,31 +244,10 @@ def test_pages_that_only_one_process_has_are_told_from_those_that_several_have()
     assert pages_of("Rss: 1 kB\n") is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory files are of Linux")
-def test_batches_are_what_processes_of_the_training_have_open_of_them():
-    names = ["fastdata", "fastdata-shared", "of another program"]
-    opened = [os.memfd_create(name) for name in names]
-    try:
-        before = read_batch_files([os.getpid()])
-        for descriptor in opened:
-            os.write(descriptor, bytes(MIB))
-        copy = os.dup(opened[0])
-        now = read_batch_files([os.getpid(), os.getpid(), 2**22 + 1])
-        os.close(copy)
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-    assert sum(now.values()) - sum(before.values()) == MIB
-    assert read_batch_files([]) == {}
-
-
 def meter(sizes, pages=None, alone=lambda *_: None):
-    found = iter([{}])
     readers = SimpleNamespace(
         read_own_bytes=sizes.get,
         read_pages={}.get if pages is None else pages.get,
-        read_batch_files=lambda _: next(found, {1: MIB}),
-        read_mapped_bytes=lambda: 50 * MIB,
         read_alone=alone,
     )
     return MemoryMeter(readers)
@@ -291,7 +259,7 @@ def test_what_a_worker_has_grown_by_does_not_count_as_copied():
     of.look([1, 2], step=0, epoch=0)
     sizes.update({1: 600 * MIB, 2: 600 * MIB})
     for process in (os.getpid(), 1, 2):
-        pages[process] = Pages(600 * MIB, 300 * MIB, 40 * MIB)
+        pages[process] = Pages(600 * MIB, 300 * MIB)
     of.read([1, 2])
     of.look([1, 2], step=9, epoch=0)
     found = of.seen(Holds(cache={}, samples=[1] * 5), forked=True)
@@ -300,8 +268,6 @@ def test_what_a_worker_has_grown_by_does_not_count_as_copied():
         dict.fromkeys((1, 2), n * MIB) for n in (500, 600)
     ]
     assert found.workers == 2
-    assert found.shared_bytes == MIB, "more than at first"
-    assert found.file_bytes == 70 * MIB, "libraries left out"
     of.read([])
     assert of.copied_bytes == 200 * MIB, "of workers that have ended"
 
@@ -343,7 +309,7 @@ def test_a_leak_and_a_cache_are_told_apart_after_some_epochs_though_workers_come
 def test_the_part_of_a_list_that_workers_own_is_not_asked_of_a_single_one():
     objects = Holds(samples=[f"{n:030d}" for n in range(500)])
     for workers, expected in (([1, 2], {"dataset.samples": 0.5}), ([1], {})):
-        pages = dict.fromkeys([os.getpid(), *workers], Pages(9, 9, 0))
+        pages = dict.fromkeys([os.getpid(), *workers], Pages(9, 9))
         of = meter(dict.fromkeys(workers, MIB), pages, alone=lambda process, _: process - 1.0)
         of.look(workers, step=0, epoch=0)
         of.read(workers)

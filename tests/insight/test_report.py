@@ -43,7 +43,7 @@ def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
         for i, (stall, compute) in enumerate(zip(stalls, computes, strict=True), start=1)
     )
     steps = history_of(timing(0, 9000.0, transfer_ms=1.1, cold=True), *warm)
-    scalars = window_means(*steps.window(), "data_val")
+    scalars = window_means(steps.window(), "data_val")
     steps = stalls + computes + 3.2
     assert scalars["data_val/stall_percent"] == pytest.approx(100 * stalls.sum() / steps.sum())
     assert scalars["data_val/step_ms"] == pytest.approx(steps.mean())
@@ -114,9 +114,7 @@ def test_a_device_could_augment_what_workers_do_beside_it_unless_they_were_found
 ):
     measured = summary(device=device)
     if transforms:
-        causes = WaitCauses(
-            batches=20, wait=WaitParts(), overtaken_share=0.0, operations=transforms
-        )
+        causes = WaitCauses(batches=20, wait=WaitParts(), operations=transforms)
         measured = replace(measured, causes=causes)
     assert late_batches_of(measured, LoaderFacts(**facts)).device_could_augment is could
 

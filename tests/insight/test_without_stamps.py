@@ -7,8 +7,6 @@ from insight.made_up import stage
 from verdicts.known import evidence_with, judge
 
 from lightning_fastdata.insight.finding import LoaderFacts
-from lightning_fastdata.insight.late_batches import LateBatches
-from lightning_fastdata.insight.verdict import largest_cost
 from lightning_fastdata.insight.waits import WaitParts
 
 
@@ -27,7 +25,7 @@ def waiting(stall_ms):
 )
 def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, code, after_ms):
     facts = LoaderFacts(num_workers=workers, usable_cpus=cpus)
-    found = largest_cost(LateBatches(summary=waiting(50.0), loader=facts)).finding
+    found = judge(waiting(50.0), facts).findings[0]
     assert found.code == code
     assert found.gain.before_ms == pytest.approx(60.0)
     assert found.gain.after_ms == pytest.approx(after_ms)
@@ -39,6 +37,6 @@ def test_who_takes_stamps_is_not_told_to_take_some():
     seen = evidence_with(step_ms=60.0, wait_ms=20.0, stall_ms=20.0, parts=parts)
     blind, told = (judge(waiting(20.0), facts, each).findings[0] for each in (None, seen))
     assert blind.code == told.code == "FD104"
-    assert "FastDataModule" in blind.remedy
+    assert "FastDataLoader" in blind.remedy
     assert told.remedy == ""
     assert "no single cost stands out: the training process was ready" in told.cause

@@ -308,7 +308,7 @@ def test_recorded_batches_of_actors_tell_what_taking_them_costs_and_their_way():
     for number in range(24):  # of one actor that takes 30 ms for each, all waited for
         made = task(30 * number, 30 * number + 30, cpu=6)
         landed = round((30 * number + 50) * MS)
-        way = Way("far/1", round(2 * MS), landed)
+        way = Way(round(2 * MS), landed)
         requested = 30 * number + 20 if number else 0
         stamps.append(batch(requested, 30 * number + 50, made._replace(way=way)))
     costs = batch_costs(stamps)

@@ -62,7 +62,7 @@ def test_a_figure_is_legible_where_tensorboard_shows_it(newest):
 
 def test_of_many_steps_a_column_is_the_mean_of_several():
     steps = [timing(i, None, i % 2 * 20.0, step_ms=i % 2 * 20.0) for i in range(1000)]
-    figure = boards.phase_figure(steps)
+    figure = boards.phase_figure(history_of(*steps).newest())
     (axes,) = figure.axes
     (area,) = axes.collections
     heights = area.get_paths()[0].vertices[:, 1]
@@ -72,7 +72,7 @@ def test_of_many_steps_a_column_is_the_mean_of_several():
 
 
 def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
-    figure = boards.phase_figure([timing(i, 5.0, 10.0) for i in range(10)])
+    figure = boards.phase_figure(history_of(*(timing(i, 5.0, 10.0) for i in range(10))).newest())
     (axes,) = figure.axes
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["wait 5.0", "compute 10.0"]

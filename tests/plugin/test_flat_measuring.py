@@ -44,7 +44,7 @@ def stamps(number):
         number % 3, asked - 1_000_000, asked + 5_000_000, 900_000, 1000, 2, 50_000 + slow, 9000,
         slow, number,
     )
-    return BatchStamps(number, 2, asked, asked + 6_000_000, (task,), number % 2, number % 1000 == 0)
+    return BatchStamps(number, 2, asked, asked + 6_000_000, (task,), number % 1000 == 0)
 
 def run(first, last):
     timeline = meter.timeline

@@ -65,17 +65,6 @@ def test_a_changed_loader_gives_the_batches_of_torch(given, change):
         assert rows(changed) == rows(loader)
 
 
-def test_a_shared_dataset_is_a_copy_and_the_own_one_stays_as_it_is():
-    data = Numbers()
-    data.samples = [str(number) for number in range(2000)]
-    loader = DataLoader(data, batch_size=4)
-    changed = remade(loader, Change(num_workers=1, share=True))
-    assert rows(changed) == rows(loader)
-    assert type(data.samples) is list
-    assert type(changed.dataset.samples) is not list
-    assert changed.dataset.samples[1234] == "1234"
-
-
 def test_a_shuffled_loader_stays_shuffled():
     loader = DataLoader(Numbers(), 4, shuffle=True)
     assert is_shuffled(loader)

@@ -106,8 +106,8 @@ def test_the_best_of_each_kind_go_together():
 
 
 def test_of_two_changes_the_second_says_the_number_of_workers_none_too():
-    both = Change(num_workers=4, share=True) | Change(num_workers=0, fast=True)
-    assert both == Change(num_workers=0, share=True, fast=True)
+    both = Change(num_workers=4, cache="ram") | Change(num_workers=0, fast=True)
+    assert both == Change(num_workers=0, cache="ram", fast=True)
     assert Change(num_workers=4) | Change(cache="ram") == Change(num_workers=4, cache="ram")
 
 
@@ -129,19 +129,3 @@ def test_what_to_write_is_the_call_with_the_change():
         lines = code_of(change, **how)
         assert 'CachedDataset(dataset, "ram")' in lines[-1]
         compile("\n".join(lines), "written", "exec")
-
-
-def test_objects_that_workers_would_copy_are_tried_in_shared_memory_if_nothing_changes_them():
-    held = "dataset.samples (list of 1.2 million dicts)"
-    remedies, _ = named(LoaderFacts(**{**PLAIN, "objects": held}))
-    (found,) = [each for each in remedies if each.change.share]
-    assert held in found.says[0]
-    assert found.name not in names()[0]
-    for changes in ("steps", "epochs", "unknown"):
-        assert found.name not in names(objects=held, changes=changes)[0]
-    assert code_of(found.change, given_to_fit=True, validates=False) == [
-        "from lightning_fastdata import share",
-        "loader = DataLoader(share(dataset), ...)",
-    ]
-    both = found.change | Change(num_workers=2)
-    assert (both.share, both.num_workers) == (True, 2)

@@ -36,6 +36,6 @@ def task(
     )  # fmt: skip
 
 
-def batch(requested: float, delivered: float, *tasks: TaskStamps, ahead: int = 0) -> BatchStamps:
+def batch(requested: float, delivered: float, *tasks: TaskStamps) -> BatchStamps:
     samples = sum(each.samples for each in tasks)
-    return BatchStamps(1, samples, ns_of(requested), ns_of(delivered), tasks, ahead)
+    return BatchStamps(1, samples, ns_of(requested), ns_of(delivered), tasks)

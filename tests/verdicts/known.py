@@ -19,7 +19,7 @@ from lightning_fastdata.insight.wall import NO_TIME, Pauses, loop_time
 NOTHING: Final = Evidence()
 NO_LOADER: Final = LoaderFacts()
 _PHASES: Final = ("step_ms", "wait_ms", "stall_ms", "transfer_ms", "augment_ms")
-_CAUSES: Final = ("parts", "overtaken_share", "slow_samples", "operations", "lines")
+_CAUSES: Final = ("parts", "slow_samples", "operations", "lines")
 UNKNOWN: Final[dict[str, Any]] = {
     **dict.fromkeys((*_PHASES, "parts", "setup", "busy_share", "runqueue_share", "read_rates")),
     **dict.fromkeys(("free_cpus", "padding", "val_workers", "val_loader")),
@@ -69,7 +69,7 @@ def judge(
 
 
 def _phase(ms: float | None) -> PhaseSummary | None:
-    figures = dict.fromkeys(("mean_ms", "p50_ms", "p95_ms", "max_ms"), ms)
+    figures = dict.fromkeys(("mean_ms", "p50_ms", "p95_ms"), ms)
     return None if ms is None else PhaseSummary(**figures, share=0.0)
 
 

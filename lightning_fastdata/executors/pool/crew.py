@@ -205,7 +205,7 @@ class PendingBatch:
             self.slots.give_back(self.slot)
             self.slot = None
 
-    def all_stamps(self, wait: WaitWatch, ahead: int, *, first: bool) -> BatchStamps:
+    def all_stamps(self, wait: WaitWatch, *, first: bool) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""
         own = wait.delivered()
         pinned = None if self.pinning is None else self.pinning.result()
@@ -215,7 +215,6 @@ class PendingBatch:
             wait.requested_ns,
             clock.monotonic_ns(),
             tuple(self.stamps),
-            ahead,
             first=first,
             pinned_ns=None if pinned is None else (pinned.began_ns, pinned.ended_ns),
             own=own,

@@ -95,7 +95,7 @@ class _CrewExecutor(ABC):
         self._wait.requested(recorded=self._records is not None)
         if self._pin_thread is not None:  # begins to copy what has come
             self._receive(waiting=False)
-        ahead = -1
+        late = False
         while True:
             self._fill()
             batch = self._first_ready()
@@ -105,13 +105,12 @@ class _CrewExecutor(ABC):
                     continue
                 if self._records is not None:
                     rates, self._rates = self._rates, None
-                    stamps = batch.all_stamps(self._wait, max(0, ahead), first=self._first)
+                    stamps = batch.all_stamps(self._wait, first=self._first)
                     self._records.append(stamps._replace(rates=rates))
-                    self._trial.delivered(late=ahead >= 0)
+                    self._trial.delivered(late=late)
                 self._first = False
                 return delivered
-            if ahead < 0 and self._records is not None:
-                ahead = sum(other.is_ready for other in self._pending())
+            late = True
             end = self._end()
             if end is not None:
                 raise end

@@ -141,20 +141,13 @@ def stamped(
     ``stamps`` are by the clock of its actor; ``got_ns`` has the times at which fetching its answer
     began and ended.
     """
-    began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
+    began_ns, ended_ns = stamps.began_ns, stamps.ended_ns
     if reader.clock is not None:
         times = call.asked_ns, began_ns, ended_ns, got_ns[1]
         reader.clock.note(*times)
         began_ns, ended_ns = reader.clock.aligned(*times)
-        uncertain_ns = reader.clock.uncertain_ns
-    place, landed_ns = reader.place, clock.monotonic_ns()
-    way = Way(
-        node=f"{place.address}/{place.node[:8]}",
-        taken_ns=landed_ns - got_ns[0],
-        landed_ns=landed_ns,
-        uncertain_ns=uncertain_ns,
-        free_cpus=free_cpus,
-    )
+    landed_ns = clock.monotonic_ns()
+    way = Way(taken_ns=landed_ns - got_ns[0], landed_ns=landed_ns, free_cpus=free_cpus)
     return stamps._replace(began_ns=began_ns, ended_ns=ended_ns, way=way)
 
 
