@@ -198,6 +198,8 @@ class DataModule:
     batch_size: int
     chooses_batch_size: bool
     """Whether no batch size was asked for: ``batch_size`` is then one to begin with."""
+    part_begin = 0
+    """Sample with which the next part begins, of a training batch that is transferred in parts."""
 
     def __init__(
         self,
@@ -940,7 +942,10 @@ class DataModule:
         # The draws of a batch rest on no other batch, so that a run may go on from any of them.
         place = seams.training_place(trainer)
         device = trainer.strategy.root_device
-        return drawn_under(seed, place.epoch, (trainer.global_rank, place.taken), device)
+        number: tuple[int, ...] = trainer.global_rank, place.taken
+        if self.part_begin:
+            number += (self.part_begin,)
+        return drawn_under(seed, place.epoch, number, device)
 
     def device_streams(self, device: torch.device) -> DeviceStreams | None:
         """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""

@@ -457,7 +457,7 @@ def test_memory_that_another_process_takes_meanwhile_counts(tmp_path):
     assert [each.action for each in decisions] == ["keep", "accumulate"]
     assert decisions[0].probes[0].budget_bytes - decisions[1].probes[0].budget_bytes == 8 * GIB
     assert decisions[1].batch_size == 8
-    assert decisions[1].reason.endswith("batch normalisation averages over 8.")
+    assert decisions[1].reason.endswith("Batch normalisation now averages over 8 rows.")
 
 
 @each("estimate", [False, True])
@@ -477,7 +477,7 @@ def test_accumulation_keeps_the_optimizer_steps_also_if_the_loader_was_built_bef
     assert set(device.rows_tried[len(run.tried) :]) == {8}
     assert run.trainer.global_step == ROWS // (3 * BATCH)
     assert run.data.notes == [run.decision.reason]
-    assert "Each optimizer step still sees 48 rows, " in run.decision.reason
+    assert "Each optimizer step still sees 48 rows." in run.decision.reason
     assert (run.data.batch_size, run.trainer.accumulate_grad_batches) == (BATCH, 3)  # again
 
 
@@ -597,7 +597,11 @@ def test_where_not_even_one_row_fits_the_training_ends_before_its_first_step(gua
 @each("guard", ["warn", "raise", "off"])
 def test_others_try_nothing(guard):
     run = fit(Steps(total=1000 * GIB), guard)
-    assert run.decision is None
+    if guard == "off":
+        assert run.decision is None
+    else:
+        assert (run.decision.action, run.decision.batch_size) == ("skipped", 32)
+        assert f'guard="{guard}" tries nothing' in run.decision.reason
     assert run.tried == run.data.notes == []
     assert run.module.sizes == [32, 32]
 

@@ -18,7 +18,7 @@ from trainers import Keeps, quiet_trainer
 from lightning_fastdata import LoaderOptions
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
-from lightning_fastdata.plugin.guard.parts import part_of, rows_of, samples_of
+from lightning_fastdata.plugin.guard.parts import joined, part_of, rows_of
 
 torch.set_num_threads(1)
 ROWS, BATCH = 24, 6
@@ -165,6 +165,28 @@ def rejoined(parts):
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
+@each("place", ("transform", "hook"))
+@each("way", WAYS)
+def test_batches_that_never_fit_come_in_parts_that_are_joined(calm, way, place):
+    memory = Memory(place, fits=2)
+    seen, told = train(memory, way)
+    assert_same(seen, calm[False])
+    # Once it is known what fits, nothing is tried in vain again. First what is ahead is dropped.
+    assert memory.failed == (3 if way == "auto" else 2)
+    assert "parts of 3" in told[-2]
+    assert "parts of 2" in told[-1]
+
+
+@each("way", WAYS)
+def test_draws_that_the_device_has_no_memory_for_are_carried_out_on_the_host(calm, way):
+    # On its side stream, where there is one, and then on that of the steps.
+    memory = Memory("pipeline", calls=range(1 if way == "off" else 2))
+    seen, told = train(memory, way, pictures=True)
+    assert_same(seen, calm[True])
+    assert "in host memory" in told[-1]
+    assert "a batch ahead" in told[0] or way == "off"
+
+
 def test_a_batch_that_was_sent_ahead_goes_before_a_step_is_taken_in_parts(calm):
     memory = Memory("step", calls=[2])
     seen, told = train(memory, "auto")
@@ -174,19 +196,24 @@ def test_a_batch_that_was_sent_ahead_goes_before_a_step_is_taken_in_parts(calm):
     assert "no memory for a batch ahead" in told[0]
 
 
+def test_a_transform_draws_for_each_part_anew():
+    def noise(batch):
+        return [torch.rand(len(batch[0])), *batch[1:]]
+
+    seen, _ = train(Memory("hook", fits=3), function=noise)
+    for values, _ in seen:
+        assert len(set(values.tolist())) == BATCH
+
+
 def test_a_policy_that_raises_and_none_leave_the_error_alone():
     for guard in ("raise", "off"):
         with pytest.raises(torch.OutOfMemoryError):
             train(Memory("transform", fits=2), guard=guard)
 
 
-@each("place", ("transform", "hook"))
-@each("way", WAYS)
-def test_what_does_not_fit_by_itself_either_is_the_error_of_torch(place, way):
-    memory = Memory(place, fits=2)
+def test_what_does_not_fit_by_single_samples_is_the_error_of_torch():
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        train(memory, way)
-    assert memory.failed == 2
+        train(Memory("hook", fits=0))
     assert any("set a smaller batch_size" in note for note in raised.value.__notes__)
 
 
@@ -208,13 +235,13 @@ BATCHES = {
 
 @each("name", BATCHES)
 @each("size", (1, 2, 4))
-def test_parts_of_a_batch_have_each_of_its_samples_once(name, size):
+def test_parts_of_a_batch_are_joined_to_it(name, size):
     batch = BATCHES[name]
     parts = [part_of(batch, at, min(at + size, 5), 5) for at in range(0, 5, size)]
     assert [rows_of(part) for part in parts] == [size] * (5 // size) + [1] * bool(5 % size)
-    again = [samples_of(batch, range(at, min(at + size, 5)), 5) for at in range(0, 5, size)]
-    assert str(again) == str(parts)
-    assert str(samples_of(batch, range(5), 5)) == str(batch)
+    whole = joined(parts)
+    assert rows_of(whole) == 5
+    assert str(whole) == str(batch)
 
 
 @each("batch", [(torch.zeros(4), torch.zeros(5)), torch.tensor(1.0), None])

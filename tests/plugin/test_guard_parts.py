@@ -197,7 +197,7 @@ def test_what_a_step_returns_is_joined():
 
 def test_batch_normalisation_is_told_of_and_its_statistics_count_no_failed_try():
     model = Model(batch_norm=True, backward=12)
-    with pytest.warns(FastDataWarning, match="batch normalisation averages over a part"):
+    with pytest.warns(FastDataWarning, match="Batch normalisation then averages over a part"):
         fit(model, max_epochs=1)
     # Two parts of 23 rows four times, and of the last batch of 8 one.
     assert int(model.first[1].num_batches_tracked) == 4 * 2 + 1

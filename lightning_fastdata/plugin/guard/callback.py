@@ -84,8 +84,7 @@ _NO_GPU: Final = (
 )
 _TOO_LARGE: Final = (
     "Memory ran out in the trainer's stage {stage}. Batches of a training step on one device are "
-    "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too, or "
-    "augment_on='cpu' where a pipeline runs on the device."
+    "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too."
 )
 
 
@@ -137,7 +136,6 @@ class GuardHooks:
         if datamodule is None or datamodule.guard == "off":
             return
         device = trainer.strategy.root_device
-        datamodule.notes.clear()
         if self._resumed is not None:
             before = partial(_as_before, self._resumed, datamodule.batch_size)
             self._choose(trainer, datamodule, before)
@@ -148,11 +146,15 @@ class GuardHooks:
                 self._choose(trainer, datamodule, tries.decide)
             elif datamodule.chooses_batch_size:
                 warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
+        else:
+            why = f'guard="{datamodule.guard}" tries nothing before the fit'
+            accumulate = trainer.accumulate_grad_batches
+            self.decision = skipped(datamodule.batch_size, accumulate, why)
+            datamodule.notes.clear()
         if datamodule.guard != "raise":
-            strategy = trainer.strategy
-            move = partial(parts.brought, trainer, strategy.batch_to_device, datamodule)
-            seams.replace_for_one_run(trainer, strategy, "batch_to_device", move)
-        if parts.can_be_in_parts(trainer, pl_module):
+            move = parts.ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
+            seams.replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
+        if parts.why_not_in_parts(trainer, pl_module) is None:
             optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
             self.parts = parts.RunsInParts(trainer, pl_module, optimization.run, datamodule)
             seams.replace_for_one_run(trainer, optimization, "run", self.parts)
@@ -170,7 +172,7 @@ class GuardHooks:
             _set_sizes(trainer, datamodule, decision.batch_size, decision.accumulate_grad_batches)
             # It may exist already, if `configure_optimizers` used `estimated_stepping_batches`.
             seams.forget_training_loader(trainer)
-        datamodule.notes.append(decision.reason)
+        datamodule.notes[:] = [decision.reason]
         _LOG.info(decision.reason)
 
     def on_before_backward(
@@ -320,8 +322,7 @@ def accumulated(asked: int, probes: Sequence[Probe], accumulate_now: int) -> Gua
         accumulate_grad_batches=batches,
         action="accumulate",
         reason=f"{need}: the loader now gives {last.rows} rows at a time and gradients accumulate "
-        f"over {batches} batches. Each optimizer step {seen} rows, and batch normalisation "
-        f"averages over {last.rows}.",
+        f"over {batches} batches. Each optimizer step {seen} rows.",
     )
 
 
@@ -465,7 +466,11 @@ class TriedSteps:
         finally:
             restore_random()
         decide = chosen if auto else partial(accumulated, asked)
-        return replace(decide(probes, accumulate_now), probes=probes)
+        decision = replace(decide(probes, accumulate_now), probes=probes)
+        if decision.action != "accumulate" or not parts.normalises(self.pl_module):
+            return decision
+        note = f"Batch normalisation now averages over {decision.batch_size} rows."
+        return replace(decision, reason=f"{decision.reason} {note}")
 
     def _remembered(self) -> Snapshot:
         """Return what puts back all that steps change.

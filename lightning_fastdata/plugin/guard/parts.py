@@ -3,6 +3,10 @@
 Lightning does all of a batch in one call: training step, backward, optimizer step. On an
 out-of-memory error that call is unwound, so that nothing of it holds memory; the state of before is
 put back, and the call is made again with a training step that takes the batch in parts.
+
+It brings a batch to the device in one call, too: hooks before the transfer, the transfer, hooks
+after it, which augment. Where memory runs out there, the call is made again in a way that takes
+less memory, from the batch in host memory.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
+from torch import nn
 
+from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
-from lightning_fastdata.tree import children, is_named_tuple, leaves, replace_leaves
+from lightning_fastdata.plugin.transforms import carry_out_draws
+from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -33,6 +40,17 @@ if TYPE_CHECKING:
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 _Logged: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """Value of a call of ``log``, and what stood behind it: arguments by position and by name."""
+
+_NORMALISED: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TOLD: Final = (
+    "A training batch ran out of memory before its step, while it was moved or transformed "
+    "({said}). {how}. A smaller batch_size does without."
+)
+
+
+def normalises(pl_module: LightningModule) -> bool:
+    """Return whether a module has batch normalisation that looks at the batches of a training."""
+    return any(isinstance(m, _NORMALISED) and m.training for m in pl_module.modules())
 
 
 def rows_of(batch: Batch) -> int | None:
@@ -66,6 +84,20 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
         return type(column)([column[index] for index in indices])
 
     return _with_columns(batch, rows, picked)
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """Return one batch made of parts: columns are joined, the rest is taken from the first part."""
+    forms = [partial(_is_column, rows_of(part)) for part in parts]
+    others = [leaves(part, form) for part, form in zip(parts[1:], forms[1:], strict=True)]
+
+    def whole(_: Path, leaf: Any) -> Any:
+        column = [leaf, *(next(other) for other in others)]
+        if not forms[0](leaf):
+            return leaf
+        return torch.cat(column) if isinstance(leaf, torch.Tensor) else sum(column, type(leaf)())
+
+    return replace_leaves(parts[0], whole, depth=-1, is_leaf=forms[0])
 
 
 def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
@@ -178,7 +210,8 @@ class RunsInParts:
             part_rows: int, calls: Counter[str], name: str, value: object, *args: Any, **how: Any
         ) -> None:
             # Kept until all parts have logged, as the step may be tried again.
-            how["batch_size"] = how.get("batch_size") or part_rows
+            if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
+                how = {**how, "batch_size": part_rows}
             value = value.detach() if isinstance(value, torch.Tensor) else value
             calls[name] += 1
             logged.setdefault((name, calls[name]), []).append((value, args, how))
@@ -257,12 +290,13 @@ class RunsInParts:
         return "not even one sample fits" if smallest else None
 
     def _warn(self, rows: int, size: int, said: str) -> None:
+        normalised = normalises(self.pl_module)
+        note = " Batch normalisation then averages over a part." if normalised else ""
         warnings.warn(
             f"A training batch of {rows} samples ran out of memory ({said}). It was trained on in "
             f"parts of {size}, and so are all batches of more from now on: the same optimizer "
-            "steps, if the loss is a mean over the samples; batch normalisation averages over a "
-            f"part. A batch_size of {size} and accumulate_grad_batches={-(-rows // size)} do the "
-            "same without the first try.",
+            f"steps, if the loss is a mean over the samples.{note} A batch_size of {size} and "
+            f"accumulate_grad_batches={-(-rows // size)} do the same without the first try.",
             FastDataWarning,
             stacklevel=2,
         )
@@ -272,15 +306,23 @@ _REFUSED: Final = (
     "A training batch of {rows} samples ran out of memory, and is not tried again in parts: {why}. "
     "Set a smaller batch_size, with accumulate_grad_batches to keep the optimizer steps."
 )
+_BATCH_SIZE_AT: Final = 9
+"""Position of ``batch_size`` in ``LightningModule.log`` behind name and value, from 0."""
+_REDUCE_FX_AT: Final = 4
+"""Position of ``reduce_fx`` there."""
 _REDUCED: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"sum": sum, "max": max, "min": min}
 """Name of a ``reduce_fx`` that is no mean -> what does the same to the values of parts."""
 
 
-def can_be_in_parts(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return whether batches of a training can be taken in parts."""
-    # One rank that runs out of memory would leave the others waiting in a collective.
-    alone = trainer.world_size == 1 and "SingleDeviceStrategy" in strategies_of(trainer)
-    return alone and why_not_stepped(trainer, pl_module) is None
+def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Return why batches of a training cannot be taken in parts; None: they can."""
+    strategies = strategies_of(trainer)
+    reasons = {
+        # one rank that runs out of memory would leave the others waiting in a collective
+        f"{trainer.world_size} processes train together": trainer.world_size > 1,
+        f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
+    }
+    return first_that_holds(reasons) or why_not_stepped(trainer, pl_module)
 
 
 def why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
@@ -316,17 +358,20 @@ def _of_whole(of_parts: Sequence[_Logged]) -> _Logged:
     """
     value, args, how = of_parts[-1]
     values = [one for one, _, _ in of_parts]
-    sizes = [named["batch_size"] for _, _, named in of_parts]
     if not all(isinstance(one, int | float | torch.Tensor) for one in values):
         return value, args, how
-    reduce_fx = how.get("reduce_fx", "mean")
+    reduce_fx = how.get("reduce_fx", "mean") if len(args) <= _REDUCE_FX_AT else args[_REDUCE_FX_AT]
     reduced = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    at, named = _BATCH_SIZE_AT, len(args) <= _BATCH_SIZE_AT
+    sizes = [one["batch_size"] if named else by_position[at] for _, by_position, one in of_parts]
     if reduced in _REDUCED:
         value = _REDUCED[reduced](values)
     else:
         weighted = [one * size for one, size in zip(values, sizes, strict=True)]
         value = sum(weighted) / (sum(sizes) or 1)
-    return value, args, {**how, "batch_size": sum(sizes)}
+    if named:
+        return value, args, {**how, "batch_size": sum(sizes)}
+    return value, (*args[:at], sum(sizes), *args[at + 1 :]), how
 
 
 def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
@@ -348,25 +393,83 @@ def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
     return {**joined, "loss": total}
 
 
-def brought(
-    trainer: Trainer,
-    move: Callable[..., Batch],
-    datamodule: DataModule,
-    batch: Batch,
-    *where: Any,
-    **named: Any,
-) -> Batch:
-    """Return a batch on the device, transformed, as by ``move``, which is Lightning's own.
+class ArrivesInParts:
+    """Brings training batches to the device, with less memory where they do not fit.
 
-    Where memory runs out on the way of a training batch, it is brought once more, without batches
-    that were sent ahead and what torch keeps of freed memory.
+    First, batches that were sent ahead are dropped. Then what workers drew is carried out in host
+    memory, with the same draws. Then the batch is moved and transformed in parts, half as large
+    each time, and joined: a transform that looks at the whole batch sees a part, and draws anew for
+    each part. ``move`` is Lightning's own ``batch_to_device``.
     """
-    try:
-        return move(batch, *where, **named)
-    except Exception as error:
-        if not (trainer.training and is_out_of_memory(error)):
-            raise
-    # Not within the except clause, which keeps the frames of what has failed.
-    datamodule._prefetching.drop_ahead()
-    free_memory()
-    return move(batch, *where, **named)
+
+    def __init__(
+        self, trainer: Trainer, move: Callable[..., Batch], datamodule: DataModule
+    ) -> None:
+        self.trainer, self.move, self.datamodule = trainer, move, datamodule
+        self.largest: int | None = None
+        """Most samples of a part, as larger ones did not fit; None: all batches did."""
+        self.on_host = False
+        """Whether draws are carried out in host memory."""
+
+    def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
+        """Return the batch on the device, transformed; raise torch's error if nothing helps."""
+        if not self.trainer.training:
+            return self.move(batch, *where, **named)
+        while True:
+            try:
+                parts = [self.move(part, *where, **named) for part in self._parts(batch)]
+                return parts[0] if len(parts) == 1 else joined(parts)
+            except Exception as error:
+                how = self._less(batch) if is_out_of_memory(error) else None
+                if how is None:
+                    raise
+                said = str(error).partition("\n")[0]
+            finally:
+                self.datamodule.part_begin = 0
+            # Not within the except clause, which keeps the frames of what has failed.
+            free_memory()
+            if how:
+                warnings.warn(_TOLD.format(said=said, how=how), FastDataWarning, stacklevel=2)
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        if not self.on_host and self.largest is None:
+            yield batch
+            return
+        batch = _as_loaded(batch)
+        if self.on_host:
+            batch = carry_out_draws(batch, self.datamodule._transforms)
+        plain = batch.batch if isinstance(batch, StagedBatch) else batch
+        rows = rows_of(plain)
+        size = rows if self.largest is None else self.largest
+        if rows is None or size is None or rows <= size or _has_draws(batch):
+            yield batch
+            return
+        for begin in range(0, rows, size):
+            self.datamodule.part_begin = begin
+            part = part_of(plain, begin, min(begin + size, rows), rows)
+            yield batch.with_batch(part) if isinstance(batch, StagedBatch) else part
+
+    def _less(self, batch: Batch) -> str | None:
+        """Go over to what takes less memory, and return it in words; None: there is nothing."""
+        if self.datamodule._prefetching.drop_ahead():
+            return ""
+        batch = _as_loaded(batch)
+        if _has_draws(batch) and not self.on_host:
+            self.on_host = True
+            return "From now on the pipeline's draws are carried out in host memory"
+        rows = rows_of(batch.batch if isinstance(batch, StagedBatch) else batch)
+        size = None if rows is None else min(rows, self.largest or rows)
+        if size is None or size == 1:
+            return None
+        self.largest = -(-size // 2)
+        return f"From now on it is done in parts of {self.largest} samples, which are then joined"
+
+
+def _as_loaded(batch: Batch) -> Batch:
+    if isinstance(batch, StagedBatch) and batch.crossing is not None:
+        return batch.crossing.source
+    return batch
+
+
+def _has_draws(batch: Batch) -> bool:
+    return isinstance(batch, StagedBatch) and batch.draws is not None
