@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import filterfalse, takewhile
 from typing import Any, Final, NamedTuple, Self, cast
 
@@ -37,6 +38,7 @@ from lightning_fastdata.augment.fields import (
     find_fields,
     first_device,
     get_field,
+    has_field,
     put_fields,
 )
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
@@ -577,9 +579,18 @@ def _on_images(node: Any, place: Path) -> Any:
 def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
     """Raise BatchError if a field as large as the image would not move with it.
 
-    Or if channels come last in the image where torchvision takes them to come first.
+    Or if channels come last in the image where torchvision takes them to come first, or v2 would
+    transform what is to stay.
     """
     mover, image = traits.mover, image_of(sample)
+    for place in filter(partial(has_field, sample), fields.stays):
+        field = get_field(sample, place)
+        if any(leaf is image or _has_role(leaf) for leaf in tree_flatten(field)[0]):
+            raise BatchError(
+                f"The field {place!r} is to stay as it is (stays=), but v2 transforms PIL images, "
+                "tv_tensors and, without an image among these, the first tensor. Let the dataset "
+                "return it as a plain tensor or an array, and the image as tv_tensors.Image."
+            )
     if traits.reader is not None and isinstance(image, Tensor) and _channels_are_last(image):
         raise BatchError(
             f"The image of a sample is {describe(image)}, with its channels last, and "
