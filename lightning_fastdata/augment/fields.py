@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
@@ -87,7 +87,7 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
     mask = fields.mask
-    if mask is None and mapping and item.get("mask") is not None:
+    if mask is None and mapping and item.get("mask") is not None and "mask" not in fields.stays:
         mask = "mask"
     if fields.image is not None:
         return Found(fields.image, mask)
@@ -142,7 +142,7 @@ def target_places(
 ) -> dict[str, Location]:
     """Return where the images and masks with these names in a pipeline are in a sample or batch.
 
-    In a tuple, the name ``"2"`` means the field at position 2.
+    In a tuple, the name ``"2"`` means the field at position 2. What stays is left out.
 
     Raises:
         BatchError: as :func:`find_fields`.
@@ -154,18 +154,22 @@ def target_places(
         places[name] = {"image": found.image, "mask": found.mask}.get(name, name)
         if places[name] == name and name.isdecimal() and isinstance(item, list | tuple):
             places[name] = int(name)
-    return places
+    stays = from_start(item, fields.stays)
+    return {name: at for name, at in places.items() if name in {"image", "mask"} or at not in stays}
 
 
-def named_places(item: Batch, names: Collection[str]) -> dict[str, Location]:
+def named_places(item: Batch, names: Set[str], fields: Fields) -> dict[str, Location]:
     """Return the places of the fields of a sample or batch that a pipeline knows by these names.
 
-    In a mapping these names are the keys; in a tuple, the name ``"2"`` means position 2.
+    In a mapping these names are the keys; in a tuple, the name ``"2"`` means position 2. What stays
+    is none of them.
     """
+    stays = from_start(item, fields.stays)
     if isinstance(item, Mapping):
-        return {name: name for name in item if name in names and item[name] is not None}
+        known = names - stays
+        return {name: name for name in item if name in known and item[name] is not None}
     length = len(item) if isinstance(item, list | tuple) else 0
-    return {str(place): place for place in range(length) if str(place) in names}
+    return {str(at): at for at in range(length) if str(at) in names and at not in stays}
 
 
 def has_field(item: Batch, location: int | str) -> bool:

@@ -144,6 +144,35 @@ def test_what_is_said_to_stay_stays(way, stays):
         assert made["mask"].shape == (1, 16, 20)
 
 
+@each("way", WAYS)
+@each(
+    "form",
+    [
+        ({"image": IMAGE, "mask": MASK}, {}, "mask"),
+        ({"image": IMAGE, "mask": MASK, "seg": MASK}, {"mask": "seg"}, "mask"),
+        ({"image": IMAGE, "masks": MASK[None]}, {}, "masks"),
+        ({"image": IMAGE, "gt": MASK}, {}, "gt"),
+        ((IMAGE, 7, MASK), {}, -1),
+    ],
+)
+def test_what_is_said_to_stay_stays_also_under_a_name_of_the_pipeline(way, form):
+    sample, arguments, place = form
+    compose = moves(additional_targets={"gt": "mask", "2": "mask"})
+    made = way(as_batch_transform(compose, stays=place, **arguments), sample)
+    assert torch.equal(made[place][0], torch.as_tensor(sample[place]))
+    if arguments:
+        assert made["seg"].shape == (1, 16, 20)
+
+
+def test_boxes_that_are_said_to_stay_stay():
+    sample = {"image": IMAGE, "bboxes": [[1, 2, 5, 6]], "labels": [3]}
+    params = A.BboxParams("pascal_voc", label_fields=["labels"])
+    transform = as_batch_transform(moves(bbox_params=params), stays="bboxes")
+    for device in (False, True):
+        made, _ = transform.in_worker(on_device=device)(sample, KEY)
+        assert made["bboxes"] == [[1, 2, 5, 6]]
+
+
 @each("how", [{"mask": "organ"}, {"image": "scan", "mask": 1}])
 @each("way", [in_worker, on_device, of_a_loader])
 def test_a_field_of_a_namedtuple_that_is_given_by_its_name_is_told_by_its_position(way, how):

@@ -48,7 +48,7 @@ def places_of(batch: Batch, fields: Fields, compose: Node) -> dict[str, Location
     places: dict[str, Location] = {"image": found.image}
     if found.mask is not None:
         places["mask"] = found.mask
-    named = named_places(batch, names).items()
+    named = named_places(batch, names, fields).items()
     places |= {name: at for name, at in named if isinstance(get_field(batch, at), torch.Tensor)}
     mover, image = mover_of(compose), get_field(batch, found.image)
     if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:

@@ -225,7 +225,7 @@ class ComposeWorker(TapedWorker):
             places["image"], mask = found
         if mask is not None:
             places["mask"] = mask
-        for name, place in named_places(sample, self._taken).items():
+        for name, place in named_places(sample, self._taken, self._fields).items():
             taken = name in places or place in places.values()
             if not taken and _fits(name, sample[place]):
                 places[name] = place
