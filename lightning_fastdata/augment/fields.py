@@ -82,7 +82,8 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     are among the ``names`` in a pipeline, as ``"2"`` is.
 
     Raises:
-        BatchError: there is no image, or the field that was named does not exist.
+        BatchError: there is no image, the field that was named does not exist, or what has two
+            dimensions stands before what has three, so that either may be the image.
     """
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
@@ -98,10 +99,17 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
             item, (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
         )
         # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
+        rest = [at for at in range(len(item)) if at not in others]
         for looks in (looks_like_image, _has_channels, may_be_image):
-            for index, value in enumerate(item):
-                if index not in others and looks(value, batched=batched):
-                    return Found(index, mask)
+            fits = [at for at in rest if looks(item[at], batched=batched)]
+            deep = [at for at in fits if getattr(item[at], "ndim", 3) - batched == 3]
+            if deep and deep[0] != fits[0]:  # a table, a mask or boxes before an image, say
+                raise BatchError(
+                    f"Which field of {describe(item)} is the image? Say image={fits[0]} or "
+                    f"image={deep[0]} (to FastDataModule, as_batch_transform)."
+                )
+            if fits:
+                return Found(fits[0], mask)
     elif may_be_image(item, batched=batched):
         return Found(None, None)
     raise BatchError(

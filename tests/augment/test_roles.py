@@ -212,6 +212,31 @@ def test_a_field_with_another_role_is_not_taken_for_the_image(way, operation, dt
     assert np.array_equal(made[0][0], want["mask"] if moved else MASK)
 
 
+BEFORE = {
+    "boxes": np.ones((3, 4), np.float32),
+    "a table": torch.rand(10, 32),
+    "a mask": MASK,
+}
+
+
+@each("way", WAYS)
+@each("operation", [A.HorizontalFlip(p=1), A.RandomBrightnessContrast(p=1)])
+@each("form", BEFORE)
+def test_what_has_two_dimensions_before_an_image_is_not_guessed_to_be_the_image(
+    way, operation, form
+):
+    sample = BEFORE[form], IMAGE, 3
+    with pytest.raises(BatchError, match=r"is the image\? Say image=0 or image=1"):
+        way(as_batch_transform(operation), sample)
+    told = as_batch_transform(operation, image=1, stays=0)
+    for transform in (told, as_batch_transform(operation, stays=0)):
+        made = way(transform, sample)
+        assert torch.equal(made[0][0], torch.as_tensor(BEFORE[form]))
+        assert not torch.equal(made[1][0], torch.from_numpy(IMAGE))
+    swapped = way(as_batch_transform(operation, stays=1), (IMAGE, BEFORE[form]))
+    assert torch.equal(swapped[0][0], made[1][0])
+
+
 LEAVES_PIXELS = [
     A.RandomBrightnessContrast(p=1),
     A.GaussNoise(p=1),
