@@ -97,6 +97,8 @@ class ComposeWorker(TapedWorker):
             BatchError: the sample has neither an image nor frames nor volumes, or a field beside
                 the image would not move with it.
         """
+        if sample is None:  # a sample that the collate_fn is to leave out
+            return None, None
         data, places = self._arguments(sample)
         plan = self._plan if "image" in data else None
         run, seed = self._own(plan)
@@ -155,7 +157,7 @@ class ComposeWorker(TapedWorker):
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after the operations on its tape."""
-        if self._has_volumes_alone(sample):
+        if sample is None or self._has_volumes_alone(sample):
             return sample
         draws, values = compile_tapes([tape]), {}
         ops = DEVICE_OPS | self._registered
