@@ -310,7 +310,8 @@ def mask_to_numpy(value: object, size: tuple[int, ...] | None = None) -> np.ndar
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
             f"The mask is {given}. Expected a PIL image, or an array or tensor with 2 or "
-            "3 dimensions per sample."
+            "3 dimensions per sample. If it is no mask of the image, of tokens say, it is to stay: "
+            "augment=as_batch_transform(compose, stays=['mask'])."
         )
     if array.shape[1:] == size and array.shape[:2] != size:
         raise BatchError(

@@ -164,6 +164,16 @@ def test_what_is_said_to_stay_stays_also_under_a_name_of_the_pipeline(way, form)
         assert made["seg"].shape == (1, 16, 20)
 
 
+@each("way", [in_worker, on_device])
+def test_a_mask_of_tokens_is_told_how_to_stay(way):
+    sample = {"image": IMAGE, "mask": torch.ones(49)}
+    with pytest.raises(BatchError, match=r"no mask of the image.*stays=\['mask'\]"):
+        way(as_batch_transform(moves()), sample)
+    assert torch.equal(
+        way(as_batch_transform(moves(), stays=["mask"]), sample)["mask"][0], sample["mask"]
+    )
+
+
 def test_boxes_that_are_said_to_stay_stay():
     sample = {"image": IMAGE, "bboxes": [[1, 2, 5, 6]], "labels": [3]}
     params = A.BboxParams("pascal_voc", label_fields=["labels"])
