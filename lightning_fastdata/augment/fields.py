@@ -67,6 +67,10 @@ def listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
     return (value,) if isinstance(value, int | str) else tuple(value)
 
 
+class UnsureError(BatchError):
+    """Either of two fields may be the image."""
+
+
 class Found(NamedTuple):
     """Where the fields of one sample or batch are."""
 
@@ -82,8 +86,8 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     are among the ``names`` in a pipeline, as ``"2"`` is.
 
     Raises:
-        BatchError: there is no image, the field that was named does not exist, or what has two
-            dimensions stands before what has three, so that either may be the image.
+        BatchError: there is no image, or the field that was named does not exist.
+        UnsureError: what has two dimensions stands before what has three.
     """
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
@@ -104,7 +108,7 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
             fits = [at for at in rest if looks(item[at], batched=batched)]
             deep = [at for at in fits if getattr(item[at], "ndim", 3) - batched == 3]
             if deep and deep[0] != fits[0]:  # a table, a mask or boxes before an image, say
-                raise BatchError(
+                raise UnsureError(
                     f"Which field of {describe(item)} is the image? Say image={fits[0]} or "
                     f"image={deep[0]} (to FastDataModule, as_batch_transform)."
                 )

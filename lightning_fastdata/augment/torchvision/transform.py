@@ -12,7 +12,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import filterfalse, takewhile
 from typing import Any, Final, NamedTuple, Self, cast
@@ -31,6 +30,7 @@ from lightning_fastdata.augment.fields import (
     Fields,
     Location,
     Mover,
+    UnsureError,
     channels_first,
     check_beside,
     check_named,
@@ -497,7 +497,7 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     the latter gets the type of an image.
 
     Raises:
-        BatchError: a named field does not exist.
+        BatchError: a named field does not exist, or either of two tensors may be the image.
     """
     check_named(sample, fields)
     kinds: dict[Location, Any] = {fields.mask: tv_tensors.Mask, fields.image: tv_tensors.Image}
@@ -505,8 +505,12 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     first = image_of(sample)
     untold = first is not None and not _is_image(first)
     if untold and fields.image is None and first.ndim < 3:
-        with suppress(BatchError):
+        try:
             kinds[find_fields(sample, fields, batched=False).image] = tv_tensors.Image
+        except UnsureError:  # v2 would take the first, and leave the other as it is
+            raise
+        except BatchError:
+            pass
     given = {place: get_field(sample, place) for place in kinds}
     if fields.mask is not None:
         given[fields.mask] = _mask_pixels(given[fields.mask])
