@@ -67,6 +67,10 @@ def listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
     return (value,) if isinstance(value, int | str) else tuple(value)
 
 
+class UnsureError(BatchError):
+    """Either of two fields may be the image."""
+
+
 class Found(NamedTuple):
     """Where the fields of one sample or batch are."""
 
@@ -83,11 +87,12 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
 
     Raises:
         BatchError: there is no image, or the field that was named does not exist.
+        UnsureError: what has two dimensions stands before what has three.
     """
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
     mask = fields.mask
-    if mask is None and mapping and item.get("mask") is not None:
+    if mask is None and mapping and item.get("mask") is not None and "mask" not in fields.stays:
         mask = "mask"
     if fields.image is not None:
         return Found(fields.image, mask)
@@ -98,10 +103,17 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
             item, (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
         )
         # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
+        rest = [at for at in range(len(item)) if at not in others]
         for looks in (looks_like_image, _has_channels, may_be_image):
-            for index, value in enumerate(item):
-                if index not in others and looks(value, batched=batched):
-                    return Found(index, mask)
+            fits = [at for at in rest if looks(item[at], batched=batched)]
+            deep = [at for at in fits if getattr(item[at], "ndim", 3) - batched == 3]
+            if deep and deep[0] != fits[0]:  # a table, a mask or boxes before an image, say
+                raise UnsureError(
+                    f"Which field of {describe(item)} is the image? Say image={fits[0]} or "
+                    f"image={deep[0]} (to FastDataModule, as_batch_transform)."
+                )
+            if fits:
+                return Found(fits[0], mask)
     elif may_be_image(item, batched=batched):
         return Found(None, None)
     raise BatchError(
@@ -148,7 +160,8 @@ def target_places(
     """Return where the image and the mask are, and what else a pipeline knows by these names.
 
     In a mapping the names are keys; in a tuple, the name ``"2"`` means the field at position 2.
-    ``fits`` returns whether the value of another field than image and mask is what its name says.
+    What stays is left out. ``fits`` returns whether the value of another field than image and mask
+    is what its name says.
 
     Raises:
         BatchError: as :func:`find_fields`.
@@ -158,12 +171,13 @@ def target_places(
     if found.mask is not None:
         places["mask"] = found.mask
     named: dict[Any, int | str] = {}
+    stays = from_start(item, fields.stays)
     if isinstance(item, Mapping):
         named = {name: name for name in item}
     elif isinstance(item, list | tuple):
         named = {str(place): place for place in range(len(item))}
     for name, place in named.items():
-        known = name in names and name not in places and place not in places.values()
+        known = name in names and name not in places and place not in {*places.values(), *stays}
         if known and item[place] is not None and fits(name, item[place]):
             places[name] = place
     return places
@@ -299,7 +313,8 @@ def mask_to_numpy(value: object, size: tuple[int, ...] | None = None) -> np.ndar
     if array is None or array.ndim not in {2, 3}:
         raise BatchError(
             f"The mask is {given}. Expected a PIL image, or an array or tensor with 2 or "
-            "3 dimensions per sample."
+            "3 dimensions per sample. If it is no mask of the image, of tokens say, it is to stay: "
+            "augment=as_batch_transform(compose, stays=['mask'])."
         )
     if array.shape[1:] == size and array.shape[:2] != size:
         raise BatchError(

@@ -52,6 +52,8 @@ class Waiting(TorchFunctionMode):
         self.over = False
         """Whether all were finished here."""
         self._stacked: dict[Any, torch.Tensor] = {}
+        self._collated: Any = None
+        """All tensors of a field, which torch's own collation is about to stack; or None."""
         # By address, with a tensor each that keeps the unfinished pixels there.
         self._known: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._note(one for row in self.rows.values() for one in row)
@@ -81,7 +83,7 @@ class Waiting(TorchFunctionMode):
         finally:
             self._quiet = False
         if name is not None:
-            self._stacked[name] = result
+            self._stacked[name], self._collated = result, None
             self._note([result])
         return result
 
@@ -128,9 +130,20 @@ class Waiting(TorchFunctionMode):
         with DisableTorchFunction():
             for one in () if self._quiet else values:
                 known = self._known.get(_address(one))
-                if known is not None and not _within_collation():
+                if known is not None and not self._is_collated():
                     self._finish()
                     one.data = known[1].data  # ``as_subclass`` makes others of the same pixels
+
+    def _is_collated(self) -> bool:
+        """Return whether torch's own collation has all tensors of a field, and will stack them."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not collate_tensor_fn.__code__:
+            frame = frame.f_back
+        given = None if frame is None else frame.f_locals[frame.f_code.co_varnames[0]]
+        if given is not self._collated:  # asked for each sample, and compared once
+            whole = given is not None and self._field(given) is not None
+            self._collated = given if whole else None
+        return given is not None and given is self._collated
 
     def _field(self, tensors: Any, dim: int = 0, **_: object) -> Any:
         """Return the name of the field that these tensors are, to be stacked; None: of none."""
@@ -154,14 +167,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self._look(_tensors((args, kwargs)))
         return func(*args, **(kwargs or {}))
-
-
-def _within_collation() -> bool:
-    """Return whether torch's own collation of tensors is running, which stacks them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not collate_tensor_fn.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -183,7 +183,6 @@ class StreamSplit:
 class DatasetFacts:
     """What was found out; None or empty where it was not asked for or could not be had."""
 
-    sampled: bool = False  # whether there is a sample
     sample: object = None  # the first sample
     uncollatable: str | None = None  # what in the sample torch cannot collate, and what to do
     further: tuple[object, ...] = ()  # samples from all over the dataset
@@ -247,7 +246,7 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         as_it_is = replace(spec, worker_init_fn=None, sampler=None, batch_sampler=None)
         with kept_random_state():
             _answer(as_it_is, questions, values.__setitem__)
-        return replace(facts, sampled="sample" in values, **values)
+        return replace(facts, **values)
     is_open = spec.options.num_workers == spec.options.executor == "auto"
     # A worker_init_fn needs workers, and may open anew what they cannot share.
     may_be_here = is_open and spec.worker_init_fn is None
@@ -268,7 +267,7 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         findings = findings if again.failure else again
     values, failure = findings.values, findings.failure
     key, within = values.pop("key", 0), values.pop("within", None)
-    facts = replace(facts, sampled="sample" in values, **values)
+    facts = replace(facts, **values)
     if failure is None:
         return facts
     failure = replace(failure, what=failure.what + (f", in its {within}" if within else ""))

@@ -744,7 +744,7 @@ class DataModule:
             raise BatchError(
                 f"Sample 0 of {spec.name} cannot be part of a batch. {facts.uncollatable}"
             )
-        if facts.sampled:
+        if facts.sample is not None:
             for transform in transforms:
                 transform.check_sample(facts.sample)
             self._transforms.warn_if_unlike_training(stage, spec.name, facts.sample)

@@ -42,8 +42,12 @@ _OF_A_SAMPLE: Final = {
     *("is_sequence_input", "label_manager"),  # of the processors of boxes and keypoints
 }
 """Attributes that an Albumentations pipeline sets anew for each sample."""
-_PARTS: Final = ("transforms", "processors")
-"""Attributes of an Albumentations pipeline that hold its parts."""
+_PARTS: Final = {
+    *("transforms", "processors"),
+    *("apply_with_params", "update_transform_params", "get_params_dependent_on_data"),
+}
+"""Attributes of an Albumentations pipeline that hold its parts, and those that a recorder puts in
+the place of methods, by which the whole pipeline would be found."""
 _KEYED: Final = threading.RLock()
 _epochs_are_own = False
 _Generator: TypeAlias = (

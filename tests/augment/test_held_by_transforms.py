@@ -8,7 +8,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.loaders import Pictures, loader_of
+from augment.loaders import Pictures, batches, loader_of
 from misses import each
 from torchvision.transforms import v2
 
@@ -128,6 +128,13 @@ def test_a_pipeline_that_keeps_a_state_is_read_as_by_new_workers(pipeline):
     kept = {"executor": "workers", "persistent_workers": "unchanged"}
     made = read(Pictures(flat, 4), pipeline, 1, epochs=3, **kept)
     assert made == [[1, 2, 3, 4]] * 3
+
+
+@each("place", ["workers", "device"])
+def test_a_sample_is_read_once_wherever_its_pixels_are_made(place):
+    pipeline = A.Compose([CountsOfAlbumentations(), A.HorizontalFlip(p=1)])
+    [batch] = batches(pipeline, Pictures(flat, 4), place=place)
+    assert batch["image"][:, 0, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 @each(

@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import assert_both_ways_agree, in_worker, keys, on_device, pipeline
+from augment.loaders import IMAGES, Pictures, module_of, trained
 from augment.parity import both, photographs
 from misses import each
+from torch.utils.data import default_collate
+from torchvision.transforms import v2
 
 from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.albumentations.plan import analyse
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
+
+FLIP = A.Compose([A.HorizontalFlip(p=1), A.ToTensorV2()])
 
 
 def assert_refused_by_both(transform, samples, error, text):
@@ -92,6 +97,22 @@ def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
     assert_both_ways_agree(as_batch_transform(compose), samples)
     plan = analyse(compose, DEVICE_OPS, size=(40, 50))
     assert [place.where for place in plan.placements][2:] == ["worker", "device"]
+
+
+@each("kind", [FLIP, v2.RandomHorizontalFlip(1.0)])
+@each("place", ["cpu", "gpu"])
+@each("missing", [0, 5])
+@pytest.mark.filterwarnings("ignore")
+def test_a_sample_that_is_none_is_for_the_collate_fn_to_leave_out(tmp_path, kind, place, missing):
+    def those_that_are_there(samples):
+        return default_collate([sample for sample in samples if sample is not None])
+
+    pictures = Pictures(lambda index: None if index == missing else (IMAGES[index], index), 8)
+    data = module_of(kind, place, pictures, collate_fn=those_that_are_there)
+    made = trained(tmp_path, data)
+    images, numbers = (torch.cat(parts) for parts in zip(*made, strict=True))
+    assert numbers.tolist() == [number for number in range(8) if number != missing]
+    assert torch.equal(images, IMAGES[numbers].flip(-1))
 
 
 @each("device", ["cpu", "meta"])

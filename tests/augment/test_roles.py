@@ -144,6 +144,45 @@ def test_what_is_said_to_stay_stays(way, stays):
         assert made["mask"].shape == (1, 16, 20)
 
 
+@each("way", WAYS)
+@each(
+    "form",
+    [
+        ({"image": IMAGE, "mask": MASK}, {}, "mask"),
+        ({"image": IMAGE, "mask": MASK, "seg": MASK}, {"mask": "seg"}, "mask"),
+        ({"image": IMAGE, "masks": MASK[None]}, {}, "masks"),
+        ({"image": IMAGE, "gt": MASK}, {}, "gt"),
+        ((IMAGE, 7, MASK), {}, -1),
+    ],
+)
+def test_what_is_said_to_stay_stays_also_under_a_name_of_the_pipeline(way, form):
+    sample, arguments, place = form
+    compose = moves(additional_targets={"gt": "mask", "2": "mask"})
+    made = way(as_batch_transform(compose, stays=place, **arguments), sample)
+    assert torch.equal(made[place][0], torch.as_tensor(sample[place]))
+    if arguments:
+        assert made["seg"].shape == (1, 16, 20)
+
+
+@each("way", [in_worker, on_device])
+def test_a_mask_of_tokens_is_told_how_to_stay(way):
+    sample = {"image": IMAGE, "mask": torch.ones(49)}
+    with pytest.raises(BatchError, match=r"no mask of the image.*stays=\['mask'\]"):
+        way(as_batch_transform(moves()), sample)
+    assert torch.equal(
+        way(as_batch_transform(moves(), stays=["mask"]), sample)["mask"][0], sample["mask"]
+    )
+
+
+def test_boxes_that_are_said_to_stay_stay():
+    sample = {"image": IMAGE, "bboxes": [[1, 2, 5, 6]], "labels": [3]}
+    params = A.BboxParams("pascal_voc", label_fields=["labels"])
+    transform = as_batch_transform(moves(bbox_params=params), stays="bboxes")
+    for device in (False, True):
+        made, _ = transform.in_worker(on_device=device)(sample, KEY)
+        assert made["bboxes"] == [[1, 2, 5, 6]]
+
+
 @each("how", [{"mask": "organ"}, {"image": "scan", "mask": 1}])
 @each("way", [in_worker, on_device, of_a_loader])
 def test_a_field_of_a_namedtuple_that_is_given_by_its_name_is_told_by_its_position(way, how):
@@ -181,6 +220,31 @@ def test_a_field_with_another_role_is_not_taken_for_the_image(way, operation, dt
     made = way(as_batch_transform(pipeline, **arguments), (MASK, scan))
     assert np.allclose(made[1][0], want["image"])
     assert np.array_equal(made[0][0], want["mask"] if moved else MASK)
+
+
+BEFORE = {
+    "boxes": np.ones((3, 4), np.float32),
+    "a table": torch.rand(10, 32),
+    "a mask": MASK,
+}
+
+
+@each("way", WAYS)
+@each("operation", [A.HorizontalFlip(p=1), A.RandomBrightnessContrast(p=1)])
+@each("form", BEFORE)
+def test_what_has_two_dimensions_before_an_image_is_not_guessed_to_be_the_image(
+    way, operation, form
+):
+    sample = BEFORE[form], IMAGE, 3
+    with pytest.raises(BatchError, match=r"is the image\? Say image=0 or image=1"):
+        way(as_batch_transform(operation), sample)
+    told = as_batch_transform(operation, image=1, stays=0)
+    for transform in (told, as_batch_transform(operation, stays=0)):
+        made = way(transform, sample)
+        assert torch.equal(made[0][0], torch.as_tensor(BEFORE[form]))
+        assert not torch.equal(made[1][0], torch.from_numpy(IMAGE))
+    swapped = way(as_batch_transform(operation, stays=1), (IMAGE, BEFORE[form]))
+    assert torch.equal(swapped[0][0], made[1][0])
 
 
 LEAVES_PIXELS = [

@@ -236,6 +236,40 @@ def test_a_field_of_the_images_size_without_a_role_is_an_error():
         assert type(made[named]) is tv_tensors.Mask
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_table_before_an_image_is_not_taken_for_the_image(on_device):
+    [image] = images(1, 30, 30)
+    plain, table, flip = (
+        image.as_subclass(torch.Tensor),
+        torch.rand(10, 8),
+        v2.RandomVerticalFlip(1),
+    )
+    for sample in ((table, plain), (torch.tensor(3), table, plain)):
+        worker = as_batch_transform(flip).in_worker(on_device=on_device)
+        with pytest.raises(BatchError, match=r"Which field .* is the image\?"):
+            worker(sample, keys(1)[0])
+        worker = as_batch_transform(flip, image=-1).in_worker(on_device=on_device)
+        left, tape = worker(sample, keys(1)[0])
+        [done] = worker.finish_each([left], [tape])[0]
+        assert torch.equal(done[-1], plain.flip(-2))
+        assert torch.equal(done[-2], table)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_is_to_stay_and_v2_would_transform_is_an_error(on_device):
+    [image] = images(1, 30, 30)
+    plain = image.as_subclass(torch.Tensor)
+    photo = v2.functional.to_pil_image(image)
+    kinds = [plain, tv_tensors.Mask(plain[0]), tv_tensors.Image(plain), photo]
+    for stays in [*kinds, {"masks": kinds[1]}]:
+        transform = as_batch_transform(v2.Compose([FLOAT]), stays="stays")
+        worker = transform.in_worker(on_device=on_device)
+        with pytest.raises(BatchError, match=r"'stays' is to stay .* a plain tensor or an array"):
+            worker({"stays": stays, "image": plain}, keys(1)[0])
+    made, _ = worker({"stays": plain, "image": tv_tensors.Image(plain)}, keys(1)[0])
+    assert made["stays"] is plain
+
+
 def test_arrays_that_v2_would_pass_through_are_refused():
     transform = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip()]))
     with pytest.raises(BatchError, match=r"Begin the pipeline with v2\.ToImage"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from augment.v2_pipelines import assert_same, eager, images, keys, sample, samples_of, worked
@@ -108,6 +109,17 @@ def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
         assert not isinstance(as_batch_transform(one), TorchvisionTransform)
     assert isinstance(as_batch_transform(nn.Sequential(v2.RandomInvert())), TorchvisionTransform)
     assert isinstance(as_batch_transform(Halved()), TorchvisionTransform)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("p", [torch.tensor([0.2, 0.8]), np.array([0.2, 0.8]), [0.2, 0.8], None])
+def test_a_transform_of_the_users_may_mean_anything_by_its_attributes(p, on_device):
+    halved = Halved()
+    halved.p = p
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), halved, FLOAT])
+    worker = as_batch_transform(pipeline).in_worker(on_device=on_device)
+    made, tapes = worked(worker, images(2, 12, 12))
+    assert_same(worker.finish_each(made, tapes)[0], eager(pipeline, images(2, 12, 12)))
 
 
 def test_what_draws_nothing_may_run_on_batches_behind_another_transform():

@@ -185,6 +185,11 @@ def torchs_own(samples: Samples) -> Any:
     return default_collate([{k: v for k, v in one.items() if k != "t"} for one in samples])
 
 
+def collated_twice(samples: Samples) -> Any:
+    images = [T(sample["image"]) for sample in samples]
+    return {**torchs_own(samples), "again": default_collate(images), "too": default_collate(images)}
+
+
 STACKS: dict[str, Callable[[Samples], Any]] = {
     "torch.stack": stacks,
     "default_collate": torchs_own,
@@ -201,16 +206,19 @@ def test_images_that_are_only_stacked_are_left_to_the_device(kind, name):
     assert all(one.draws is not None and one.draws.programs for one in on_the_way)
 
 
-def test_torchs_collation_into_shared_memory_counts_as_stacking():
+@pytest.mark.filterwarnings("ignore")
+@each("whole", [True, False])
+def test_torchs_collation_into_shared_memory_counts_as_stacking_of_all_samples_alone(whole):
     from torch.utils.data._utils import worker
 
     set_worker_info(number=0, workers=1, seed=0, dataset=[])
     try:
-        wanted, found, on_the_way = made("Albumentations", torchs_own)
+        collate = torchs_own if whole else lambda samples: torchs_own(samples[1:])
+        wanted, found, on_the_way = made("Albumentations", collate)
     finally:
         worker._worker_info = None
     assert_alike(found, wanted)
-    assert all(one.draws is not None and one.draws.programs for one in on_the_way)
+    assert all((one.draws is not None and bool(one.draws.programs)) == whole for one in on_the_way)
 
 
 @torch.jit.script
@@ -352,6 +360,11 @@ PROGRAMS: dict[str, Callable[[Samples], Any]] = {
     ),
     "samples": lambda samples: [{"image": T(s["image"])} for s in samples],
     "stacked into memory": in_memory_of_its_own,
+    "collated in another order": lambda samples: torchs_own(samples[::-1]),
+    "some collated": lambda samples: torchs_own(samples[:1]),
+    "collated twice each": lambda samples: torchs_own([s for s in samples for _ in range(2)]),
+    "collated twice": collated_twice,
+    "a batch collated": lambda samples: default_collate([torchs_own(samples)]),
     "called once": Counting(),
     "DETR": padded,
     "if it is an array": converted,

@@ -94,6 +94,8 @@ class ComposeWorker(WorkerTransform):
             BatchError: the sample has neither an image nor frames nor volumes, or a field beside
                 the image would not move with it.
         """
+        if sample is None:  # a sample that the collate_fn is to leave out
+            return None, None
         data, places = self._arguments(sample)
         plan = self._plan if "image" in data else None
         run, seed = self._own(plan)
@@ -152,7 +154,7 @@ class ComposeWorker(WorkerTransform):
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after the operations on its tape."""
-        if self._has_volumes_alone(sample):
+        if sample is None or self._has_volumes_alone(sample):
             return sample
         draws, values = compile_tapes([tape]), {}
         ops = DEVICE_OPS | self._registered
@@ -212,7 +214,8 @@ class ComposeWorker(WorkerTransform):
         """Return the arguments of the pipeline, and the place of each in the sample."""
         if self._has_volumes_alone(sample):
             mask = {} if self._fields.mask is None else {"mask": self._fields.mask}
-            there = {n: n for n in sample if n in self._taken and sample[n] is not None}
+            taken = self._taken - set(self._fields.stays)
+            there = [n for n in sample if n in taken and sample[n] is not None]
             places = {n: n for n in there if _fits(n, sample[n])} | mask
         else:
             places = target_places(sample, self._fields, self._taken, batched=False, fits=_fits)

@@ -195,7 +195,8 @@ def leaves_of(transform: Any, number: int = 0, *, conditional: bool = False) -> 
     """
     inside = children_of(transform)
     if inside is None:
-        conditional = conditional or getattr(transform, "p", 1) != 1
+        # What an attribute of that name means to a transform of the user's, nobody knows.
+        conditional = conditional or (is_own(transform) and getattr(transform, "p", 1) != 1)
         return [Leaf(number, transform, conditional, number)]
     always, found = type(transform) in {v2.Compose, nn.Sequential}, list[Leaf]()
     for child in inside:

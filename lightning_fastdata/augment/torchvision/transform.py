@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from itertools import filterfalse, takewhile
 from typing import Any, Final, NamedTuple, Self, cast
 
@@ -26,6 +26,7 @@ from lightning_fastdata.augment.fields import (
     Fields,
     Location,
     Mover,
+    UnsureError,
     channels_first,
     check_beside,
     check_named,
@@ -33,6 +34,7 @@ from lightning_fastdata.augment.fields import (
     find_fields,
     first_device,
     get_field,
+    has_field,
     put_fields,
 )
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
@@ -457,7 +459,7 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     the latter gets the type of an image.
 
     Raises:
-        BatchError: a named field does not exist.
+        BatchError: a named field does not exist, or either of two tensors may be the image.
     """
     check_named(sample, fields)
     kinds: dict[Location, Any] = {fields.mask: tv_tensors.Mask, fields.image: tv_tensors.Image}
@@ -465,8 +467,12 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     first = image_of(sample)
     untold = first is not None and not _is_image(first)
     if untold and fields.image is None and first.ndim < 3:
-        with suppress(BatchError):
+        try:
             kinds[find_fields(sample, fields, batched=False).image] = tv_tensors.Image
+        except UnsureError:  # v2 would take the first, and leave the other as it is
+            raise
+        except BatchError:
+            pass
     given = {place: get_field(sample, place) for place in kinds}
     if fields.mask is not None:
         given[fields.mask] = _mask_pixels(given[fields.mask])
@@ -539,9 +545,18 @@ def _on_images(node: Any, place: Path) -> Any:
 def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
     """Raise BatchError if a field as large as the image would not move with it.
 
-    Or if channels come last in the image where torchvision takes them to come first.
+    Or if channels come last in the image where torchvision takes them to come first, or v2 would
+    transform what is to stay.
     """
     mover, image = traits.mover, image_of(sample)
+    for place in filter(partial(has_field, sample), fields.stays):
+        field = get_field(sample, place)
+        if any(leaf is image or _has_role(leaf) for leaf in tree_flatten(field)[0]):
+            raise BatchError(
+                f"The field {place!r} is to stay as it is (stays=), but v2 transforms PIL images, "
+                "tv_tensors and, without an image among these, the first tensor. Let the dataset "
+                "return it as a plain tensor or an array, and the image as tv_tensors.Image."
+            )
     if traits.reader is not None and isinstance(image, Tensor) and _channels_are_last(image):
         raise BatchError(
             f"The image of a sample is {describe(image)}, with its channels last, and "
