@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_fastdata.batches.collate import ListsOf
 from lightning_fastdata.executors.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.order.lengths import PackedDataset
@@ -19,6 +20,7 @@ __all__ = [
     "BlockShuffleSampler",
     "ColumnDataset",
     "EpochOrder",
+    "ListsOf",
     "PackedDataset",
     "PackedStrings",
     "SharedSampler",

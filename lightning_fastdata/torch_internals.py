@@ -5,8 +5,7 @@
 ``DataLoader`` ``_get_iterator`` and ``_iterator``; of its iterator over workers ``_task_info``,
 ``_rcvd_idx``, ``_send_idx``, ``_data_queue``; of its ``fetch`` the variables ``idx``,
 ``possibly_batched_index`` and ``data``; ``torch.distributed.distributed_c10d``:
-``_get_default_store``; ``torch._dynamo``; ``torch.utils._python_dispatch``;
-``torch._C.DisableTorchFunction``.
+``_get_default_store``; ``torch._dynamo``.
 
 ``tests/test_torch_internals.py`` pins each of them against the installed torch.
 """
@@ -20,8 +19,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-from torch._C import DisableTorchFunction
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 __all__ = [
-    "DisableTorchFunction",
-    "TorchDispatchMode",
     "collate",
     "collate_tensor_fn",
     "default_collate_fn_map",

@@ -32,7 +32,7 @@ from lightning_fastdata.torch_internals import (
 PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
     "_utils", "_worker_info", "_task_info", "_rcvd_idx", "_send_idx", "_data_queue",
-    "_get_default_store", "_get_iterator", "_dynamo", "_python_dispatch", "_C",
+    "_get_default_store", "_get_iterator", "_dynamo",
 )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
-    from lightning_fastdata.augment.stage_transform import Rows as Rows
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 _HOME = {
     "BatchTransform": "transform",
     "Draws": "replay.program",
-    "Rows": "stage_transform",
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",

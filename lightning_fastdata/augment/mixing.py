@@ -33,7 +33,6 @@ from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
-    Rows,
     StageTransform,
     WorkerTransform,
     plain_tensors,
@@ -537,23 +536,15 @@ class MixedWorker(WorkerTransform):
         tapes, own = zip(*drawn, strict=True)
         return self._mixer.pack(own, self._inner, tapes)
 
-    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
-        """Return whether what waits for the device can be stacked."""
-        return self._inner.stacks(samples, [tape for tape, _ in drawn])
-
-    def rows(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> Rows | None:
-        """Return for each field that the pipeline left to the device its tensors."""
-        return self._inner.rows(samples, [tape for tape, _ in drawn])
-
-    def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:
-        """Return a sample with other tensors in the place of those that wait."""
-        return self._inner.put(sample, tensors)
-
-    def holds(
-        self, batch: Batch, drawn: Sequence[Any], stacked: Mapping[Any, torch.Tensor]
+    def stacks(
+        self, samples: Sequence[Batch], drawn: Sequence[Any], listed: Collection[Any] = ()
     ) -> bool:
-        """Return whether a batch holds, where the device looks for them, what was ``stacked``."""
-        return self._inner.holds(batch, [tape for tape, _ in drawn], stacked)
+        """Return whether what waits for the device can be stacked, and is not ``listed``."""
+        return self._inner.stacks(samples, [tape for tape, _ in drawn], listed)
+
+    def defers(self, drawn: Sequence[Any]) -> bool:
+        """Return whether the pipeline left anything to the device."""
+        return self._inner.defers([tape for tape, _ in drawn])
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 Where: TypeAlias = Literal["worker", "device", "either"]
-Rows: TypeAlias = dict[Any, list[torch.Tensor]]
-"""For each field, by its name in the tapes, the tensor of each sample."""
 
 
 class OpPlacement(NamedTuple):
@@ -77,8 +75,6 @@ class WorkerTransform:
     """Whether something is left to do once samples are collated, even if no device takes part."""
     fuses_steps = False
     """Whether there are kernels that carry out several of its operations together."""
-    ends_in_tensors = True
-    """Whether finished images and masks are tensors."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -97,22 +93,12 @@ class WorkerTransform:
         """Return what of a pipeline runs on samples in this process, and may keep a state."""
         raise NotImplementedError
 
-    def waiting(
-        self, item: Batch, names: Collection[Any], *, batched: bool = False
-    ) -> Mapping[Any, torch.Tensor]:
-        """Return the tensors of a sample or batch that tapes know by these names.
-
-        Raises:
-            BatchError: a batch has no image.
-        """
+    def waiting(self, sample: Batch, names: Collection[Any]) -> Mapping[Any, torch.Tensor]:
+        """Return the tensors of a sample that tapes know by these names."""
         raise NotImplementedError
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
         """Return a sample after the operations on its tape."""
-        raise NotImplementedError
-
-    def put(self, sample: Batch, tensors: Mapping[Any, torch.Tensor]) -> Batch:
-        """Return a sample with other tensors in the place of those that wait."""
         raise NotImplementedError
 
     def collate(
@@ -122,42 +108,28 @@ class WorkerTransform:
         fuse = registry.fuse() if self.fuses_steps else None
         return compile_tapes([tape or {} for tape in drawn], beside, fuse)
 
-    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> bool:
+    def stacks(
+        self, samples: Sequence[Batch], drawn: Sequence[Any], listed: Collection[Any] = ()
+    ) -> bool:
         """Return whether the tensors that wait for the device can be stacked.
 
-        They cannot if some samples lack one, or have it in another shape or dtype.
+        They cannot if some samples lack one, or have it in another shape or dtype, or in a field
+        that is ``listed`` in the batch.
         """
-        rows = self._rows(samples, drawn).values()
+        lists = {id(sample[name]) for sample in samples for name in listed}
+        names = {name: None for tape in drawn for name in tape or ()}
+        each = [self.waiting(sample, names) for sample in samples] if names else []
+        rows = ([one[name] for one in each if name in one] for name in names)
         return all(
-            len(row) == len(samples) and len({(one.shape, one.dtype) for one in row}) == 1
+            len(row) == len(samples)
+            and len({(one.shape, one.dtype) for one in row}) == 1
+            and lists.isdisjoint(map(id, row))
             for row in rows
         )
 
-    def rows(self, samples: Sequence[Batch], drawn: Sequence[Any]) -> Rows | None:
-        """Return for each field that waits for the device its tensors, sample by sample.
-
-        None: once they are finished they are no tensors.
-        """
-        return self._rows(samples, drawn) if self.ends_in_tensors else None
-
-    def _rows(self, samples: Sequence[Batch], tapes: Sequence[Tape | None]) -> Rows:
-        names = {name: None for tape in tapes for name in tape or ()}
-        each = [self.waiting(sample, names) for sample in samples] if names else []
-        return {name: [one[name] for one in each if name in one] for name in names}
-
-    def holds(
-        self,
-        batch: Batch,
-        drawn: Sequence[Any],  # noqa: ARG002
-        stacked: Mapping[Any, torch.Tensor],
-    ) -> bool:
-        """Return whether a batch holds, where the device looks for them, what was ``stacked``.
-
-        Raises:
-            BatchError: the batch has no image.
-        """
-        found = self.waiting(batch, stacked, batched=True) if stacked else {}
-        return all(found.get(name) is one for name, one in stacked.items())
+    def defers(self, drawn: Sequence[Any]) -> bool:
+        """Return whether anything is left to the device in samples of these draws."""
+        return any(drawn)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]

@@ -29,6 +29,7 @@ _KNOWN: Final = frozenset(
 )
 """Types whose collation, as part of a sample, runs no code of the user's."""
 _IMAGE_DIMENSIONS: Final = 3
+_ROWS: Final = (tuple, list)
 _REMEDIES: Final = {
     "PIL": "Turn images into arrays or tensors (numpy.asarray, torchvision's PILToTensor)",
     "torch_geometric": "Pass collate_fn=torch_geometric.data.Batch.from_data_list",
@@ -57,6 +58,51 @@ def _collate_samples(samples: Sequence[Any], collate_fields: Collate) -> Batch:
             f"These {len(samples)} samples cannot be made into one batch: "
             f"{str(error).rstrip('.')}. {advice(samples)}"
         ) from error
+
+
+class ListsOf:
+    """Collation as :func:`collate_samples`, but for fields that stay lists, one value a sample.
+
+    For what has another length in each sample, as boxes and their labels do. Images beside them
+    are stacked, so that a device may augment them; a ``collate_fn`` of your own gets finished ones.
+
+    Args:
+        fields: keys or positions, from 0, in the samples, which are mappings, tuples or lists.
+    """
+
+    def __init__(self, *fields: str | int) -> None:
+        self.fields = fields
+
+    def __call__(self, samples: Sequence[Any]) -> Batch:
+        """Return the batch: a dict, or a list for samples that are tuples or lists.
+
+        Raises:
+            BatchError: A sample has no such field, or the others cannot be stacked.
+        """
+        first = samples[0]
+        named = isinstance(first, Mapping)
+        known = dict(first) if named else dict(enumerate(first)) if type(first) in _ROWS else {}
+        for name in self.fields:
+            if name not in known:
+                raise BatchError(
+                    f"There is no field {name!r}, which is to stay a list, in a sample of type "
+                    f"{type(first).__name__} with {list(known)}. Give ListsOf() keys of dicts, or "
+                    "positions in tuples."
+                )
+        batch = {}
+        for name in known:
+            column = [sample[name] for sample in samples]
+            batch[name] = column if name in self.fields else collate_samples(column)
+        return batch if named else list(batch.values())
+
+
+def only_stacks(collate_fn: object) -> bool:
+    """Return whether a collation is known to do nothing with images but to stack them in order.
+
+    None is the default one. What other code does with them nobody can know.
+    """
+    known = (None, collate_samples, default_collate)
+    return type(collate_fn) is ListsOf or any(collate_fn is each for each in known)
 
 
 def collate_privately(samples: Batch) -> Batch:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import get_worker_info
 
 from lightning_fastdata import tree
-from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
-from lightning_fastdata.batches.waiting import Waiting
+from lightning_fastdata.batches.collate import Collate, HandsOn, ListsOf, only_stacks
 from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
@@ -25,7 +23,7 @@ from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import Draws, Rows, WorkerTransform
+    from lightning_fastdata.augment import Draws, WorkerTransform
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, Stage
 
@@ -39,11 +37,10 @@ _NOT_UNWRAPPED = (
 )
 
 _FINISHED_HERE = (
-    "The collate_fn does not just stack the images, or keeps some of them for later, or it gets "
-    "arrays, as of a pipeline without ToTensorV2. So the workers finish the images one by one "
-    "before it is called, and leave nothing to the device. Let it stack them as they are "
-    "(torch.stack, default_collate), all of them and in order, or set augment_on='cpu', which "
-    "takes the workers less time."
+    "A collate_fn of yours gets finished images, so that the workers augment all of them, and "
+    "leave nothing to the device. Leave it out if the samples can be stacked, or say "
+    "collate_fn=ListsOf('bboxes', 'labels') (lightning_fastdata.data) for fields that stay lists; "
+    "or set augment_on='cpu', which takes the workers less time."
 )
 
 
@@ -240,9 +237,8 @@ class StagingCollate(HandsOn):
         super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
-        self._finishes = False
-        """Whether the images of all batches are finished before ``collate_fn`` gets them."""
-        self._only_stacks = collate_fn in (collate_samples, default_collate)
+        self._only_stacks = only_stacks(collate_fn)
+        self._warned = False
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
@@ -250,34 +246,20 @@ class StagingCollate(HandsOn):
             return StagedBatch(self._collate_handed_on(samples), None, self.stage)
         drawn = [tape for _sample, tape in samples]
         samples = [sample for sample, _tape in samples]
-        rows: Rows | None = None
-        if not self.transform.stacks(samples, drawn):
+        if not self._only_stacks:
+            self._warn_once(self.transform.defers(drawn))
+        listed = self.collate_fn.fields if isinstance(self.collate_fn, ListsOf) else ()
+        if not (self._only_stacks and self.transform.stacks(samples, drawn, listed)):
             samples, drawn = self.transform.finish_each(samples, drawn)
-        elif not self._only_stacks:
-            rows = None if self._finishes else self.transform.rows(samples, drawn)
-            if rows is None:
-                self._finishes_here()
-                samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
-        if self._only_stacks:
-            return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
-        waiting = Waiting(self.transform, samples, drawn, rows or {})
-        with waiting if waiting.rows else nullcontext():
-            batch = self._collate_handed_on(waiting.samples)
-        if batch is None:
-            return StagedBatch(None, None, self.stage)
-        waiting.settle(batch)
-        if waiting.over:
-            self._finishes_here()
-        if waiting.drawn is not drawn:
-            draws = self.transform.collate(waiting.drawn)
-        return StagedBatch(batch, draws, self.stage)
+        batch = self._collate_handed_on(samples)
+        return StagedBatch(batch, None if batch is None else draws, self.stage)
 
-    def _finishes_here(self) -> None:
-        if not self._finishes:
-            self._finishes, worker = True, get_worker_info()
-            if worker is None or worker.id == 0:
-                warnings.warn(_FINISHED_HERE, FastDataWarning, stacklevel=2)
+    def _warn_once(self, finishes: bool) -> None:
+        worker = get_worker_info()
+        if finishes and not self._warned and (worker is None or worker.id == 0):
+            self._warned = True
+            warnings.warn(_FINISHED_HERE, FastDataWarning, stacklevel=3)
 
 
 class FirstOfPairs(HandsOn):

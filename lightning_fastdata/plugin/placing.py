@@ -6,10 +6,11 @@ The first rule that fits decides:
 ==  =====================================================================  ========================
  1  there is no accelerator                                                workers
  2  the pipeline leaves nothing to a device                                workers
- 3  the device failed at its part when that was tried                      workers
- 4  nothing could be measured beforehand                                   device
- 5  the workers save more time per batch than the device needs for it      device
- 6  otherwise                                                              workers
+ 3  a collate_fn of the user's makes the batches: it gets finished images  workers
+ 4  the device failed at its part when that was tried                      workers
+ 5  nothing could be measured beforehand                                   device
+ 6  the workers save more time per batch than the device needs for it      device
+ 7  otherwise                                                              workers
 ==  =====================================================================  ========================
 
 A batch takes the workers ``batch * max(sample / workers, computing part of sample / CPUs)``, where
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.collate import collate_samples, only_stacks
 from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, move
 from lightning_fastdata.device.backend import current, default_type, synchronize
 from lightning_fastdata.host import clock
@@ -54,6 +55,10 @@ _LOG = logging.getLogger("lightning_fastdata.plugin.placing.trial")  # which the
 _ON_CPU: Final = (
     "the trainer has no accelerator, so that torch computes these pixels on the CPU in the "
     "training process, which takes many times as long as in the workers"
+)
+_FINISHED: Final = (
+    "a collate_fn of yours gets finished images; say ListsOf('boxes') (lightning_fastdata.data) "
+    "for fields that stay lists, and a device may compute them"
 )
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
@@ -98,7 +103,7 @@ class PlaceCosts:
     device_ms: float | None = None
     """Milliseconds that the device takes for its part of one batch; None: not measured."""
     refusal: str | None = None
-    """Why the device cannot do its part; None: it can."""
+    """Why the device cannot do its part; None: nothing is known that says so."""
     library: str = "Albumentations"
     """Name of the library that computes the pixels in the workers."""
 
@@ -172,7 +177,8 @@ def read_place_costs(
     ``transform`` starts in the workers, and draws by ``seed``; ``device`` is where the trainer
     computes. ``start_method`` is that of the workers; None: Python's default.
     """
-    if not (costs.accelerator and costs.defers and spec.options.probe) or spec.is_stream:
+    open_ = costs.accelerator and costs.defers and costs.refusal is None
+    if not (open_ and spec.options.probe) or spec.is_stream:
         return costs
     clocks = clocks or Clocks(cpu_s=clock.process_time)
     method = start_method or multiprocessing.get_start_method()
@@ -357,6 +363,7 @@ class Placing:
             workers=plan.num_workers,
             cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
             library=transform.library,
+            refusal=None if only_stacks(spec.collate_fn) else _FINISHED,
         )
         device, method = trainer.strategy.root_device, plan.start_method
         costs = self._read_costs(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -19,6 +20,8 @@ from skimage import data
 from trainers import trained
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
+from lightning_fastdata.data import ListsOf
+from lightning_fastdata.errors import BatchError, FastDataWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +107,11 @@ def alternating(one: list[Any], other: list[Any]) -> list[Any]:
 FLIPS = [A.HorizontalFlip(), A.VerticalFlip()]
 END = [A.Normalize(), A.ToTensorV2()]
 FINISHED = A.Compose([*FLIPS, *END])
+BOXES = A.Compose([*FLIPS, *END], bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"]))
+BOXED = [
+    {"image": image, "bboxes": [[2, 3, 20, 20 + n]] * (n % 3), "labels": [n] * (n % 3)}
+    for n, image in enumerate(PHOTOGRAPHS)
+]
 GRAY = A.ToGray(3, "average", p=1)
 CAST = A.OneOf([A.InvertImg(p=1), A.ToFloat(p=1)], p=1)
 CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
@@ -153,6 +161,8 @@ CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
     "some to gray": (by_name(RGBA), A.Compose([A.ToGray(3, "average", p=0.5), *FLIPS]), None),
     "some cropped": (PAIRS, A.Compose([A.RandomCrop(40, 40, p=0.5), *FLIPS]), None),
     "some cropped, in lists": (PAIRS, A.Compose([A.RandomCrop(40, 40, p=0.5), *END]), in_lists),
+    "lists beside images": (BOXED, BOXES, ListsOf("bboxes", "labels")),
+    "the masks in a list": (PAIRS, FINISHED, ListsOf("mask")),
     "frames": (by_name([FRAMES] * 4, "images"), A.Compose(FLIPS), None),
     "frames by name": (
         by_name([FRAMES] * 4, "images"),
@@ -239,6 +249,25 @@ def test_what_a_collate_fn_draws_is_the_same_whether_or_not_it_stacks(collate_fn
     wanted, found = (outcome(*case, place) for place in ("cpu", "gpu"))
     assert len(wanted) == 2
     assert_equal(found, wanted)
+
+
+def test_only_a_collate_fn_of_the_users_keeps_images_from_the_device():
+    boxed = Samples(BOXED.__getitem__, len(BOXED))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        batches = batches_of(boxed, BOXES, ListsOf("bboxes", "labels"), "gpu")
+    counts = [len(boxes) for batch in batches for boxes in batch["bboxes"]]
+    assert sorted(counts) == [0, 0, 0, 1, 1, 1, 2, 2]
+    with pytest.warns(FastDataWarning, match="gets finished images"):
+        batches_of(boxed, BOXES, in_lists, "gpu")
+
+
+def test_lists_are_kept_by_the_places_of_fields_in_tuples_too():
+    images, labels = ListsOf(1)([(torch.zeros(2), [1]), (torch.ones(2), [])])
+    assert images.tolist() == [[0, 0], [1, 1]]
+    assert labels == [[1], []]
+    with pytest.raises(BatchError, match="no field 2"):
+        ListsOf(2)([(torch.zeros(2), [1])])
 
 
 def beside(make: Callable[[torch.Tensor], Any]) -> Callable[[list[Any]], dict[str, Any]]:

@@ -18,6 +18,7 @@ from conformance.pieces import Images, Pixels, make_trainer
 from lightning.pytorch import Callback
 from loading.planned import Stream
 from torch import nn
+from torch.utils.data import default_collate
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.stage_transform import StageTransform
@@ -92,7 +93,17 @@ def placed(costs=COSTS):
     return on_cuda(costs=lambda *_, **__: costs)
 
 
-def train(tmp_path, *, augment=None, place="auto", placing=None, workers=2, trainer=None, **how):
+def train(
+    tmp_path,
+    *,
+    augment=None,
+    place="auto",
+    placing=None,
+    workers=2,
+    trainer=None,
+    collate_fn=None,
+    **how,
+):
     """Train on the CPU; ``placing`` stands for the measurements."""
     model = Keeps()
     module = Looks.from_datasets(
@@ -100,6 +111,7 @@ def train(tmp_path, *, augment=None, place="auto", placing=None, workers=2, trai
         batch_size=4,
         augment=augment or pipeline(),
         augment_on=place,
+        collate_fn=collate_fn,
         options=LoaderOptions(num_workers=workers, timeout=60 if workers else 0, **how),
         seed=3,
     )
@@ -148,6 +160,19 @@ def test_the_place_that_is_chosen_holds_for_the_run_and_changes_no_batch(
     where = "on the device" if place == "device" else "all in the workers"
     assert len(logged) == 1
     assert f"train: {where}: a batch of 4 takes 2 workers 16 ms" in logged[0]
+
+
+def test_a_collate_fn_of_the_users_has_the_workers_compute_everything(tmp_path):
+    def collated(samples):
+        return default_collate(samples)
+
+    model, module = train(tmp_path, placing=on_cuda(), workers=0, collate_fn=collated)
+    expected, _ = train(tmp_path, place="cpu", workers=0)
+    all_equal(model.images, expected.images)
+    assert not hasattr(module, "places")
+    choice = module.placing.choice("train")
+    assert choice.place == "workers"
+    assert "collate_fn of yours" in choice.reason
 
 
 def test_whatever_is_measured_changes_no_batch(tmp_path):

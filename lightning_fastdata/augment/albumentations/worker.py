@@ -136,19 +136,11 @@ class ComposeWorker(WorkerTransform):
         )
         return SampleForm(shape[2] if len(shape) == 3 else None, images, masks)
 
-    def waiting(
-        self, item: Batch, names: Collection[str], *, batched: bool = False
-    ) -> Mapping[str, torch.Tensor]:
-        """Return those images and masks of a sample or batch that are tensors, among these names.
-
-        Raises:
-            BatchError: a batch has no image.
-        """
+    def waiting(self, sample: Batch, names: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """Return those images and masks of a sample that are tensors, among these names."""
         try:
-            found = self._tensors(item, batched=batched)
-        except BatchError:
-            if batched:
-                raise
+            found = self._tensors(sample)
+        except BatchError:  # it has no image
             return {}
         return {name: found[name][1] for name in names if name in found}
 
@@ -165,21 +157,14 @@ class ComposeWorker(WorkerTransform):
             values[place] = made if self.ends_in_tensors else made.numpy()
         return put_fields(sample, values)
 
-    def put(self, sample: Batch, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """Return a sample with other tensors in the place of those that wait."""
-        places = self._tensors(sample)
-        return put_fields(sample, {places[name][0]: one for name, one in tensors.items()})
-
-    def _tensors(
-        self, item: Batch, *, batched: bool = False
-    ) -> dict[str, tuple[Location, torch.Tensor]]:
+    def _tensors(self, sample: Batch) -> dict[str, tuple[Location, torch.Tensor]]:
         """Return the images and masks that are tensors, by name, each with its place.
 
         Raises:
-            BatchError: the sample or batch has no image.
+            BatchError: the sample has no image.
         """
-        places = target_places(item, self._fields, self._roles, batched=batched)
-        found = {name: (place, get_field(item, place)) for name, place in places.items()}
+        places = target_places(sample, self._fields, self._roles, batched=False)
+        found = {name: (place, get_field(sample, place)) for name, place in places.items()}
         return {name: one for name, one in found.items() if isinstance(one[1], torch.Tensor)}
 
     def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], Callable[[SampleKey], None]]:

@@ -385,9 +385,9 @@ class PipelineWorker(WorkerTransform):
         """Return the pipeline."""
         return (self._pipeline,)
 
-    def waiting(self, item: Batch, names: Collection[Path], **_: bool) -> Mapping[Path, Tensor]:
-        """Return the tensors that lie in a sample or batch at these paths."""
-        found = {path: at_path(item, path) for path in names}
+    def waiting(self, sample: Batch, names: Collection[Path]) -> Mapping[Path, Tensor]:
+        """Return the tensors that lie in a sample at these paths."""
+        found = {path: at_path(sample, path) for path in names}
         return {path: value for path, value in found.items() if isinstance(value, Tensor)}
 
     def finished(self, sample: Batch, tape: Tape) -> Batch:
@@ -399,10 +399,6 @@ class PipelineWorker(WorkerTransform):
             [made] = replay(program, draws.blob, plain(value)[None], ops)
             done[path] = made.as_subclass(type(value))
         return put_leaves(sample, done)
-
-    def put(self, sample: Batch, tensors: Mapping[Path, Tensor]) -> Batch:
-        """Return a sample with other tensors in the place of those that wait."""
-        return put_leaves(sample, tensors)
 
 
 class Traits(NamedTuple):
