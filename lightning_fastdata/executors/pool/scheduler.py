@@ -238,6 +238,8 @@ class PoolExecutor(_CrewExecutor):
         self._todo: deque[Task] = deque()
         self._deaths: Counter[tuple[int, int]] = Counter()
         """Number of deaths by what was being read then: batch number and position."""
+        self._undivided = not plan.batched or fetches_in_batches(plan.dataset)
+        """Whether indices reach the dataset together, as the sampler gave them."""
         samples = plan.default_collation and plan.batched and not reads_together(plan.dataset)
         self._is_known = not samples
         """Whether it is known if samples are written in place, which a first sample shows."""
@@ -351,8 +353,7 @@ class PoolExecutor(_CrewExecutor):
     def _begin(self, indices: Any) -> PendingBatch:
         """Begin a batch without the samples in quarantine, and return it."""
         plan = self.plan
-        whole = not plan.batched or fetches_in_batches(plan.dataset)
-        indices = _own_memory(indices, batched=plan.batched, whole=whole)
+        indices = _own_memory(indices, batched=plan.batched, whole=self._undivided)
         indices, left_out = plan.faults.left_out(
             plan.guard, indices, self._now.number, batched=plan.batched
         )
