@@ -242,6 +242,8 @@ class Tuner:
         self._rest, self._rested_until, self._differed = _REST, 0, False
         self._open, self._again = ALL_NUMBERS, False
         self._dearest: Sequence[BatchCost] = ()
+        self._unseen = 0
+        """Number of steps after which a window will have shown what the last move has brought."""
         self._ahead = self._paused_at = 0
         """Number of batches that the loader is ahead, and number of batches that it had given
         before the last pause of the training."""
@@ -397,9 +399,9 @@ class Tuner:
         self.workers = workers
         # The batches that are under way were begun before, and are the first to be delivered.
         begun, self._ahead = self._ahead, self._look_ahead(loader)
-        steps = _VERIFIED if workers > before else max(_VERIFIED, _DRAINED * begun)
-        self._measure(loader, steps, Phase.SETTLING)
+        self._measure(loader, _VERIFIED, Phase.SETTLING)
         self._cold = _COLD + begun
+        self._unseen = 0 if workers > before else _DRAINED * self._ahead - _VERIFIED
         return True
 
     def _look_ahead(self, loader: Tunable) -> int:
@@ -414,6 +416,10 @@ class Tuner:
             self._rest_now(loader)
             return
         pays = paid(move, window)
+        if pays and self._unseen > 0:
+            self._unseen -= window.steps
+            self._begin(Phase.VERIFYING, _VERIFIED)
+            return
         outcome: Outcome = "kept" if pays or not self._set(loader, move.before) else "taken back"
         self.moves[-1] = move = replace(move, step_seen_ms=window.step_ms, outcome=outcome)
         self.tell(str(move))

@@ -88,7 +88,7 @@ class Storage(Waiting):
     """Becomes slow while it is read: as soon as there is a file."""
 
     def __init__(self, slow):
-        super().__init__(BATCH * 400)
+        super().__init__(BATCH * 500)
         self.slow = slow
 
     def __getitem__(self, index):
@@ -103,7 +103,7 @@ class Slows(lightning.Callback):
         self.slow = slow
 
     def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == 120:
+        if trainer.global_step == 220:
             self.slow.touch()
 
 
@@ -113,7 +113,7 @@ def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys
     trainer, module = fit(tmp_path, data, Slows(slow), DataThroughputCallback(report=False))
     grown = [move for move in tuner_of(trainer).moves if move.after > move.before]
     assert grown
-    assert 120 < grown[0].batch < 240
+    assert 220 < grown[0].batch < 340
     kept = [move for move in grown if move.outcome == "kept"]
     assert kept
     assert trainer.train_dataloader.num_workers > grown[0].before
@@ -122,14 +122,14 @@ def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys
     assert f"fastdata: FastDataModule.train_dataset(): {str(grown[0]).partition(':')[0]}" in out
     assert str(kept[-1])[:30] in out.partition("\n done ")[2]
     seen = sorted(int(batch[0]) for batches in module.seen for batch in batches)
-    assert seen == list(range(BATCH * 400))
+    assert seen == list(range(BATCH * 500))
 
 
 def test_it_is_done_and_told_everywhere_and_a_second_fit_goes_on_with_it(tmp_path, capsys):
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     report = tmp_path / "report.json"
     watch = DataThroughputCallback(report=report, every_n_steps=10)
-    data = data_of(Waiting(BATCH * 200, quick=0), executor="workers")
+    data = data_of(Waiting(BATCH * 400, quick=0), executor="workers")
     trainer, _ = fit(tmp_path, data, watch, logger=logger, log_every_n_steps=10)
     tuner = tuner_of(trainer)
     assert tuner.moves
