@@ -371,11 +371,12 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
 def _keeps(first: SampleCost, again: SampleCost) -> bool:
     """Return whether a dataset seems to keep what it reads: to read it again saves CPU time, too.
 
-    What only the system's page cache keeps saves none: it is decoded again.
+    What only the system's page cache keeps saves none: it is decoded again. The first sample alone
+    tells nothing: it may have taken so long to open a file, or to load a model.
     """
     saved_ms = first.cpu_ms - again.cpu_ms
     saves_cpu = again.cpu_ms <= _KEPT * first.cpu_ms and saved_ms >= _WORTH_KEEPING_MS
-    return saves_cpu and again.wall_ms <= _KEPT * first.wall_ms
+    return first.samples > 1 and saves_cpu and again.wall_ms <= _KEPT * first.wall_ms
 
 
 def _suspects_fork(failure: Failure) -> bool:

@@ -214,6 +214,29 @@ class Keeping(Dataset):
         return index * 2
 
 
+class Opening(Dataset):
+    """Opens something at its first sample, which takes long; the others are dear enough."""
+
+    def __init__(self, time):
+        self.time, self.is_open = time, False
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        self.time.work(0.005 if self.is_open else 2.0)
+        self.is_open = True
+        return index
+
+
+def test_what_the_first_sample_opens_is_not_taken_for_samples_that_are_kept():
+    with virtual_time() as time:
+        facts = inspect(Opening(time), Questions(cost=True))
+    assert facts.changes
+    assert facts.cost.samples == 1
+    assert facts.cost_again is None
+
+
 def test_a_dataset_that_keeps_what_it_reads_is_read_where_it_stays_kept():
     with virtual_time() as time:
         counting, keeping = Keeping(time, keeps=False), Keeping(time)
