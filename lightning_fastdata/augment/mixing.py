@@ -542,10 +542,6 @@ class MixedWorker(WorkerTransform):
         """Return whether what waits for the device can be stacked, and is not ``listed``."""
         return self._inner.stacks(samples, [tape for tape, _ in drawn], listed)
 
-    def defers(self, drawn: Sequence[Any]) -> bool:
-        """Return whether the pipeline left anything to the device."""
-        return self._inner.defers([tape for tape, _ in drawn])
-
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:

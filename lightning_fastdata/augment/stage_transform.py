@@ -18,6 +18,7 @@ from lightning_fastdata.augment.fields import (
     find_fields,
     first_device,
     get_field,
+    has_field,
     put_fields,
 )
 from lightning_fastdata.augment.ops.operation import Tape
@@ -116,7 +117,8 @@ class WorkerTransform:
         They cannot if some samples lack one, or have it in another shape or dtype, or in a field
         that is ``listed`` in the batch.
         """
-        lists = {id(sample[name]) for sample in samples for name in listed}
+        fields = ((one, name) for one in samples for name in listed if has_field(one, name))
+        lists = {id(one[name]) for one, name in fields}
         names = {name: None for tape in drawn for name in tape or ()}
         each = [self.waiting(sample, names) for sample in samples] if names else []
         rows = ([one[name] for one in each if name in one] for name in names)
@@ -126,10 +128,6 @@ class WorkerTransform:
             and lists.isdisjoint(map(id, row))
             for row in rows
         )
-
-    def defers(self, drawn: Sequence[Any]) -> bool:
-        """Return whether anything is left to the device in samples of these draws."""
-        return any(drawn)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]

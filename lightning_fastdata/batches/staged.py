@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import get_worker_info
 
 from lightning_fastdata import tree
-from lightning_fastdata.batches.collate import Collate, HandsOn, ListsOf, only_stacks
+from lightning_fastdata.batches.collate import Collate, HandsOn, ListsOf
 from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
@@ -34,13 +33,6 @@ _NOT_UNWRAPPED = (
     "If your class overrides on_before_batch_transfer, transfer_batch_to_device or "
     "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, read "
     "`batch.batch` and return `batch.with_batch(...)`."
-)
-
-_FINISHED_HERE = (
-    "A collate_fn of yours gets finished images, so that the workers augment all of them, and "
-    "leave nothing to the device. Leave it out if the samples can be stacked, or say "
-    "collate_fn=ListsOf('bboxes', 'labels') (lightning_fastdata.data) for fields that stay lists; "
-    "or set augment_on='cpu', which takes the workers less time."
 )
 
 
@@ -237,8 +229,6 @@ class StagingCollate(HandsOn):
         super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
-        self._only_stacks = only_stacks(collate_fn)
-        self._warned = False
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
@@ -246,20 +236,12 @@ class StagingCollate(HandsOn):
             return StagedBatch(self._collate_handed_on(samples), None, self.stage)
         drawn = [tape for _sample, tape in samples]
         samples = [sample for sample, _tape in samples]
-        if not self._only_stacks:
-            self._warn_once(self.transform.defers(drawn))
         listed = self.collate_fn.fields if isinstance(self.collate_fn, ListsOf) else ()
-        if not (self._only_stacks and self.transform.stacks(samples, drawn, listed)):
+        if not self.transform.stacks(samples, drawn, listed):
             samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
         batch = self._collate_handed_on(samples)
         return StagedBatch(batch, None if batch is None else draws, self.stage)
-
-    def _warn_once(self, finishes: bool) -> None:
-        worker = get_worker_info()
-        if finishes and not self._warned and (worker is None or worker.id == 0):
-            self._warned = True
-            warnings.warn(_FINISHED_HERE, FastDataWarning, stacklevel=3)
 
 
 class FirstOfPairs(HandsOn):

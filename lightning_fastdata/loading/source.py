@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.augment import WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
-from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.collate import collate_samples, only_stacks
 from lightning_fastdata.batches.keyed import draws_by_itself, keyed, reads_together
 from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.staged import (
@@ -601,7 +601,9 @@ def open_source(
     """
     worker_part = None
     if settings.transform is not None:
-        worker_part = settings.transform.in_worker(on_device=settings.on_device)
+        # What code of the user's does with images nobody can know: it gets finished ones.
+        on_device = settings.on_device and only_stacks(settings.collate_fn)
+        worker_part = settings.transform.in_worker(on_device=on_device)
     collate_fn = _collation(settings, worker_part)
     torchs = reads_with_torch(settings)
     dataset = keyed(

@@ -34,6 +34,7 @@ import torch
 from lightning_fastdata.batches.collate import collate_samples, only_stacks
 from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, move
 from lightning_fastdata.device.backend import current, default_type, synchronize
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -57,8 +58,9 @@ _ON_CPU: Final = (
     "training process, which takes many times as long as in the workers"
 )
 _FINISHED: Final = (
-    "a collate_fn of yours gets finished images; say ListsOf('boxes') (lightning_fastdata.data) "
-    "for fields that stay lists, and a device may compute them"
+    "a collate_fn of yours gets finished images, which the workers make. Leave it out where "
+    "samples can be stacked, or say collate_fn=ListsOf('boxes', 'labels') for fields that stay "
+    "lists (of lightning_fastdata.data), and a device may compute them"
 )
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
@@ -335,6 +337,10 @@ class Placing:
         stage = spec.stage
         if transform is None or trainer is None or self.asked != "auto":
             on_device = transform is not None and self.may_use_device(stage, trainer)
+            idle = on_device and not only_stacks(spec.collate_fn)
+            if idle and transform is not None and transform.defers:
+                text = f'augment_on="gpu" does nothing for {spec.name}: {_FINISHED}.'
+                warnings.warn(text, FastDataWarning, stacklevel=2)
         else:
             choice = self._decided(spec, plan, transform, seed, trainer)
             on_device = choice.place == "device"

@@ -245,8 +245,7 @@ def asks_for_a_mask(samples):
     return [sample["mask"] for sample in samples]
 
 
-@pytest.mark.filterwarnings("ignore:A collate_fn of yours gets")
-@pytest.mark.filterwarnings("ignore:A collate_fn of yours gets")
+@pytest.mark.filterwarnings("ignore:.*gets finished images")
 @each("collate_fn", [labels_only, label_tensor, asks_for_a_mask])
 @each("model", [Labels, Pixels])
 def test_a_collate_fn_that_loses_the_images_gives_the_same_in_both_places(
@@ -277,7 +276,7 @@ def test_a_collate_fn_that_loses_the_images_gives_the_same_in_both_places(
     assert outcome("gpu") == on_cpu
 
 
-@pytest.mark.filterwarnings("ignore:A collate_fn of yours gets")
+@pytest.mark.filterwarnings("ignore:.*gets finished images")
 @each("augment", [A.Compose([A.HorizontalFlip()]), lambda batch: {"labels": batch["labels"]}])
 @each("place", ["gpu", "cpu"])
 def test_a_batch_that_is_none_is_skipped_whatever_is_to_be_done_to_it(tmp_path, place, augment):

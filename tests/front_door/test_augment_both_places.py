@@ -260,6 +260,8 @@ def test_only_a_collate_fn_of_the_users_keeps_images_from_the_device():
     assert sorted(counts) == [0, 0, 0, 1, 1, 1, 2, 2]
     with pytest.warns(FastDataWarning, match="gets finished images"):
         batches_of(boxed, BOXES, in_lists, "gpu")
+    with pytest.raises(BatchError, match="no field 'boxes'"):
+        batches_of(boxed, BOXES, ListsOf("boxes"), "gpu")
 
 
 def test_lists_are_kept_by_the_places_of_fields_in_tuples_too():

@@ -102,7 +102,7 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
         assert_same(seen, wanted(photos(one_size=True), seed=seed), types=False)
 
 
-@pytest.mark.filterwarnings("ignore:A collate_fn of yours gets")
+@pytest.mark.filterwarnings("ignore:.*gets finished images")
 def test_detection_in_lists_is_finished_in_the_worker(tmp_path):
     """Boxes of each image are as many as they are, so that no tensor is made of the images."""
     steps = [v2.RandomZoomOut(), v2.RandomIoUCrop(), v2.Resize((24, 24)), v2.RandomHorizontalFlip()]
