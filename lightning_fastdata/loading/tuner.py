@@ -242,8 +242,9 @@ class Tuner:
         self._rest, self._rested_until, self._differed = _REST, 0, False
         self._open, self._again = ALL_NUMBERS, False
         self._dearest: Sequence[BatchCost] = ()
+        """Batches of the window whose batches took longest to make."""
         self._unseen = 0
-        """Number of steps after which a window will have shown what the last move has brought."""
+        """Number of steps that have to be as good, besides a window, for the last move to stay."""
         self._ahead = self._paused_at = 0
         """Number of batches that the loader is ahead, and number of batches that it had given
         before the last pause of the training."""
