@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,12 @@ class FetchPlan:
     """How side processes start: a ``multiprocessing`` context, its name, or None for Python's."""
     look_ahead: int = 8
     """Number of batches under way at once."""
+    prefetch: int = 2
+    """Number of batches under way for each side process where these share CPUs with a training that
+    computes, if ``look_ahead`` is not less."""
+    cpus: float = math.inf
+    """CPUs that the training process and the side processes share; infinite: they share none, or
+    which batches are under way must not depend on it."""
     ahead_bytes: int = 2**28
     """Most bytes of batches under way if these are more than one for each side process."""
     memory_limit_bytes: int = 2**31

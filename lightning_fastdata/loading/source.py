@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import sys
 import warnings
@@ -47,6 +48,7 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import (
     AnyExecutor,
     Executor,
+    ExecutorKind,
     Resources,
     StreamReader,
     executor_for,
@@ -689,7 +691,7 @@ def _open_executor(
     gathered = in_rows and rows_of(dataset) is not None
     default = default and not gathered
     splits = default and not kind_of(executor).elsewhere
-    ahead = settings.num_workers * (settings.prefetch_factor or 2)
+    ahead = settings.num_workers * (settings.prefetch_factor or _TORCH_PREFETCH)
     if not streamed:
         split = splits and not reads_together(settings.dataset)
         ahead = ahead_by_index(settings, settings.num_workers, split=split)
@@ -712,6 +714,8 @@ def _open_executor(
         in_order=settings.in_order,
         context=settings.multiprocessing_context,
         look_ahead=ahead,
+        prefetch=settings.asked_prefetch_factor or _TORCH_PREFETCH,
+        cpus=_shared_cpus(settings, kind_of(executor)),
         memory_limit_bytes=read_host_memory().available_bytes // 4,
         guard=SampleGuard.of(
             settings.faults.rule,
@@ -734,6 +738,16 @@ def _open_executor(
         staged=None if staged else settings.staged,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
+
+
+def _shared_cpus(settings: Loader, kind: ExecutorKind) -> float:
+    """Return how many CPUs the training process shares with workers that may read less far ahead.
+
+    What a sampler gives that is asked while the epoch runs depends on when it is asked.
+    """
+    if kind.elsewhere or not is_drawn_at_start(order_of(settings)):
+        return math.inf
+    return read_cpu_limit().usable_cpus
 
 
 def _stands_by(settings: Loader) -> bool:

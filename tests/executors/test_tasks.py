@@ -33,6 +33,13 @@ def test_batches_that_are_needed_next_are_spread_over_all_workers():
         assert rows_per_task(64, 0.001 * MS, **how) == 64
 
 
+def test_a_process_reads_a_batch_of_its_own_where_it_has_the_time():
+    how = {"workers": 2, "look_ahead": 4, "alone_ns": 64 * MS}
+    rows = [rows_per_task(64, 1 * MS, before=before, **how) for before in range(4)]
+    assert rows == [2, 2, 64, 64]
+    assert rows_per_task(64, 1.1 * MS, before=3, **how) < 32
+
+
 def test_later_batches_go_in_fewer_tasks_that_keep_every_hand_busy():
     assert rows_per_task(64, 0.5 * MS, workers=2, before=2, look_ahead=8) == 32
     assert rows_per_task(64, 5 * MS, workers=2, before=2, look_ahead=8) == 5

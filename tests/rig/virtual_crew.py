@@ -379,7 +379,8 @@ class VirtualExecutor(PoolExecutor):
         self, machine: Machine, plan: FetchPlan, *, costs: Costs = Costs(), **how: Any
     ) -> None:
         self._machine, self._costs = machine, costs
-        super().__init__(plan, **how)
+        shared = math.isfinite(plan.cpus)
+        super().__init__(replace(plan, cpus=machine.cpus) if shared else plan, **how)
 
     @property
     def crew(self) -> VirtualCrew:

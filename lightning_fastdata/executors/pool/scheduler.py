@@ -37,6 +37,7 @@ from lightning_fastdata.executors.pool.crew import (
     PendingBatch,
     Task,
 )
+from lightning_fastdata.executors.pool.sharing import TrainingLoad
 from lightning_fastdata.executors.stream_state import LanePosition, StreamHistory, StreamNote
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
@@ -246,6 +247,13 @@ class PoolExecutor(_CrewExecutor):
         self._layout: SampleLayout | None = None
         """Layout by which all samples are written in place; None: they are collated."""
         self._sample_ns: float | None = None
+        self._load = TrainingLoad(plan.cpus)
+
+    def __next__(self) -> Batch:
+        self._load.requested()
+        batch = super().__next__()
+        self._load.delivered()
+        return batch
 
     @property
     def respawned(self) -> int:
@@ -255,6 +263,7 @@ class PoolExecutor(_CrewExecutor):
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._first = True
+        self._load.epoch_began()
         self._now = EpochRun(epoch, self._now.generation + 1, iter(batches))
         for task in self._todo:
             task.batch.open_tasks -= 1
@@ -309,7 +318,8 @@ class PoolExecutor(_CrewExecutor):
         return self._batches
 
     def _fill(self) -> None:
-        while len(self._batches) < self.plan.look_ahead and self._has_place():
+        look_ahead = self._look_ahead()
+        while len(self._batches) < look_ahead and self._has_place():
             if self._now.exhausted:
                 break
             try:
@@ -325,6 +335,11 @@ class PoolExecutor(_CrewExecutor):
             if not self._crew.give(self._todo[0]):
                 break
             self._todo.popleft()
+
+    def _look_ahead(self) -> int:
+        workers = self._crew.wanted
+        most = self.plan.prefetch * workers if self._load.competes(workers) else math.inf
+        return int(min(self.plan.look_ahead, most))
 
     def _first_ready(self) -> PendingBatch | None:
         for batch in self._batches:
@@ -405,12 +420,15 @@ class PoolExecutor(_CrewExecutor):
             free = max(1, self._crew.wanted - self._open_tasks())
             return _parts("first", batch, -(-len(indices) // free))
         if several and self._place(batch):
+            workers, before = self._crew.wanted, self._batches.index(batch)
+            competes = self._load.competes(workers)
             rows = rows_per_task(
                 len(indices),
                 self._sample_ns,
-                workers=self._crew.wanted,
-                before=self._batches.index(batch),
+                workers=workers,
+                before=before,
                 look_ahead=self.plan.look_ahead,
+                alone_ns=before / 2 * self._load.step_ns if competes else 0.0,
             )
             return _parts("rows", batch, rows)
         return [self._whole_task(batch)]
@@ -500,11 +518,18 @@ def _parts(kind: protocol.TaskKind, batch: PendingBatch, size: int) -> list[Task
 
 
 def rows_per_task(
-    samples: int, sample_ns: float | None, *, workers: int, before: int, look_ahead: int
+    samples: int,
+    sample_ns: float | None,
+    *,
+    workers: int,
+    before: int,
+    look_ahead: int,
+    alone_ns: float = 0.0,
 ) -> int:
     """Return how many samples of a batch a process reads in one go.
 
-    ``before`` of the ``look_ahead`` batches under way are needed before this one.
+    ``before`` of the ``look_ahead`` batches under way are needed before this one. If it is not
+    needed soon, one process reads all of it that takes at most ``alone_ns`` for that.
     """
     spread = -(-samples // workers)
     if sample_ns is None:
@@ -514,6 +539,8 @@ def rows_per_task(
     rows = samples if at_once >= samples else min(spread, at_once)
     if before < 2:
         return rows
+    if samples * sample_ns <= alone_ns:
+        return samples
     share = -(-samples * look_ahead // (_TASKS_PER_WORKER * workers))
     return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))
 

@@ -1,0 +1,84 @@
+"""Whether a training computes on the CPUs that its workers need, in which case they read otherwise.
+
+Workers that are as far ahead as they may be get one batch to make in each step. If all of them
+share it out as a step begins, they take the CPUs from the training process for a while, and for the
+rest of the step CPUs are idle. What was made ahead of an epoch's end is also used up beside idle
+CPUs. So where the CPUs are shared, workers read as those of torch's ``DataLoader`` do: each makes a
+batch of its own, and few are made ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from lightning_fastdata.host import clock
+
+_COMPUTES: Final = 0.5
+"""Least number of CPUs that a training process uses if it is slowed down by workers and never waits
+for them: beside two workers on two CPUs it gets two thirds of one, and else more."""
+_MOST_COMPUTING: Final = 2
+"""Most workers for each CPU; more are for samples that wait, and do not keep the CPUs busy."""
+_FEWEST_STEPS: Final = 4
+"""Number of steps after which it is known what a step takes."""
+_REMEMBERED: Final = 8
+"""Number of steps over which times are averaged."""
+_LONG: Final = 3
+"""Ratio to the usual step to which longer ones are cut: the training may validate in between."""
+
+
+class TrainingLoad:
+    """Measures the steps of a training, and the CPU time of its process in them.
+
+    ``cpus``: CPUs that it shares with its workers; infinite: none, and nothing is measured.
+    """
+
+    def __init__(self, cpus: float) -> None:
+        self._cpus = cpus
+        self._steps = 0
+        self._step_ns = self._used_ns = 0.0
+        """Usual time of a step, and CPU time of the training process in it."""
+        self._requested_ns = 0
+        self._own: tuple[float, float] | None = None
+        """Time from the last delivery to the request that followed, and its CPU time."""
+        self._delivered: tuple[int, int] | None = None
+
+    @property
+    def step_ns(self) -> float:
+        """Usual time of a step, from one delivery to the next; 0: none was measured."""
+        return self._step_ns
+
+    def competes(self, workers: int) -> bool:
+        """Return whether the training process and so many workers want more CPUs than there are."""
+        if self._steps < _FEWEST_STEPS or workers > _MOST_COMPUTING * self._cpus:
+            return False
+        computes = self._used_ns / self._step_ns
+        return computes >= _COMPUTES and computes + workers > self._cpus
+
+    def epoch_began(self) -> None:
+        """Leave out the time since the last delivery."""
+        self._delivered = self._own = None
+
+    def requested(self) -> None:
+        """Note that a batch is asked for now."""
+        if math.isinf(self._cpus):
+            return
+        self._requested_ns = clock.monotonic_ns()
+        if self._delivered is not None:
+            began_ns, used_ns = self._delivered
+            self._own = self._requested_ns - began_ns, clock.process_time_ns() - used_ns
+
+    def delivered(self) -> None:
+        """Note that the batch was delivered, which ends a step."""
+        if math.isinf(self._cpus):
+            return
+        now_ns = clock.monotonic_ns()
+        if self._own is not None:
+            own_ns, used_ns = self._own
+            step_ns = own_ns + now_ns - self._requested_ns
+            part = min(1.0, _LONG * self._step_ns / step_ns) if self._steps and step_ns else 1.0
+            self._steps += 1
+            weight = 1 / min(self._steps, _REMEMBERED)
+            self._step_ns += weight * (part * step_ns - self._step_ns)
+            self._used_ns += weight * (part * used_ns - self._used_ns)
+        self._delivered = now_ns, clock.process_time_ns()
