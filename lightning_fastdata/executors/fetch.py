@@ -102,8 +102,8 @@ class FetchPlan:
     look_ahead: int = 8
     """Number of batches under way at once."""
     prefetch: int = 2
-    """Number of batches under way for each side process where these share CPUs with a training that
-    computes, if ``look_ahead`` is not less."""
+    """Least number of batches under way for each side process as an epoch ends, where a training
+    computes on the CPUs of the side processes; no more than ``look_ahead`` in all."""
     cpus: float = math.inf
     """CPUs that the training process and the side processes share; infinite: they share none, or
     which batches are under way must not depend on it."""

@@ -741,9 +741,10 @@ def _open_executor(
 
 
 def _shared_cpus(settings: Loader, kind: ExecutorKind) -> float:
-    """Return how many CPUs the training process shares with workers that may read less far ahead.
+    """Return how many CPUs the training process and workers share; infinite: it is of no account.
 
-    What a sampler gives that is asked while the epoch runs depends on when it is asked.
+    A sampler that is asked while the epoch runs is always asked when torch would ask it, so that
+    there are always as many batches ahead.
     """
     if kind.elsewhere or not is_drawn_at_start(order_of(settings)):
         return math.inf

@@ -28,9 +28,9 @@ class Samples(Dataset):
         return torch.tensor(index)
 
 
-def epoch(step, dataset=None, *, workers=2, cpus=2.0, **how):
-    """Return the seconds of an epoch, and how many batches were under way in each step."""
-    machine, ahead, began_ns = Machine(2), [], 0
+def epoch(step, dataset=None, *, workers=2, cpus=2.0, number=1, **how):
+    """Return the seconds of an epoch, the second one, and the batches under way in each step."""
+    machine = Machine(2)
     with machine.installed():
         plan = FetchPlan(
             dataset=dataset or Samples(),
@@ -42,12 +42,13 @@ def epoch(step, dataset=None, *, workers=2, cpus=2.0, **how):
         )
         pool = VirtualExecutor(machine, plan, costs=USUAL, processes=workers)
         batches = [list(range(at, at + SIZE)) for at in range(0, STEPS * SIZE, SIZE)]
-        began_ns = machine.now_ns
-        pool.start_epoch(iter(batches), 0)
-        for number, batch in enumerate(pool):
-            assert batch.tolist() == batches[number]
-            ahead.append(len(pool.under_way()[1]))
-            step(number)
+        for at in range(number + 1):
+            ahead, began_ns = [], machine.now_ns
+            pool.start_epoch(iter(batches), at)
+            for each, batch in enumerate(pool):
+                assert batch.tolist() == batches[each]
+                ahead.append(len(pool.under_way()[1]))
+                step(each)
         took_s = (machine.now_ns - began_ns) / 1e9
         pool.close()
     return took_s, ahead
@@ -57,48 +58,61 @@ def computes(number):
     work(STEP_S)
 
 
+def waits(number):
+    sleep(STEP_S)
+
+
 def test_a_training_that_computes_leaves_hardly_a_cpu_idle():
     took_s, _ = epoch(computes, look_ahead=9)
     wanted_s = STEPS * (STEP_S + SIZE * 0.0013)
-    assert took_s <= 1.07 * wanted_s / 2  # 1.12 where workers read as beside a device
+    assert took_s <= 1.08 * wanted_s / 2  # 1.12 where workers read as beside a device
 
 
-def test_a_training_that_computes_has_as_many_batches_ahead_as_torch_and_another_as_planned():
-    shared = epoch(computes, look_ahead=9)[1]
-    assert shared[10:30] == [3] * 20  # one of four was handed over
-    assert epoch(computes, look_ahead=9, prefetch=3)[1][10:30] == [5] * 20
-    assert epoch(computes, look_ahead=3, prefetch=3)[1][10:30] == [2] * 20
-    for others in (
-        epoch(lambda number: sleep(STEP_S), look_ahead=9),
-        epoch(computes, look_ahead=9, cpus=float("inf")),
-        epoch(computes, look_ahead=9, workers=1),  # two CPUs are enough for two processes
-    ):
-        assert others[1][:31] == [8] * 31
+def test_fewer_batches_are_ahead_as_an_epoch_ends_where_the_training_computes():
+    ahead = epoch(computes, look_ahead=9)[1]
+    assert ahead[:4] == [8] * 4
+    assert ahead[4:22] == sorted(ahead[4:22], reverse=True)
+    assert ahead[21:37] == [3] * 16  # four were under way, and one was handed over
+    assert epoch(computes, look_ahead=9, prefetch=3)[1][21:35] == [5] * 14
+    assert epoch(computes, look_ahead=3, prefetch=3)[1][:38] == [2] * 38
+
+
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [
+        (waits, {}),
+        (computes, {"cpus": float("inf")}),
+        (computes, {"workers": 1}),  # two CPUs are enough for two processes
+        (computes, {"number": 0}),  # how long an epoch is, is not known
+    ],
+)
+def test_as_many_batches_are_ahead_as_planned_else(step, how):
+    assert epoch(step, look_ahead=9, **how)[1][:32] == [8] * 32
 
 
 def test_a_pause_between_two_steps_does_not_count_as_a_step():
     def validates(number):
-        sleep(30 * (number == 15))
+        sleep(30 * (number == 29))
         computes(number)
 
-    assert epoch(validates, look_ahead=9)[1][10:30] == [3] * 20
+    assert epoch(validates, look_ahead=9)[1][31:37] == [3] * 6
 
 
 def test_a_training_that_stops_computing_has_as_many_batches_ahead_as_planned():
-    def other(number):
-        (computes if number < 15 else lambda _: sleep(STEP_S))(number)
+    def stops(number):
+        (computes if number < 10 else waits)(number)
 
-    ahead = epoch(other, look_ahead=9)[1]
-    assert (ahead[12], ahead[30]) == (3, 8)
+    assert epoch(stops, look_ahead=9)[1][20:32] == [8] * 12
 
 
-@pytest.mark.parametrize("workers", [2, 4, 16])
-@pytest.mark.parametrize("wait_s", [0.001, 0.004, 0.016, 0.05])
+@pytest.mark.parametrize(
+    ("workers", "wait_s"), [(2, 0.004), (2, 0.05), (4, 0.004), (4, 0.016), (16, 0.016)]
+)
 def test_samples_that_wait_come_as_soon_as_when_workers_share_them_out(workers, wait_s):
     waiting = Samples(lambda index: sleep(wait_s))
     how = {"workers": workers, "look_ahead": max(9, 2 * workers)}
     shared = epoch(computes, waiting, cpus=float("inf"), **how)[0]
-    assert epoch(computes, waiting, **how)[0] <= 1.02 * shared
+    assert epoch(computes, waiting, **how)[0] <= 1.03 * shared
 
 
 def test_nothing_is_known_of_a_training_before_it_made_steps():

@@ -49,6 +49,8 @@ _LONG_TASK_NS: Final = 25_000_000
 """Most ns of a task that is not needed soon: each costs the training process some 40 us."""
 _TASKS_PER_WORKER: Final = 3
 """Number of tasks for each process in all batches under way, so that none waits for a long one."""
+_LEFT_FOR_EACH: Final = 4
+"""Least ratio of the batches left of an epoch to those under way, where a training competes."""
 _TIMES: Final = 2
 _KILLS: Final = 4
 """Deaths by SIGKILL, maybe from outside, that give a sample up; ``_TIMES`` counts other deaths."""
@@ -248,6 +250,8 @@ class PoolExecutor(_CrewExecutor):
         """Layout by which all samples are written in place; None: they are collated."""
         self._sample_ns: float | None = None
         self._load = TrainingLoad(plan.cpus)
+        self._whole_epoch: int | None = None
+        """Number of batches of the newest epoch that came to its end; None: none did."""
 
     def __next__(self) -> Batch:
         self._load.requested()
@@ -325,7 +329,7 @@ class PoolExecutor(_CrewExecutor):
             try:
                 indices = self._wait.sampled(self._now.source)
             except StopIteration:
-                self._now.exhausted = True
+                self._now.exhausted, self._whole_epoch = True, self._now.begun
                 break
             batch = self._begin(indices)
             self._batches.append(batch)
@@ -337,9 +341,11 @@ class PoolExecutor(_CrewExecutor):
             self._todo.popleft()
 
     def _look_ahead(self) -> int:
-        workers = self._crew.wanted
-        most = self.plan.prefetch * workers if self._load.competes(workers) else math.inf
-        return int(min(self.plan.look_ahead, most))
+        plan, workers = self.plan, self._crew.wanted
+        if self._whole_epoch is None or not self._load.competes(workers):
+            return plan.look_ahead
+        left = self._whole_epoch - self._now.begun + len(self._batches)
+        return min(plan.look_ahead, max(plan.prefetch * workers, left // _LEFT_FOR_EACH))
 
     def _first_ready(self) -> PendingBatch | None:
         for batch in self._batches:

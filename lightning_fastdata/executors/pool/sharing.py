@@ -2,9 +2,9 @@
 
 Workers that are as far ahead as they may be get one batch to make in each step. If all of them
 share it out as a step begins, they take the CPUs from the training process for a while, and for the
-rest of the step CPUs are idle. What was made ahead of an epoch's end is also used up beside idle
-CPUs. So where the CPUs are shared, workers read as those of torch's ``DataLoader`` do: each makes a
-batch of its own, and few are made ahead.
+rest of the step CPUs are idle. So where the CPUs are shared, a worker makes a batch of its own, as
+those of torch's ``DataLoader`` do. CPUs are also idle while the last batches of an epoch are used,
+which were made ahead. So fewer are made ahead as an epoch ends.
 """
 
 from __future__ import annotations
