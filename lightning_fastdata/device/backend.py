@@ -170,8 +170,7 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done all its work; for the CPU, return at once."""
-    found = torch.accelerator.current_accelerator()
-    if found is not None and found.type == device.type:
+    if device.type != "cpu" and device.type == default_type():
         torch.accelerator.synchronize(device)
 
 

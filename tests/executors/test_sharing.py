@@ -122,4 +122,7 @@ def test_nothing_is_known_of_a_training_before_it_made_steps():
         load.delivered()
         load.requested()
         load.delivered()
+        for _ in range(10):  # steps that take no time at all
+            load.requested()
+            load.delivered()
         assert not load.competes(100)

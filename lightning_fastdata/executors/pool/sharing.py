@@ -52,8 +52,8 @@ class TrainingLoad:
         """Return whether the training process and so many workers want more CPUs than there are."""
         if self._steps < _FEWEST_STEPS or workers > _MOST_COMPUTING * self._cpus:
             return False
-        computes = self._used_ns / self._step_ns
-        return computes >= _COMPUTES and computes + workers > self._cpus
+        used_ns, step_ns = self._used_ns, self._step_ns
+        return used_ns >= _COMPUTES * step_ns and used_ns + workers * step_ns > self._cpus * step_ns
 
     def epoch_began(self) -> None:
         """Leave out the time since the last delivery."""
