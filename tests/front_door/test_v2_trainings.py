@@ -37,6 +37,15 @@ PIPELINE = v2.Compose(
 )
 
 
+_PROBE = torch.arange(48, dtype=torch.uint8).square_().reshape(1, 3, 4, 4)
+RESIZES_AS_TORCH = torch.equal(
+    v2.functional.resize(_PROBE, [3, 3]),
+    torch.nn.functional.interpolate(_PROBE, (3, 3), mode="bilinear", antialias=True),
+)
+"""Whether torchvision leaves the resizing of uint8 images to torch, as a device does it. Older ones
+compute in float32 on CPUs with AVX-512."""
+
+
 def photos(one_size=False):
     """Photographs of several sizes, or of one."""
     return Samples((ONE_SIZE if one_size else SIZES).__getitem__, 8)
@@ -71,6 +80,8 @@ def fit(folder, data=None, loader=None, **options):
 def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on, one_size):
     seen, _ = fit(tmp_path, module(workers, augment_on, one_size), max_epochs=2)
     own = photos(one_size)
+    if augment_on == "gpu" and one_size and not RESIZES_AS_TORCH:
+        pytest.skip("a resized pixel is a level apart, which posterizing makes more")
     assert_same(seen, [*wanted(own), *wanted(own, epoch=1)], types=False)
 
 
