@@ -28,8 +28,11 @@ class Samples(Dataset):
         return torch.tensor(index)
 
 
-def epoch(step, dataset=None, *, workers=2, cpus=2.0, number=1, **how):
-    """Return the seconds of an epoch, the second one, and the batches under way in each step."""
+def epoch(step, dataset=None, *, workers=2, cpus=2.0, number=1, first=0, **how):
+    """Return the seconds of an epoch, and the batches under way in each of its steps.
+
+    It is the second one; ``number=0``: the first, which begins at the batch ``first``.
+    """
     machine = Machine(2)
     with machine.installed():
         plan = FetchPlan(
@@ -43,10 +46,11 @@ def epoch(step, dataset=None, *, workers=2, cpus=2.0, number=1, **how):
         pool = VirtualExecutor(machine, plan, costs=USUAL, processes=workers)
         batches = [list(range(at, at + SIZE)) for at in range(0, STEPS * SIZE, SIZE)]
         for at in range(number + 1):
+            skipped = first if at == 0 else 0
             ahead, began_ns = [], machine.now_ns
-            pool.start_epoch(iter(batches), at)
+            pool.start_epoch(iter(batches[skipped:]), at)
             for each, batch in enumerate(pool):
-                assert batch.tolist() == batches[each]
+                assert batch.tolist() == batches[skipped + each]
                 ahead.append(len(pool.under_way()[1]))
                 step(each)
         took_s = (machine.now_ns - began_ns) / 1e9
@@ -84,10 +88,11 @@ def test_fewer_batches_are_ahead_as_an_epoch_ends_where_the_training_computes():
         (computes, {"cpus": float("inf")}),
         (computes, {"workers": 1}),  # two CPUs are enough for two processes
         (computes, {"number": 0}),  # how long an epoch is, is not known
+        (computes, {"first": 30}),  # it was taken for shorter
     ],
 )
 def test_as_many_batches_are_ahead_as_planned_else(step, how):
-    assert epoch(step, look_ahead=9, **how)[1][:32] == [8] * 32
+    assert epoch(step, look_ahead=9, **how)[1][12:32] == [8] * 20
 
 
 def test_a_pause_between_two_steps_does_not_count_as_a_step():

@@ -250,8 +250,8 @@ class PoolExecutor(_CrewExecutor):
         """Layout by which all samples are written in place; None: they are collated."""
         self._sample_ns: float | None = None
         self._load = TrainingLoad(plan.cpus)
-        self._whole_epoch: int | None = None
-        """Number of batches of the newest epoch that came to its end; None: none did."""
+        self._whole_epoch = 0
+        """Number of batches of the newest epoch that came to its end; 0: none did."""
 
     def __next__(self) -> Batch:
         self._load.requested()
@@ -342,9 +342,10 @@ class PoolExecutor(_CrewExecutor):
 
     def _look_ahead(self) -> int:
         plan, workers = self.plan, self._crew.wanted
-        if self._whole_epoch is None or not self._load.competes(workers):
+        to_begin = self._whole_epoch - self._now.begun
+        if to_begin <= 0 or not self._load.competes(workers):  # 0: it is longer than the last one
             return plan.look_ahead
-        left = self._whole_epoch - self._now.begun + len(self._batches)
+        left = to_begin + len(self._batches)
         return min(plan.look_ahead, max(plan.prefetch * workers, left // _LEFT_FOR_EACH))
 
     def _first_ready(self) -> PendingBatch | None:
