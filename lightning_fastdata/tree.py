@@ -347,7 +347,11 @@ def _parts(item: object) -> Iterator[object]:
             yield from (*closed_over(item), *(item.__defaults__ or ()))
             yield from (item.__kwdefaults__ or {}).values()
         else:
-            yield from _slots(item)
+            for owner in type(item).__mro__:
+                slots = owner.__dict__.get("__slots__", ())
+                for name in (slots,) if isinstance(slots, str) else tuple(slots):
+                    if hasattr(item, name):
+                        yield getattr(item, name)
             yield from _class_parts(type(item))
 
 
@@ -356,14 +360,6 @@ def _class_parts(cls: type) -> Iterator[object]:
     for owner in cls.__mro__:
         if is_users(owner.__module__):
             yield from list(vars(owner).values())
-
-
-def _slots(item: object) -> Iterator[object]:
-    for owner in type(item).__mro__:
-        names = owner.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else tuple(names):
-            if hasattr(item, name):
-                yield getattr(item, name)
 
 
 def closed_over(function: FunctionType) -> list[object]:

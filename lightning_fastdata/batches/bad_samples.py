@@ -366,20 +366,20 @@ class FaultLog:
         self._unwritable = False
 
     @classmethod
-    def of(cls, given: BadSamplePolicy | BadSamples, dataset: object) -> FaultLog:
-        """Return the log of a loader.
+    def of(cls, given: BadSamplePolicy | BadSamples, kind: type, length: int | None) -> FaultLog:
+        """Return the log of a loader of a dataset of some class and length (None: it has none).
 
         Raises:
             OptionsError: There is no such policy, or it is not possible with this dataset.
         """
         rule = BadSamples.of(given)
-        if rule.policy != "raise" and isinstance(dataset, IterableDataset | MapDataPipe):
+        if rule.policy != "raise" and issubclass(kind, IterableDataset | MapDataPipe):
             raise OptionsError(
-                f"on_bad_sample is {rule.policy!r}, but {type(dataset).__name__} is a stream, or "
+                f"on_bad_sample is {rule.policy!r}, but {kind.__name__} is a stream, or "
                 "one of torch's pipes: after an error it cannot be asked for another sample, as it "
                 "has no index. Handle errors in the stream itself, or use 'raise'."
             )
-        return cls(rule, dataset_length(dataset))
+        return cls(rule, length)
 
     @property
     def is_asked(self) -> bool:

@@ -58,7 +58,7 @@ from lightning_fastdata.loading.source import (
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order import samplers
-from lightning_fastdata.order.epoch_order import Counted
+from lightning_fastdata.order.epoch_order import Counted, dataset_length
 from lightning_fastdata.order.indices import EpochIndices, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
@@ -356,7 +356,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             },
         )
         sampler = samplers.as_given(sampler)
-        samplers.check_fit(sampler, batch_sampler, dataset, batch_size, drop_last=drop_last)
+        length = dataset_length(dataset)
+        samplers.check_fit(sampler, batch_sampler, length, batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
@@ -389,7 +390,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 multiprocessing_context = plan.start_method
         if not num_workers:
             persistent_workers, prefetch_factor, multiprocessing_context = False, None, None
-        self.faults = FaultLog.of(on_bad_sample, dataset)
+        self.faults = FaultLog.of(on_bad_sample, type(dataset), length)
         self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor
         """``prefetch_factor`` as it was given; None: the executor chooses how far it is ahead."""

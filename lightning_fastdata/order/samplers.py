@@ -507,16 +507,19 @@ def as_given(sampler: Any) -> Any:
 def check_fit(
     sampler: object,
     batch_sampler: object,
-    dataset: object,
+    samples: int | None,
     batch_size: int | None,
     *,
     drop_last: bool,
 ) -> None:
-    """Raise an error if one of our own samplers was made for another dataset or other batches."""
+    """Raise an error if one of our own samplers was made for other batches, or other ``samples``.
+
+    ``samples``: their number in the dataset; None: it has no length.
+    """
     if isinstance(sampler, SharedSampler):
         sampler.check_loader(batch_size, drop_last=drop_last)
     if isinstance(batch_sampler, BucketBatchSampler):
-        batch_sampler.check_dataset(dataset_length(dataset))
+        batch_sampler.check_dataset(samples)
 
 
 def share_in(source: object) -> SharedSampler | None:
