@@ -473,6 +473,8 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     if fields.mask is not None:
         given[fields.mask] = _mask_pixels(given[fields.mask])
     bare = {place for place, value in given.items() if isinstance(value, Tensor)}
+    # What v2 takes for the image anyway stays plain: an Image would make [1, H, W] of [H, W].
+    bare -= {place for place in bare if given[place] is first and place != fields.mask}
     values = {place: kinds[place](given[place]) for place in bare if not _has_role(given[place])}
     return put_fields(sample, values) if values else sample
 
