@@ -191,6 +191,18 @@ def test_a_gray_image_without_channels_keeps_the_dimensions_that_v2_gives_it(beg
             assert_same(one[0], other[0], types=False)
 
 
+@pytest.mark.parametrize("places", [{"mask": 0}, {"mask": 0, "image": 1}])
+def test_a_mask_before_a_gray_image_leaves_it_its_dimensions(places):
+    photos = [image[0].as_subclass(torch.Tensor) for image in images(4, 30, 40)]
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(24), FLOAT])
+    wanted = eager(pipeline, [(tv_tensors.Mask(photo // 64), photo) for photo in photos])
+    worker = as_batch_transform(pipeline, **places).in_worker(on_device=False)
+    for photo, key, (mask, moved) in zip(photos, keys(4), wanted, strict=True):
+        made = worker((photo // 64, photo), key)[0]
+        assert_same(made[0], mask, types=False)
+        assert_same(made[1], moved, types=False)
+
+
 def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
     first = [v2.CenterCrop(24), v2.RandomHorizontalFlip()]
     pipeline = v2.Compose([*first, lambda image: image / 255, v2.RandomInvert(1)])
