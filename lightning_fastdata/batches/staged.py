@@ -32,7 +32,8 @@ _NOT_UNWRAPPED = (
     "FastDataModule.on_after_batch_transfer applies the transform and hands over the plain batch. "
     "If your class overrides on_before_batch_transfer, transfer_batch_to_device or "
     "on_after_batch_transfer, start it with `batch = super().<hook>(...)`; in the first two, read "
-    "`batch.batch` and return `batch.with_batch(...)`."
+    "`batch.batch` and return `batch.with_batch(...)`. In a loop of your own over a loader, "
+    "within a run, begin with `batch = trainer.strategy.batch_to_device(batch)`."
 )
 
 

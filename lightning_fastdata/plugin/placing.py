@@ -62,6 +62,7 @@ _FINISHED: Final = (
     "samples can be stacked, or say collate_fn=ListsOf('boxes', 'labels') for fields that stay "
     "lists (of lightning_fastdata.data), and a device may compute them"
 )
+_SINGLE: Final = "batch_size=None makes no batches, which a device computes as a whole"
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
 _WARM_UP, _ROUNDS = 2, 5
@@ -269,6 +270,13 @@ def time_on_device(work: Callable[[], object], device: torch.device) -> float:
     return median(took_ms[_WARM_UP:])
 
 
+def _why_finished(spec: LoaderSpec) -> str | None:
+    """Return why a loader leaves nothing of a pipeline to a device; None: it may."""
+    if spec.batch_size is None and spec.batch_sampler is None:
+        return _SINGLE
+    return None if only_stacks(spec.collate_fn) else _FINISHED
+
+
 def device_type(trainer: Trainer | None) -> str:
     """Return ``"cpu"``, ``"cuda"`` or another type; without a trainer, the best there is."""
     if trainer is not None:
@@ -334,18 +342,19 @@ class Placing:
         ``transform`` is the part that starts in its workers, as it suits the dataset, and draws by
         ``seed``. Without a trainer all of it is left to the workers.
         """
-        stage = spec.stage
+        stage, finished = spec.stage, _why_finished(spec)
         if transform is None or trainer is None or self.asked != "auto":
-            on_device = transform is not None and self.may_use_device(stage, trainer)
-            idle = on_device and not only_stacks(spec.collate_fn)
-            if idle and transform is not None and transform.defers:
-                text = f'augment_on="gpu" does nothing for {spec.name}: {_FINISHED}.'
+            asked = transform is not None and self.may_use_device(stage, trainer)
+            on_device = asked and finished is None
+            if asked and finished is not None and transform is not None and transform.defers:
+                self._held[stage] = spec.batch_size or 1, PlaceChoice("workers", finished)
+                text = f'augment_on="gpu" does nothing for {spec.name}: {finished}.'
                 warnings.warn(text, FastDataWarning, stacklevel=2)
         else:
             choice = self._decided(spec, plan, transform, seed, trainer)
             on_device = choice.place == "device"
         # Without a trainer there is no hook to finish the batches, so they come finished.
-        later = transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
+        later = transforms.run_on_device(stage, pipeline=on_device)
         staged = stage if trainer is not None and later else None
         return {"transform": transform, "on_device": on_device, "staged": staged}
 
@@ -369,7 +378,7 @@ class Placing:
             workers=plan.num_workers,
             cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
             library=transform.library,
-            refusal=None if only_stacks(spec.collate_fn) else _FINISHED,
+            refusal=_why_finished(spec),
         )
         device, method = trainer.strategy.root_device, plan.start_method
         costs = self._read_costs(
@@ -386,10 +395,10 @@ class Placing:
         """Return where the pixels of a stage are, or will be, computed, and why."""
         if self.asked == "cpu":
             return PlaceChoice("workers", 'augment_on="cpu"')
-        if self.asked == "gpu":
+        choice = self.choice(stage)
+        if self.asked == "gpu" and choice is None:
             on_cpu = trainer is not None and self._accelerator(trainer) == "cpu"
             return PlaceChoice("device", 'augment_on="gpu"' + (f"; {_ON_CPU}" if on_cpu else ""))
-        choice = self.choice(stage)
         if choice is not None:
             return choice
         if self._accelerator(trainer) == "cpu":

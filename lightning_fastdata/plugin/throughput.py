@@ -687,7 +687,7 @@ class MeasuredRun:
         if ours is not None and ours.cache is not None:
             closed["cache"] = "cache= is set"
         if choice is not None and choice.place == "workers":
-            closed["augment_on"] = "the workers were found to be faster before the training"
+            closed["augment_on"] = "the workers were chosen before the training"
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
         return replace(
             known,

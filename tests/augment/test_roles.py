@@ -174,6 +174,48 @@ def test_a_mask_of_tokens_is_told_how_to_stay(way):
     )
 
 
+class Brightened(A.ImageOnlyTransform):
+    """Reads a field that none of Albumentations' targets is, and may do without."""
+
+    def get_params_dependent_on_data(self, params, data):
+        return {"added": data.get("brighter", 0)}
+
+    def apply(self, img, added, **_):
+        return img + np.uint8(added)
+
+
+class Gained(A.Compose):
+    """Takes an argument of its own from the sample."""
+
+    def __call__(self, *args, gain=1, **data):
+        result = super().__call__(*args, **data)
+        return {**result, "image": result["image"] * gain}
+
+
+@each("way", [in_worker, on_device])
+@each("kind", [A.Compose, Gained])
+def test_transforms_of_ones_own_read_any_field_of_a_sample(way, kind):
+    sample = {"image": IMAGE // 4, "brighter": 20, "gain": 2, "params": "a name", "near": [1, 2]}
+    pipeline = kind([A.HorizontalFlip(p=1), Brightened(p=1), A.ToTensorV2()])
+    given = {name: value for name, value in sample.items() if name != "params"}
+    wanted = {**sample, **pipeline(**given)}
+    made = way(as_batch_transform(pipeline), sample)
+    assert torch.equal(made["image"][0], wanted["image"])
+    assert {name: made[name] for name in ("brighter", "gain", "params")} == {
+        "brighter": torch.tensor([20]),
+        "gain": torch.tensor([2]),
+        "params": ["a name"],
+    }
+    stays = as_batch_transform(pipeline, stays=["brighter", "gain"])
+    assert not torch.equal(way(stays, sample)["image"][0], wanted["image"])
+
+
+def test_a_strict_pipeline_gets_its_targets_alone():
+    pipeline = A.Compose([Brightened(p=1), A.ToTensorV2()], strict=True)
+    made = in_worker(as_batch_transform(pipeline), {"image": IMAGE, "brighter": 20})
+    assert torch.equal(made["image"][0], torch.from_numpy(IMAGE).permute(2, 0, 1))
+
+
 def test_boxes_that_are_said_to_stay_stay():
     sample = {"image": IMAGE, "bboxes": [[1, 2, 5, 6]], "labels": [3]}
     params = A.BboxParams("pascal_voc", label_fields=["labels"])

@@ -177,6 +177,32 @@ def test_an_image_behind_other_plain_tensors_is_found():
     assert batch["label"].tolist() == [[0, 7], [1, 7], [2, 7], [3, 7]]
 
 
+@pytest.mark.parametrize("begun", [[], [v2.ToImage()]])
+@pytest.mark.parametrize("where", [None, 0])
+def test_a_gray_image_without_channels_keeps_the_dimensions_that_v2_gives_it(begun, where):
+    given = [(image[0].as_subclass(torch.Tensor), torch.arange(3.0)) for image in images(4, 30, 40)]
+    pipeline = v2.Compose([*begun, v2.RandomHorizontalFlip(), v2.RandomCrop(24), FLOAT])
+    wanted = eager(pipeline, given)
+    transform = as_batch_transform(pipeline, image=where).for_samples(given)
+    for worker in (transform.in_worker(on_device=False), transform.in_worker(on_device=True)):
+        made, tapes = zip(*map(worker, given, keys(4)), strict=True)
+        done = made if tapes[0] is None else worker.finish_each(made, tapes)[0]
+        for one, other in zip(done, wanted, strict=True):
+            assert_same(one[0], other[0], types=False)
+
+
+@pytest.mark.parametrize("places", [{"mask": 0}, {"mask": 0, "image": 1}])
+def test_a_mask_before_a_gray_image_leaves_it_its_dimensions(places):
+    photos = [image[0].as_subclass(torch.Tensor) for image in images(4, 30, 40)]
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(24), FLOAT])
+    wanted = eager(pipeline, [(tv_tensors.Mask(photo // 64), photo) for photo in photos])
+    worker = as_batch_transform(pipeline, **places).in_worker(on_device=False)
+    for photo, key, (mask, moved) in zip(photos, keys(4), wanted, strict=True):
+        made = worker((photo // 64, photo), key)[0]
+        assert_same(made[0], mask, types=False)
+        assert_same(made[1], moved, types=False)
+
+
 def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
     first = [v2.CenterCrop(24), v2.RandomHorizontalFlip()]
     pipeline = v2.Compose([*first, lambda image: image / 255, v2.RandomInvert(1)])

@@ -14,6 +14,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from misses import each
 from samples import Samples
 from skimage import data
@@ -349,3 +350,33 @@ def test_a_collate_fn_may_take_fields_out_of_samples():
     fresh = Samples(lambda index: copy.deepcopy(samples[index]), len(samples))
     wanted, found = (batches_of(fresh, A.Compose(FLIPS), taking_out, p) for p in ("cpu", "gpu"))
     assert_equal(found, wanted)
+
+
+class Loops(Callback):
+    """Loops over the loader of a run, first as it is, and then as the error says."""
+
+    told = ""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        try:
+            self.images = [batch["image"] for batch in trainer.train_dataloader]
+        except BatchError as error:
+            self.told = str(error)
+            move = trainer.strategy.batch_to_device
+            self.images = [move(batch)["image"] for batch in trainer.train_dataloader]
+
+
+@each("place", ["gpu", "cpu"])
+def test_a_loop_of_ones_own_within_a_run_is_told_how_to_get_the_batches_of_the_steps(place):
+    loops = Loops()
+    module = FastDataModule.from_datasets(
+        by_name(PHOTOGRAPHS),
+        batch_size=4,
+        num_workers=0,
+        shuffle=False,
+        augment=A.Compose([A.HorizontalFlip(p=1)]),
+        augment_on=place,
+    )
+    seen = trained(module, callbacks=[loops])
+    assert all(map(torch.equal, loops.images, [batch["image"] for batch in seen]))
+    assert ("batch = trainer.strategy.batch_to_device(batch)" in loops.told) == (place == "gpu")

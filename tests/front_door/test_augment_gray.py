@@ -7,14 +7,16 @@ from typing import Any
 import albumentations as A
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from augment.batches import collated
 from misses import each
 from skimage import data
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import Learner, quiet_trainer
+from trainers import Learner, quiet_trainer, trained
 
 from lightning_fastdata import DataThroughputCallback, SampleKey
+from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import derived_seed
 
 torch.set_num_threads(1)
@@ -83,3 +85,10 @@ def test_the_callback_gives_a_training_gray_batches_in_their_form(form: str) -> 
     seed = derived_seed(7, "callback", 0, 0)  # of its first callback, on rank 0
     assert torch.equal(seen, made(pipeline, images, False, seed)[: len(seen)])
     assert torch.equal(seen, made(pipeline, images, True, seed)[: len(seen)])
+
+
+def test_floats_that_a_precision_made_halves_are_told_to_be_bytes():
+    loader = DataLoader(TensorDataset(GRAY[:, None] / 255), batch_size=2)
+    callback = DataThroughputCallback(augment=A.Compose([A.D4()]), summary=False, report=False)
+    with pytest.raises(BatchError, match=r"bf16-true.*makes bfloat16 of floats; uint8 stays"):
+        trained(loader, callbacks=[callback], precision="bf16-true")

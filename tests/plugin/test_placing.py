@@ -59,7 +59,7 @@ class Keeps(Pixels):
 
     def training_step(self, batch, batch_idx):
         self.images.setdefault(self.current_epoch, []).append(batch[0].clone())
-        self.labels.setdefault(self.current_epoch, []).append(batch[1].clone())
+        self.labels.setdefault(self.current_epoch, []).append(torch.as_tensor(batch[1]).clone())
         return self.layer(batch[0].float().mean().reshape(1, 1)).sum()
 
 
@@ -173,6 +173,36 @@ def test_a_collate_fn_of_the_users_has_the_workers_compute_everything(tmp_path):
     choice = module.placing.choice("train")
     assert choice.place == "workers"
     assert "collate_fn of yours" in choice.reason
+
+
+class Single(FastDataModule):
+    """Trains on samples that are no batches."""
+
+    def train_dataloader(self):
+        return self.make_loader(Images(4), stage="train", batch_size=None)
+
+
+@pytest.mark.filterwarnings("ignore:.*does nothing for")
+@pytest.mark.parametrize("asked", ["gpu", "auto"])
+@pytest.mark.parametrize("how", ["collate_fn", "batch_size=None"])
+def test_what_a_device_cannot_be_given_the_workers_finish_and_explain_says_so(tmp_path, asked, how):
+    placing = Placing(asked, accelerator=lambda trainer: "cuda")
+    if how == "collate_fn":
+        model, module = train(tmp_path, placing=placing, workers=0, collate_fn=lambda s: s[0])
+    else:
+        model = Keeps()
+        module = Single(augment=pipeline(), augment_on=asked, num_workers=0)
+        module.placing = placing
+        make_trainer(tmp_path, max_epochs=1).fit(model, datamodule=module)
+    assert model.images[0][0].shape == (3, 8, 8)
+    assert not hasattr(module, "places")
+    assert f"all of it in the workers, by Albumentations itself: {_WHY[how]}" in module.explain()
+
+
+_WHY = {
+    "collate_fn": "a collate_fn of yours gets finished images",
+    "batch_size=None": "batch_size=None makes no batches",
+}
 
 
 def test_whatever_is_measured_changes_no_batch(tmp_path):

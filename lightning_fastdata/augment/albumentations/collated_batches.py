@@ -107,10 +107,12 @@ def check_images(image: object, *, values: bool) -> None:
     """Raise BatchError for no batch of images; with ``values``, also for floats outside [0, 1]."""
     ok = has_numpy_dtype(image) and isinstance(image, torch.Tensor) and image.ndim in {3, 4}
     if not ok or not isinstance(image, torch.Tensor) or len(image) == 0:
+        halved = isinstance(image, torch.Tensor) and image.dtype == torch.bfloat16
         raise BatchError(
             f"The image field is {describe(image)}. Expected a tensor [n, C, H, W], [n, H, W, C] "
             "or [n, H, W] of at least one sample, uint8 or float32 in [0, 1], or of another dtype "
             "that NumPy has."
+            + (' precision="bf16-true" makes bfloat16 of floats; uint8 stays.' if halved else "")
         )
     if values and image.is_floating_point() and image.numel():
         low, high = (float(value) for value in image.aminmax())

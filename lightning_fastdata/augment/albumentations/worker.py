@@ -12,6 +12,7 @@ from lightning_fastdata.augment.albumentations.plan import (
     Node,
     Plan,
     argument_names,
+    is_albumentations,
     list_leaves,
     mover_of,
     nodes_of,
@@ -43,6 +44,8 @@ from lightning_fastdata.types import Batch, SampleKey
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
 _MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
+_NAMES_OF_CALLS: Final = frozenset({"force_apply", "params", "self"})
+"""Arguments of Albumentations' own methods, which fields cannot be passed beside."""
 
 
 class SampleForm(NamedTuple):
@@ -80,6 +83,10 @@ class ComposeWorker(WorkerTransform):
         self._roles = target_roles(compose)
         self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
         self._taken = argument_names(compose)
+        strict = getattr(compose, "strict", False)
+        own = not strict and not all(map(is_albumentations, nodes_of(compose)))
+        self._unread = {*compose.available_keys, *_NAMES_OF_CALLS} if own else None
+        """Names of fields that code of the user's is not given; None: there is no such code."""
         self._mover = mover_of(compose)
         leaves = list_leaves(compose)
         self.ends_in_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
@@ -113,7 +120,7 @@ class ComposeWorker(WorkerTransform):
             result[name] = mask_as_given(result[name], data[name])
         given = put_fields(sample, {places[name]: result[name] for name in places})
         # Only a mapping has a place for what a pipeline adds (`replay`, `applied_transforms`).
-        added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
+        added = result.keys() - places.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
 
     def form_of(self, sample: Batch) -> SampleForm | None:
@@ -214,6 +221,10 @@ class ComposeWorker(WorkerTransform):
         if self._mover is not None and "image" in data:
             known = {*places.values(), *self._fields.stays}
             check_beside(sample, known, data["image"].shape[:2], self._mover)
+        if self._unread is not None and isinstance(sample, Mapping):
+            known = {*self._unread, *self._taken, *places.values(), *self._fields.stays}
+            others = (name for name in sample if isinstance(name, str) and name not in known)
+            data |= {name: sample[name] for name in others}
         return data, places
 
     def _has_volumes_alone(self, sample: Batch) -> bool:

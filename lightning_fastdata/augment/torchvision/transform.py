@@ -460,7 +460,7 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     check_named(sample, fields)
     kinds: dict[Location, Any] = {fields.mask: tv_tensors.Mask, fields.image: tv_tensors.Image}
     kinds.pop(None, None)
-    first = image_of(sample)
+    first = image_of(sample if fields.mask is None else put_fields(sample, {fields.mask: None}))
     untold = first is not None and not _is_image(first)
     if untold and fields.image is None and first.ndim < 3:
         try:
@@ -473,6 +473,8 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     if fields.mask is not None:
         given[fields.mask] = _mask_pixels(given[fields.mask])
     bare = {place for place, value in given.items() if isinstance(value, Tensor)}
+    # What v2 takes for the image anyway stays plain: an Image would make [1, H, W] of [H, W].
+    bare -= {place for place in bare if given[place] is first}
     values = {place: kinds[place](given[place]) for place in bare if not _has_role(given[place])}
     return put_fields(sample, values) if values else sample
 
