@@ -3,9 +3,10 @@
 They are valid in this process alone. They compare the attributes and elements of an object and of
 all that it holds; numbers in arrays and tensors; code, by its address, and its closures; the
 attributes of the user's classes; in the user's modules involved, globals that are code or plain
-data (numbers, texts, containers of these, and the numbers and texts in other containers); the
-number of calls that ``functools.lru_cache`` has computed; and size and time of a few files that are
-named alone. Other files, the environment, and globals of other kinds are not compared.
+data (numbers, texts, containers of these, and the numbers, texts and keys in other containers); the
+number of calls that ``functools.lru_cache`` has computed; size and time of a few files that are
+named alone; and the environment and some settings of the process. Other files, and globals of other
+kinds, are not compared.
 
 A fingerprint digests all this each time, even if nothing has changed. Meanwhile a snapshot can
 record each look at an object: while all of these give the same result, so does the fingerprint.
@@ -190,8 +191,9 @@ def fingerprint(
     user's class leaves out of its pickle count, as a forked process has them.
 
     ``roughly``: compare only torch's count of changes of tensors above 1 MiB, and a part of such
-    arrays. ``with_globals``: include globals of modules, which may have nothing to do with the
-    objects. ``instead``: objects to compare in place of others, by the ``id`` of these.
+    arrays. ``with_globals``: include globals of modules and settings of the process, which may have
+    nothing to do with the objects. ``instead``: objects to compare in place of others, by the
+    ``id`` of these.
     """
     return _Digesting(within_s, instead, roughly=roughly, with_globals=with_globals).of(objects)
 
@@ -296,6 +298,8 @@ class _Digesting(pickle.Pickler):
         """Return the fingerprint of objects; None: they cannot be compared. Call it only once."""
         try:
             self.dump(objects)
+            if self._with_globals:
+                self.dump((os.environ, self.looks.fact(_of_process, None)))
             self._in_globals = True
             for owner in self._met:  # the list grows meanwhile
                 self.dump(self._outline(owner))
@@ -419,6 +423,7 @@ class _Digesting(pickle.Pickler):
             raise TypeError("It would have to be copied from its device.")
         yield from (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         yield self._of_attributes(tensor)
+        yield self.looks.parts(_gradient_of, tensor)
         if self._roughly and tensor.nbytes > _LARGE_BYTES:
             yield from (tensor._version, tensor.data_ptr())
             return
@@ -683,6 +688,15 @@ def _of_file(path: str) -> tuple[int, int] | None:
     except (OSError, ValueError):  # a text that names no file
         return None
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+
+
+def _of_process(_: None) -> tuple[object, ...]:
+    """Return the settings of this process, with which new processes start."""
+    return os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()  # noqa: PTH109
+
+
+def _gradient_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.grad,) if tensor.is_leaf else ()
 
 
 def _memory_of(owner: Any, address: int) -> Any:

@@ -10,6 +10,7 @@ import json
 import mmap
 import multiprocessing
 import operator
+import os
 import sys
 import tempfile
 from array import array
@@ -347,6 +348,42 @@ def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
 @each("held", ["by an attribute", "by a function of its text"])
 def test_a_module_that_the_program_keeps_itself_is_compared(held):
     module = ModuleType("of_no_import")
+@each(
+    "change",
+    [
+        lambda: os.chdir("elsewhere"),
+        lambda: os.environ.update(OF_THE_USER="2"),
+        lambda: os.environ.pop("OF_THE_USER"),
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_grad_enabled(False),
+    ],
+)
+def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_USER", "1")
+    dtype = torch.get_default_dtype()
+    try:
+        with torch.enable_grad():
+            check_that_it_is_seen(lambda own, index: index, change)
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@each(
+    "change",
+    [
+        lambda weight: setattr(weight, "grad", torch.ones(2)),
+        lambda weight: setattr(weight, "grad", None),
+        lambda weight: weight.grad.add_(1),
+    ],
+)
+def test_gradients_are_compared(change):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.zeros(2)
+    check_that_it_is_seen(lambda own, index: weight.grad, partial(change, weight))
+
+
     exec("size = 1\ndef read(own, index):\n    return size\n", vars(module))
     read = (lambda own, _, module=module: module.size) if held == "by an attribute" else module.read
     check_that_it_is_seen(read, lambda: setattr(module, "size", 2))
