@@ -500,7 +500,7 @@ class _Digesting(pickle.Pickler):
     def _outline(self, owner: _Owner) -> tuple[object, ...]:
         """Return the code and the plain data among the attributes of a module or a class.
 
-        Of containers that hold other objects, too, the numbers and texts count; of all other
+        Of containers that hold other objects, too, the numbers, texts and keys count; of all other
         objects only their classes, and none of these objects is kept.
         """
         namespace: Mapping[str, Any] = owner if isinstance(owner, dict) else vars(owner)
@@ -741,7 +741,7 @@ def _is_plain_throughout(items: Iterable[object], depth: int) -> bool:
 
 
 def _plain_part(value: object) -> tuple[object, ...]:
-    """Return the numbers and texts in a container, with their keys; () if it has none.
+    """Return length, numbers and texts of a container, with their keys; () if it is none.
 
     Of a large container only the first ones count. Objects of the user's classes are no containers
     here: most of those that hold other than plain data are at work, and count what they do.
@@ -755,15 +755,18 @@ def _plain_part(value: object) -> tuple[object, ...]:
             return (value,)
         if not depth or left[0] < 0:
             return ()
-        items: Iterable[tuple[object, object]] = ()
+        if kind in _NAMESPACES:
+            value = held_by(value)
+        items: Iterable[tuple[object, object]]
         if kind in _SEQUENCES or is_named_tuple(value):
             items = enumerate(list(islice(value, _FIRST)))  # type: ignore[call-overload]
-        elif kind in _MAPPINGS:
+        elif type(value) in _MAPPINGS:
             items = list(islice(value.items(), _FIRST))  # type: ignore[attr-defined]
-        elif kind in _NAMESPACES:
-            items = list(islice(held_by(value).items(), _FIRST))
-        parts = ((key, part(each, depth - 1)) for key, each in items)
-        return tuple((repr(key), each) for key, each in parts if each)
+        else:
+            return ()
+        parts = [(key, part(each, depth - 1)) for key, each in items]
+        told = [(repr(key), of) for key, of in parts if of or type(key) in _NUMBERS_AND_TEXTS]
+        return len(value), *told  # type: ignore[arg-type]
 
     return part(value, _DEPTH)
 

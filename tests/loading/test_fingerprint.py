@@ -314,6 +314,9 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         ("at = {'model': Linear(1, 1), 'size': 1}", lambda module: module.at.update(size=2)),
         ("at = [len, {'deep': [Linear(1, 1), 'a']}]", lambda m: m.at[1]["deep"].append("b")),
         ("at = [Linear(1, 1)]", lambda module: module.at.append(1)),
+        ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(b=module.at["a"])),
+        ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(b=module.at.pop("a"))),
+        ("at = [Linear(1, 1)] * 300", lambda module: module.at.append(module.at[0])),
         ("at = Point(1)", changed("at", Point(2))),
         ("at = Base()", lambda module: setattr(module.at, "value", 1)),
         ("at = Path('a')", changed("at", Path("b"))),
@@ -331,7 +334,7 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         (f"at = np.array(['a', 'b'], {TEXTS})", lambda module: operator.setitem(module.at, 0, "c")),
     ],
 )
-def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
+def test_of_globals_that_hold_other_things_numbers_texts_and_keys_are_compared(
     text, change, monkeypatch
 ):
     module = ModuleType("users_settings")
@@ -345,9 +348,6 @@ def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
     check_that_it_is_seen(module.read, partial(change, module))
 
 
-@each("held", ["by an attribute", "by a function of its text"])
-def test_a_module_that_the_program_keeps_itself_is_compared(held):
-    module = ModuleType("of_no_import")
 @each(
     "change",
     [
@@ -384,6 +384,9 @@ def test_gradients_are_compared(change):
     check_that_it_is_seen(lambda own, index: weight.grad, partial(change, weight))
 
 
+@each("held", ["by an attribute", "by a function of its text"])
+def test_a_module_that_the_program_keeps_itself_is_compared(held):
+    module = ModuleType("of_no_import")
     exec("size = 1\ndef read(own, index):\n    return size\n", vars(module))
     read = (lambda own, _, module=module: module.size) if held == "by an attribute" else module.read
     check_that_it_is_seen(read, lambda: setattr(module, "size", 2))
