@@ -3,9 +3,10 @@
 They are valid in this process alone. They compare the attributes and elements of an object and of
 all that it holds; numbers in arrays and tensors; code, by its address, and its closures; the
 attributes of the user's classes; in the user's modules involved, globals that are code or plain
-data (numbers, texts, containers of these, and the numbers and texts in other containers); the
-number of calls that ``functools.lru_cache`` has computed; and size and time of a few files that are
-named alone. Other files, the environment, and globals of other kinds are not compared.
+data (numbers, texts, containers of these, and the numbers, texts and keys in other containers); the
+number of calls that ``functools.lru_cache`` has computed; size and time of a few files that are
+named alone; and the environment and some settings of the process. Other files, and globals of other
+kinds, are not compared.
 
 A fingerprint digests all this each time, even if nothing has changed. Meanwhile a snapshot can
 record each look at an object: while all of these give the same result, so does the fingerprint.
@@ -190,8 +191,9 @@ def fingerprint(
     user's class leaves out of its pickle count, as a forked process has them.
 
     ``roughly``: compare only torch's count of changes of tensors above 1 MiB, and a part of such
-    arrays. ``with_globals``: include globals of modules, which may have nothing to do with the
-    objects. ``instead``: objects to compare in place of others, by the ``id`` of these.
+    arrays. ``with_globals``: include globals of modules and settings of the process, which may have
+    nothing to do with the objects. ``instead``: objects to compare in place of others, by the
+    ``id`` of these.
     """
     return _Digesting(within_s, instead, roughly=roughly, with_globals=with_globals).of(objects)
 
@@ -296,6 +298,8 @@ class _Digesting(pickle.Pickler):
         """Return the fingerprint of objects; None: they cannot be compared. Call it only once."""
         try:
             self.dump(objects)
+            if self._with_globals:
+                self.dump((os.environ, self.looks.fact(_of_process, None)))
             self._in_globals = True
             for owner in self._met:  # the list grows meanwhile
                 self.dump(self._outline(owner))
@@ -419,6 +423,7 @@ class _Digesting(pickle.Pickler):
             raise TypeError("It would have to be copied from its device.")
         yield from (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         yield self._of_attributes(tensor)
+        yield self.looks.parts(_gradient_of, tensor)
         if self._roughly and tensor.nbytes > _LARGE_BYTES:
             yield from (tensor._version, tensor.data_ptr())
             return
@@ -495,7 +500,7 @@ class _Digesting(pickle.Pickler):
     def _outline(self, owner: _Owner) -> tuple[object, ...]:
         """Return the code and the plain data among the attributes of a module or a class.
 
-        Of containers that hold other objects, too, the numbers and texts count; of all other
+        Of containers that hold other objects, too, the numbers, texts and keys count; of all other
         objects only their classes, and none of these objects is kept.
         """
         namespace: Mapping[str, Any] = owner if isinstance(owner, dict) else vars(owner)
@@ -685,6 +690,15 @@ def _of_file(path: str) -> tuple[int, int] | None:
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
+def _of_process(_: None) -> tuple[object, ...]:
+    """Return the settings of this process, with which new processes start."""
+    return os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()  # noqa: PTH109
+
+
+def _gradient_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.grad,) if tensor.is_leaf else ()
+
+
 def _memory_of(owner: Any, address: int) -> Any:
     """Return the memory of a tensor or an array, which keeps its owner alive."""
     if owner.nbytes and not address:
@@ -727,7 +741,7 @@ def _is_plain_throughout(items: Iterable[object], depth: int) -> bool:
 
 
 def _plain_part(value: object) -> tuple[object, ...]:
-    """Return the numbers and texts in a container, with their keys; () if it has none.
+    """Return length, numbers and texts of a container, with their keys; () if it is none.
 
     Of a large container only the first ones count. Objects of the user's classes are no containers
     here: most of those that hold other than plain data are at work, and count what they do.
@@ -741,15 +755,18 @@ def _plain_part(value: object) -> tuple[object, ...]:
             return (value,)
         if not depth or left[0] < 0:
             return ()
-        items: Iterable[tuple[object, object]] = ()
+        if kind in _NAMESPACES:
+            value = held_by(value)
+        items: Iterable[tuple[object, object]]
         if kind in _SEQUENCES or is_named_tuple(value):
             items = enumerate(list(islice(value, _FIRST)))  # type: ignore[call-overload]
-        elif kind in _MAPPINGS:
+        elif type(value) in _MAPPINGS:
             items = list(islice(value.items(), _FIRST))  # type: ignore[attr-defined]
-        elif kind in _NAMESPACES:
-            items = list(islice(held_by(value).items(), _FIRST))
-        parts = ((key, part(each, depth - 1)) for key, each in items)
-        return tuple((repr(key), each) for key, each in parts if each)
+        else:
+            return ()
+        parts = [(key, part(each, depth - 1)) for key, each in items]
+        told = [(repr(key), of) for key, of in parts if of or type(key) in _NUMBERS_AND_TEXTS]
+        return len(value), *told  # type: ignore[arg-type]
 
     return part(value, _DEPTH)
 

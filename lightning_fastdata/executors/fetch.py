@@ -34,6 +34,7 @@ from lightning_fastdata.order.epoch_order import Rank
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import OwnGenerators, lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
+from lightning_fastdata.torch_internals import default_collate_fn_map
 from lightning_fastdata.tree import find_composes
 from lightning_fastdata.types import Batch, Repeated, repeats, unmarked
 
@@ -125,7 +126,8 @@ class FetchPlan:
         if not self.compared:
             return None
         pipelines = () if self.transform is None else self.transform.pipelines()
-        return self.watched.now((*self.compared, *pipelines), within_s, self._keyed)
+        read = *self.compared, *pipelines, default_collate_fn_map  # which programs may add to
+        return self.watched.now(read, within_s, self._keyed)
 
     def _keyed(self) -> dict[int, object]:
         """Return, by ``id``, what generators that are seeded for each sample are compared by.

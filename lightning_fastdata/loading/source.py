@@ -91,6 +91,8 @@ _PASSED_ON: Final = (
     "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
+_OF_WORKERS: Final = ("multiprocessing_context", "prefetch_factor")
+"""Settings that torch's own loader refuses without workers; a program may have set it to none."""
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
     "have come. If it is read by several workers, have __iter__ split it by "
@@ -628,14 +630,15 @@ def open_source(
         order = {"batch_size": 1 if makes_batches(settings) else None}
         order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
     start = settings.worker_init_fn
+    names = (each for each in _PASSED_ON if settings.num_workers or each not in _OF_WORKERS)
     return DataLoader(
         dataset,
         collate_fn=collate_fn,
         worker_init_fn=WorkerStart(start) if settings.num_workers else start,
-        persistent_workers=settings.keeps is True,
+        persistent_workers=settings.keeps is True and settings.num_workers > 0,
         timeout=0 if settings.timeout == "auto" else settings.timeout,
         **order,
-        **{name: getattr(settings, name) for name in _PASSED_ON},
+        **{name: getattr(settings, name) for name in names},
     )
 
 

@@ -46,6 +46,7 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import (
@@ -971,6 +972,23 @@ def test_copies_of_a_data_module_have_what_was_set_of_its_loader_before(name, co
         for loader in (each.train_dataloader(), each.train_dataloader()):
             for _ in range(2):
                 assert [batch.tolist() for batch in loader] == expected
+
+
+def test_what_is_registered_in_torchs_table_of_collations_holds_from_the_next_epoch_on(
+    monkeypatch,
+) -> None:
+    def register(number: int) -> None:
+        def collated(samples: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+            return torch.tensor([int(str(sample)) + number for sample in samples])
+
+        monkeypatch.setitem(default_collate_fn_map, Path, collated)
+
+    data = [Path(str(index)) for index in range(4)]
+    how = {"executor": "workers", "persistent_workers": "unchanged"}
+    loader = FastDataLoader(data, 4, num_workers=1, **how)
+    for number in (10, 20, 30):
+        register(number)
+        assert [batch.tolist() for batch in loader] == [[number + each for each in range(4)]]
 
 
 def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:

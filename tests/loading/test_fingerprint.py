@@ -10,6 +10,7 @@ import json
 import mmap
 import multiprocessing
 import operator
+import os
 import sys
 import tempfile
 from array import array
@@ -313,6 +314,9 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         ("at = {'model': Linear(1, 1), 'size': 1}", lambda module: module.at.update(size=2)),
         ("at = [len, {'deep': [Linear(1, 1), 'a']}]", lambda m: m.at[1]["deep"].append("b")),
         ("at = [Linear(1, 1)]", lambda module: module.at.append(1)),
+        ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(b=module.at["a"])),
+        ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(b=module.at.pop("a"))),
+        ("at = [Linear(1, 1)] * 300", lambda module: module.at.append(module.at[0])),
         ("at = Point(1)", changed("at", Point(2))),
         ("at = Base()", lambda module: setattr(module.at, "value", 1)),
         ("at = Path('a')", changed("at", Path("b"))),
@@ -330,7 +334,7 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         (f"at = np.array(['a', 'b'], {TEXTS})", lambda module: operator.setitem(module.at, 0, "c")),
     ],
 )
-def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
+def test_of_globals_that_hold_other_things_numbers_texts_and_keys_are_compared(
     text, change, monkeypatch
 ):
     module = ModuleType("users_settings")
@@ -342,6 +346,42 @@ def test_of_globals_that_hold_other_things_numbers_and_texts_are_compared(
     vars(module).update(here)
     exec(f"{text}\ndef read(own, index):\n    return at\n", vars(module))
     check_that_it_is_seen(module.read, partial(change, module))
+
+
+@each(
+    "change",
+    [
+        lambda: os.chdir("elsewhere"),
+        lambda: os.environ.update(OF_THE_USER="2"),
+        lambda: os.environ.pop("OF_THE_USER"),
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_grad_enabled(False),
+    ],
+)
+def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_USER", "1")
+    dtype = torch.get_default_dtype()
+    try:
+        with torch.enable_grad():
+            check_that_it_is_seen(lambda own, index: index, change)
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@each(
+    "change",
+    [
+        lambda weight: setattr(weight, "grad", torch.ones(2)),
+        lambda weight: setattr(weight, "grad", None),
+        lambda weight: weight.grad.add_(1),
+    ],
+)
+def test_gradients_are_compared(change):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.zeros(2)
+    check_that_it_is_seen(lambda own, index: weight.grad, partial(change, weight))
 
 
 @each("held", ["by an attribute", "by a function of its text"])

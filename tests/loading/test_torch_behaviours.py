@@ -730,3 +730,20 @@ def test_another_collate_fn_holds_from_the_next_epoch_on_though_workers_stay(exe
     assert next(first).tolist() == [1]
     assert list(loader) == [1, 1]
     loader.close()
+
+
+@each(
+    ("executor", "given"),
+    [
+        ("torch", {}),
+        ("torch", {"prefetch_factor": 3}),
+        ("torch", {"persistent_workers": True}),
+        ("torch", {"multiprocessing_context": "fork"}),
+        ("workers", {"prefetch_factor": 3, "persistent_workers": True}),
+    ],
+)
+def test_a_program_may_set_the_workers_to_none_and_back(executor, given) -> None:
+    loader = FastDataLoader(range(6), 2, num_workers=1, executor=executor, **given)
+    for workers in (0, 1, 0):
+        loader.num_workers = workers
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
