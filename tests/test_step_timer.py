@@ -463,6 +463,23 @@ def test_a_loader_is_not_kept_alive():
     assert timer.report().stages[0].causes.batches == 7
 
 
+def test_of_a_loader_that_is_gone_the_advice_is_that_of_one_that_is_kept():
+    def advised(loader_of):
+        timer = StepTimer("cpu")
+        for _ in range(2):
+            for _ in timer.batches(loader_of()):
+                pass_ms(2)
+        gc.collect()
+        found = timer.report().verdict.findings[0]
+        return found.code, found.remedy, found.gain
+
+    loader_of = partial(FastDataLoader, samples(64, range(64), ms=1), 8, num_workers=0)
+    kept = loader_of()
+    told = advised(lambda: kept)
+    assert told == advised(loader_of)
+    assert told[:2] == ("FD303", "FastDataLoader(num_workers=4)")
+
+
 def test_a_prefetching_loader_has_its_stamps():
     timer, loader = StepTimer("cpu"), FastDataLoader(samples(8), batch_size=2)
     for x, _ in timer.batches(prefetch(loader, "cpu")):
