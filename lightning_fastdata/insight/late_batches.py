@@ -178,9 +178,11 @@ class LateBatches:
         whole = cpu + sum(cost.blocked_ns for cost in self.costs)
         cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
-        own = self.setup.step_cpus * (1 - min(1.0, self.times.stall_share or 0.0))
+        stall = min(1.0, self.times.stall_share or 0.0)
+        own = self.setup.step_cpus * (1 - stall)
         here = 0 if self.setup.scheduling == "actors" else self.setup.workers
-        return here * busy * cpu / max(1.0, whole) + own
+        readers = here * busy if self.setup.workers else stall  # without workers the training reads
+        return readers * cpu / max(1.0, whole) + own
 
     @property
     def waits_for_cpu(self) -> float:
