@@ -118,6 +118,10 @@ BOXES = {"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}
         [[[torch.zeros(2, 3)] * 3, [torch.zeros(2, 5)] * 3]],  # collated pairs of triples
         [pack_sequence([torch.zeros(5, 3), torch.zeros(4, 3)])],
         [(pack_sequence([torch.zeros(5), torch.zeros(4)]), torch.zeros(2))],
+        [{"words": pack_sequence([torch.zeros(5), torch.zeros(4)]), "y": torch.zeros(2)}],
+        [[{"image": IMAGES[0], **BOXES[0]}, {"image": IMAGES[1], **BOXES[1]}]],  # samples
+        [[(IMAGES[0], 7), (IMAGES[0], 8)]],
+        [[{"a": torch.zeros(2, 3)}, {"a": torch.zeros(2, 3)}, {"a": torch.zeros(2, 3)}]],
         [[torch.zeros(2, 3, 9, 9), torch.zeros(2, 3, 5, 5), torch.zeros(2, 3, 5, 5)]],  # crops
         [[torch.zeros(2, 9, 3), torch.zeros(2, 8, 3), torch.zeros(2, 7, 3)]],  # no pictures
     ],
@@ -134,6 +138,25 @@ def test_a_list_of_pictures_of_unequal_size_has_as_many_samples_as_pictures(chan
     timer = StepTimer("cpu")
     list(timer.batches([[torch.zeros(channels, 8 + i, 9) for i in range(6)]]))
     assert columns(timer)["samples"].tolist() == [6]
+
+
+class Looked(list):
+    """Counts how often it is looked through."""
+
+    times = 0
+
+    def __iter__(self):
+        Looked.times += 1
+        return super().__iter__()
+
+
+def test_counting_samples_does_not_look_through_all_objects_of_a_batch():
+    timer, looked = StepTimer("cpu"), []
+    batch = [{"words": Looked(range(100))} for _ in range(50)]
+    for _ in timer.batches([batch] * 40):
+        looked.append(Looked.times)
+    assert columns(timer)["samples"].tolist() == [50] * 40
+    assert set(np.diff(looked[-8:])) == {1}, "the first batches are looked at for padding"
 
 
 def test_samples_of_loaders_that_are_zipped_are_those_of_all():
