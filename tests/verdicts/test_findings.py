@@ -430,6 +430,13 @@ def test_the_own_work_of_a_training_that_reads_itself_is_what_it_reads(blocked, 
     assert f"own work needs {wanted} of 2 CPUs" in found.cause
 
 
+def test_no_worker_is_said_to_lack_a_cpu_where_the_training_reads():
+    parts = {"read_cpu_ms": 12.0, "read_runqueue_ms": 6.0}
+    found, *_ = findings(late(parts, costs=costs(cpu=40.0), setup=setup(0, cpus=0.5)))
+    assert found.code == "FD306"
+    assert found.cause == "the training process waits for a CPU for 33% of the time"
+
+
 def test_more_actors_are_told_up_to_the_cpus_that_are_free():
     few = late({"read_blocked_ms": 20.0}, free_cpus=6.0, costs=costs(blocked=80.0),
                setup=setup(2, scheduling="actors"))  # fmt: skip
