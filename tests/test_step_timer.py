@@ -140,6 +140,13 @@ def test_a_list_of_pictures_of_unequal_size_has_as_many_samples_as_pictures(chan
     assert columns(timer)["samples"].tolist() == [6]
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_list_of_samples_has_as_many_as_it_is_long(count):
+    timer = StepTimer("cpu")
+    list(timer.batches([[(torch.zeros(3, 8, 8), {"boxes": torch.zeros(4, 4)})] * count]))
+    assert columns(timer)["samples"].tolist() == [count]
+
+
 class Looked(list):
     """Counts how often it is looked through."""
 

@@ -166,7 +166,7 @@ def _lists_samples(batch: Batch) -> bool:
 
     Collation makes lists, too, but of tensors that are as long as each other.
     """
-    kinds = set(map(type, batch)) if type(batch) is list and len(batch) > 1 else set()
+    kinds = set(map(type, batch)) if type(batch) is list else set()
     if len(kinds) != 1 or kinds.isdisjoint((dict, list, tuple)):
         return False
     some = [leaf for leaf in islice(tree.leaves(batch), 64) if not isinstance(leaf, str)]
