@@ -147,6 +147,26 @@ def test_a_list_of_samples_has_as_many_as_it_is_long(count):
     assert columns(timer)["samples"].tolist() == [count]
 
 
+class Graphs:
+    """As a batch of torch_geometric, whose length is the number of its attributes."""
+
+    def __init__(self, count):
+        self.num_graphs, self.x = count, torch.zeros(5 * count, 4)
+
+    def __len__(self):
+        return 1
+
+    def to(self, *_, **__):
+        return self
+
+
+@pytest.mark.parametrize("made", [lambda graphs: graphs, lambda graphs: (graphs, torch.zeros(3))])
+def test_a_batch_of_graphs_has_as_many_samples_as_graphs(made):
+    timer = StepTimer("cpu")
+    list(timer.batches([made(Graphs(3))]))
+    assert columns(timer)["samples"].tolist() == [3]
+
+
 class Looked(list):
     """Counts how often it is looked through."""
 

@@ -135,10 +135,10 @@ def leaves(batch: Batch) -> Iterator[Any]:
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
-    For packed documents it is their number, as ``cu_seqlens`` says, and for lists that were not
-    stacked, as ``tuple(zip(*samples))`` makes them, of samples, or of three pictures and more of
-    unequal size, their length. Without any tensor it is the length of the batch, or 1 where it has
-    none, as a single number.
+    For packed documents it is their number, as ``cu_seqlens`` says, and for graphs theirs; for
+    lists that were not stacked, as ``tuple(zip(*samples))`` makes them, of samples, or of three
+    pictures and more of unequal size, their length. Without any tensor it is the length of the
+    batch, or 1 where it has none, as a single number.
     """
     packed = packed_documents(batch)
     if packed is not None:
@@ -150,6 +150,8 @@ def batch_samples(batch: Batch) -> int:
         return len(batch) if first.ndim == 3 and _lists_pictures(batch) else first.size(0)
     if isinstance(first, PackedSequence):
         return int(first.batch_sizes[0])
+    if isinstance(graphs := getattr(first, "num_graphs", None), int):  # of torch_geometric
+        return graphs
     if _lists_samples(batch):
         return len(batch)
     unstacked = _length_of_columns(batch)
