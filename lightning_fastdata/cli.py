@@ -147,10 +147,10 @@ def doctor() -> None:
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.machine import doctor_text, read_gpus, read_versions
     from lightning_fastdata.host.memory import read_host_memory
+    from lightning_fastdata.insight.report import print_lines
 
     cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()
-    text = doctor_text(cpu=cpu, memory=memory, gpus=read_gpus(), versions=versions)
-    sys.stdout.write(f"{text}\n")
+    print_lines([doctor_text(cpu=cpu, memory=memory, gpus=read_gpus(), versions=versions)])
 
 
 def report(run: str, *, open: bool = False) -> None:  # noqa: A002
@@ -158,10 +158,9 @@ def report(run: str, *, open: bool = False) -> None:  # noqa: A002
     from lightning_fastdata.insight.report import page_line, print_lines, read_report
 
     file = _report_file(Path(run))
-    print_lines(printable(line, keep="") for line in read_report(file)["summary"])
     page = file.with_suffix(".html")
-    if page.is_file():
-        sys.stdout.write(f"{page_line(page)}\n")
+    where = [page_line(page)] if page.is_file() else []
+    print_lines([*(printable(line, keep="") for line in read_report(file)["summary"]), *where])
     if open:
         import webbrowser
 
@@ -189,9 +188,9 @@ def _report_file(run: Path) -> Path:
 
 def compare(a: str, b: str) -> None:
     """Print two runs side by side, and what differs."""
-    from lightning_fastdata.insight.report import side_by_side
+    from lightning_fastdata.insight.report import print_lines, side_by_side
 
-    sys.stdout.write(f"{side_by_side(_report_file(Path(a)), _report_file(Path(b)))}\n")
+    print_lines([side_by_side(_report_file(Path(a)), _report_file(Path(b)))])
 
 
 # -- commands that run scripts ---------------------------------------------------------------------
@@ -287,10 +286,11 @@ def prove(
             trial.stopped = stopped or _ended_itself(code, began=file.exists())
         interrupted = stopped == _BY_CTRL_C
         printed = Path(folder, "script.log").read_text("utf-8", "replace").splitlines()
+    from lightning_fastdata.insight.report import print_lines
     from lightning_fastdata.prove.trials import conclude
 
     found = conclude(trial)
-    sys.stdout.write(f"{found.text()}\n")
+    print_lines([found.text()])
     if found.outcome == "not known" and not interrupted and printed:
         sys.stderr.write("\nThe script printed at last:\n")
         sys.stderr.writelines(f"  {line}\n" for line in printed[-_SHOWN_LINES:])

@@ -118,6 +118,10 @@ BOXES = {"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}
         [[[torch.zeros(2, 3)] * 3, [torch.zeros(2, 5)] * 3]],  # collated pairs of triples
         [pack_sequence([torch.zeros(5, 3), torch.zeros(4, 3)])],
         [(pack_sequence([torch.zeros(5), torch.zeros(4)]), torch.zeros(2))],
+        [{"words": pack_sequence([torch.zeros(5), torch.zeros(4)]), "y": torch.zeros(2)}],
+        [[{"image": IMAGES[0], **BOXES[0]}, {"image": IMAGES[1], **BOXES[1]}]],  # samples
+        [[(IMAGES[0], 7), (IMAGES[0], 8)]],
+        [[{"a": torch.zeros(2, 3)}, {"a": torch.zeros(2, 3)}, {"a": torch.zeros(2, 3)}]],
         [[torch.zeros(2, 3, 9, 9), torch.zeros(2, 3, 5, 5), torch.zeros(2, 3, 5, 5)]],  # crops
         [[torch.zeros(2, 9, 3), torch.zeros(2, 8, 3), torch.zeros(2, 7, 3)]],  # no pictures
     ],
@@ -134,6 +138,52 @@ def test_a_list_of_pictures_of_unequal_size_has_as_many_samples_as_pictures(chan
     timer = StepTimer("cpu")
     list(timer.batches([[torch.zeros(channels, 8 + i, 9) for i in range(6)]]))
     assert columns(timer)["samples"].tolist() == [6]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_list_of_samples_has_as_many_as_it_is_long(count):
+    timer = StepTimer("cpu")
+    list(timer.batches([[(torch.zeros(3, 8, 8), {"boxes": torch.zeros(4, 4)})] * count]))
+    assert columns(timer)["samples"].tolist() == [count]
+
+
+class Graphs:
+    """As a batch of torch_geometric, whose length is the number of its attributes."""
+
+    def __init__(self, count):
+        self.num_graphs, self.x = count, torch.zeros(5 * count, 4)
+
+    def __len__(self):
+        return 1
+
+    def to(self, *_, **__):
+        return self
+
+
+@pytest.mark.parametrize("made", [lambda graphs: graphs, lambda graphs: (graphs, torch.zeros(3))])
+def test_a_batch_of_graphs_has_as_many_samples_as_graphs(made):
+    timer = StepTimer("cpu")
+    list(timer.batches([made(Graphs(3))]))
+    assert columns(timer)["samples"].tolist() == [3]
+
+
+class Looked(list):
+    """Counts how often it is looked through."""
+
+    times = 0
+
+    def __iter__(self):
+        Looked.times += 1
+        return super().__iter__()
+
+
+def test_counting_samples_does_not_look_through_all_objects_of_a_batch():
+    timer, looked = StepTimer("cpu"), []
+    batch = [{"words": Looked(range(100))} for _ in range(50)]
+    for _ in timer.batches([batch] * 40):
+        looked.append(Looked.times)
+    assert columns(timer)["samples"].tolist() == [50] * 40
+    assert set(np.diff(looked[-8:])) == {1}, "the first batches are looked at for padding"
 
 
 def test_samples_of_loaders_that_are_zipped_are_those_of_all():
@@ -461,6 +511,23 @@ def test_a_loader_is_not_kept_alive():
     gc.collect()
     assert gone() is None
     assert timer.report().stages[0].causes.batches == 7
+
+
+def test_of_a_loader_that_is_gone_the_advice_is_that_of_one_that_is_kept():
+    def advised(loader_of):
+        timer = StepTimer("cpu")
+        for _ in range(2):
+            for _ in timer.batches(loader_of()):
+                pass_ms(2)
+        gc.collect()
+        found = timer.report().verdict.findings[0]
+        return found.code, found.remedy, found.gain
+
+    loader_of = partial(FastDataLoader, samples(64, range(64), ms=1), 8, num_workers=0)
+    kept = loader_of()
+    told = advised(lambda: kept)
+    assert told == advised(loader_of)
+    assert told[:2] == ("FD303", "FastDataLoader(num_workers=4)")
 
 
 def test_a_prefetching_loader_has_its_stamps():

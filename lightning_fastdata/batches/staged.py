@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -135,20 +136,25 @@ def leaves(batch: Batch) -> Iterator[Any]:
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
-    For packed documents it is their number, as ``cu_seqlens`` says, and for lists that were not
-    stacked, as ``tuple(zip(*samples))`` makes them, or three pictures and more of unequal size,
-    their length. Without any tensor it is the length of the batch, or 1 where it has none, as a
-    single number.
+    For packed documents it is their number, as ``cu_seqlens`` says, and for graphs theirs; for
+    lists that were not stacked, as ``tuple(zip(*samples))`` makes them, of samples, or of three
+    pictures and more of unequal size, their length. Without any tensor it is the length of the
+    batch, or 1 where it has none, as a single number.
     """
-    first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
+    packed = packed_documents(batch)
+    if packed is not None:
+        return packed
+    parts = batch.values() if type(batch) is dict else batch
+    first = next(iter(parts), batch) if type(batch) in (list, tuple, dict) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of these
         # Nested tensors have no shape.
         return len(batch) if first.ndim == 3 and _lists_pictures(batch) else first.size(0)
     if isinstance(first, PackedSequence):
         return int(first.batch_sizes[0])
-    packed = packed_documents(batch)
-    if packed is not None:
-        return packed
+    if isinstance(graphs := getattr(first, "num_graphs", None), int):  # of torch_geometric
+        return graphs
+    if _lists_samples(batch):
+        return len(batch)
     unstacked = _length_of_columns(batch)
     if unstacked is not None:
         return unstacked
@@ -156,6 +162,20 @@ def batch_samples(batch: Batch) -> int:
         if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
             return leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf)
     return len(batch) if isinstance(batch, Sized) and getattr(batch, "ndim", True) else 1
+
+
+def _lists_samples(batch: Batch) -> bool:
+    """Return whether a batch is a list of samples of one form, as its first leaves tell.
+
+    Collation makes lists, too, but of tensors that are as long as each other.
+    """
+    kinds = set(map(type, batch)) if type(batch) is list else set()
+    if len(kinds) != 1 or kinds.isdisjoint((dict, list, tuple)):
+        return False
+    some = [leaf for leaf in islice(tree.leaves(batch), 64) if not isinstance(leaf, str)]
+    sizes = {len(leaf) if getattr(leaf, "ndim", 0) else None for leaf in some}
+    forms = {tuple(row) if type(row) is dict else len(row) for row in batch}
+    return len(forms) == 1 and (None in sizes or len(sizes) > 1)
 
 
 def _lists_pictures(batch: Batch) -> bool:

@@ -178,9 +178,11 @@ class LateBatches:
         whole = cpu + sum(cost.blocked_ns for cost in self.costs)
         cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
-        own = self.setup.step_cpus * (1 - min(1.0, self.times.stall_share or 0.0))
+        stall = min(1.0, self.times.stall_share or 0.0)
+        own = self.setup.step_cpus * (1 - stall)
         here = 0 if self.setup.scheduling == "actors" else self.setup.workers
-        return here * busy * cpu / max(1.0, whole) + own
+        readers = here * busy if self.setup.workers else stall  # without workers the training reads
+        return readers * cpu / max(1.0, whole) + own
 
     @property
     def waits_for_cpu(self) -> float:
@@ -561,14 +563,17 @@ def _few_workers(e: LateBatches) -> Finding | None:
 def _few_cpus(e: LateBatches) -> Finding | None:
     if not _saturated(e):
         return None
-    facts = [f"ready workers wait for a CPU for {e.without_cpu:.0%} of their time"]
+    reads_itself = e.setup is not None and not e.setup.workers
+    who = "the training process waits" if reads_itself else "ready workers wait"
+    facts = [f"{who} for a CPU for {e.without_cpu:.0%} of the time"]
     if e.throttled:
         facts.append(f"a CPU quota held back threads for {e.machine.throttled_cpus:.1f} CPUs")
     wanted, now = e.best_workers(), e.setup
     remedy = _transforms(e)
     if now is not None:
         workers = "1 worker" if now.workers == 1 else f"{now.workers} workers"
-        facts.append(f"{workers} and the training share {now.cpus:g} CPUs")
+        if now.workers:
+            facts.append(f"{workers} and the training share {now.cpus:g} CPUs")
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "

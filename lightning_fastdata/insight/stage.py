@@ -8,9 +8,8 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
@@ -28,7 +27,7 @@ from lightning_fastdata.insight.step_costs import PaddingMeter
 from lightning_fastdata.insight.steps import EventClock, StageSummary, StepTimeline, mean_ms
 from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.simulate import TrainingTimes
+from lightning_fastdata.loading.simulate import WORKERS, LoaderSetup, TrainingTimes
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tree import Path, at_path, held
@@ -130,24 +129,27 @@ class StageMeter:
         if slowest is None:
             return late_batches_of(summary, loader, machine=machine)
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
-        stamps, source = list(slowest.newest), slowest.loader()
+        stamps, setups = list(slowest.newest), slowest.setups()
         times = self._training_times(summary, stamps)
-        setup, known = None, dict[str, Any]()
-        if source is not None and stamps:
-            cpus: Any = {"cpus": float(loader.usable_cpus or 1), "step_cpus": times.step_cpus}
-            known["setup_with"] = partial(source.setup_with, **cpus)
-            setup = setup_of(source, **cpus)
+        cpus = float(loader.usable_cpus or 1)
+
+        def setup_with(workers: int | None) -> LoaderSetup | None:
+            setup = setups.get(workers)
+            if setup is None:
+                return None
+            return dataclasses.replace(setup, cpus=cpus, step_cpus=times.step_cpus)
+
         return late_batches_of(
             dataclasses.replace(summary, causes=causes),
             loader,
             stamps,
-            setup,
+            setup_with(None) if stamps else None,
+            setup_with=setup_with,
             step_queued=times.step_queued,
             machine=machine,
             loader_share=share,
             read_rates=slowest.rates,
             stream_samples=slowest.stream_samples(),
-            **known,
         )
 
     def _training_times(
@@ -246,6 +248,7 @@ class _Watched:
     def __init__(self, number: int, loader: FastDataLoader) -> None:
         self.number = number
         self.loader = weakref.ref(loader)
+        self._setups: dict[int | None, LoaderSetup | None] = {}
         # Bounded, as nobody may ask for the records.
         self.records: deque[BatchStamps] = deque(maxlen=2 * _MOST_UNCUT)
         self.restart()
@@ -269,6 +272,17 @@ class _Watched:
         self.rates = batch.rates or self.rates
         for task in batch.tasks:
             self.made[task.process] += task.samples
+
+    def setups(self) -> Mapping[int | None, LoaderSetup | None]:
+        """Return the setups with other numbers of workers, and under None that which it has.
+
+        Of a loader that is gone they are those of the last call.
+        """
+        loader = self.loader()
+        if loader is not None:
+            self._setups = {n: loader.setup_with(n, cpus=1, step_cpus=1) for n in WORKERS}
+            self._setups[None] = setup_of(loader, cpus=1, step_cpus=1)
+        return self._setups
 
     def stream_samples(self) -> tuple[int, ...]:
         """Return how many samples of a stream each worker made.
@@ -342,6 +356,7 @@ class StageStamps:
         for watched in self._watched:
             loader = watched.loader()
             if loader is not None and loader.records is watched.records:
+                watched.setups()  # nobody may hold the loader when they are asked for
                 loader.record_stamps(None)
 
     def step_ended(self) -> None:

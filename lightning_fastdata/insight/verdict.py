@@ -261,7 +261,7 @@ def _too_few_steps(e: LateBatches) -> Finding | None:
     measured = summary.step is not None and summary.stall is not None
     if measured and summary.steps >= _FEWEST_STEPS:
         return None
-    more = Advice(text=f"train for at least {_FEWEST_STEPS} steps", for_speed=False)
+    more = Advice(text=f"run at least {_FEWEST_STEPS} steps", for_speed=False)
     advice = (more,) if summary.steps < _FEWEST_STEPS else ()
     return Finding(severity="fine", cause="too little was measured to tell", advice=advice)
 

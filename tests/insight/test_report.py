@@ -76,7 +76,7 @@ def test_each_measured_situation_has_its_code(measured, facts, code, kind):
 def test_too_few_steps_are_told_as_such_and_more_are_asked_for_where_more_would_do():
     few = judge(summary(steps=1))
     assert few.findings[0].family == "too few steps"
-    assert few.findings[0].remedy == "train for at least 5 steps"
+    assert few.findings[0].remedy == "run at least 5 steps"
     assert few.evidence[0] == "1 step was timed"
     unseen = judge(replace(summary(steps=40), stall=None))
     assert (unseen.code, unseen.findings[0].remedy) == ("FD000", "")

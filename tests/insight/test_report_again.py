@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
+import sys
 import webbrowser
 
 import pytest
@@ -33,6 +36,18 @@ def test_the_command_prints_the_summary_again_and_where_its_page_is(trained, cap
     callback, folder = trained
     main(["report", str(folder / name)])
     assert capsys.readouterr().out == f"{callback.report.text()}\n page  {folder / 'report.html'}\n"
+
+
+@pytest.mark.parametrize("asked", [["report", "é"], ["compare", "é", "é"], ["doctor"]])
+def test_commands_print_to_an_output_of_ascii_and_to_none(trained, monkeypatch, tmp_path, asked):
+    shutil.copytree(trained[1], tmp_path / "é")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", None)
+    main(asked)
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii", write_through=True))
+    main(asked)
+    assert (b"?/report." in out.getvalue()) == ("é" in asked)
 
 
 def test_pages_are_opened_only_if_that_was_asked_for(trained, monkeypatch):

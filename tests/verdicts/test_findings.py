@@ -422,6 +422,21 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
         assert findings(evidence_with(TABLE["FD315"][0], machine=machine))[0].code == code
 
 
+@pytest.mark.parametrize(("blocked", "wanted"), [(0.0, "0.6"), (40.0, "0.3")])
+def test_the_own_work_of_a_training_that_reads_itself_is_what_it_reads(blocked, wanted):
+    parts = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
+    reads_itself = {"costs": costs(cpu=40.0, blocked=blocked), "setup": setup(0, cpus=2.0)}
+    (found,) = (f for f in findings(late(parts, **reads_itself)) if f.code == "FD315")
+    assert f"own work needs {wanted} of 2 CPUs" in found.cause
+
+
+def test_no_worker_is_said_to_lack_a_cpu_where_the_training_reads():
+    parts = {"read_cpu_ms": 12.0, "read_runqueue_ms": 6.0}
+    found, *_ = findings(late(parts, costs=costs(cpu=40.0), setup=setup(0, cpus=0.5)))
+    assert found.code == "FD306"
+    assert found.cause == "the training process waits for a CPU for 33% of the time"
+
+
 def test_more_actors_are_told_up_to_the_cpus_that_are_free():
     few = late({"read_blocked_ms": 20.0}, free_cpus=6.0, costs=costs(blocked=80.0),
                setup=setup(2, scheduling="actors"))  # fmt: skip
