@@ -446,7 +446,7 @@ class Passes:
                 return Pass(epoch=number, aside=True)
         if state is not None and not state.batches:
             # The run may not have counted yet that its last batch ended an epoch.
-            over = taken and last and state.epoch == number + 1
+            over = last and state.epoch == number + 1
             if over or state.epoch == number:
                 before, passes = taken if state.passes else 0, state.passes
                 return Pass(epoch=state.epoch, state=state, before=before, passes=passes)

@@ -238,3 +238,26 @@ def test_batch_sizes_that_change_at_each_resume_leave_out_no_sample(
     got, told = lives(tmp_path, make, planned, max_epochs=1)
     read = [int(i) for line in got for i in line.split(" ")[3].split(",")]
     assert sorted(read) == list(range(SAMPLES)), told
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"batch_size": 8}, {}), ({}, {"batch_size": 8}), ({}, {"length": SAMPLES + 9})],
+)
+def test_an_epoch_saved_in_its_validation_is_over_however_many_batches_it_has_now(
+    tmp_path, first, then
+):
+    """Lightning knows that end from the number of batches, and would train on to the new one."""
+    planned = [("inline", "on_validation_end", 1), ("inline", "raised", NEVER)]
+    left = [first, then]
+
+    def make(loader, file):
+        return Recorder(file), Module(LOADERS[loader], **left.pop(0))
+
+    got, _ = lives(tmp_path, make, planned, max_epochs=2, limit_val_batches=1)
+    numbers = {"0": [], "1": []}
+    for line in got:
+        epoch, _, _, indices = line.split(" ")
+        numbers[epoch] += map(int, indices.split(","))
+    assert sorted(numbers["0"]) == list(range(SAMPLES))
+    assert sorted(numbers["1"]) == list(range(then.get("length", SAMPLES)))
