@@ -20,9 +20,18 @@ from resilience.cells import (
     make_model,
     make_module,
 )
-from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
+from resilience.runs import (
+    Images,
+    Recorder,
+    first_difference,
+    lines,
+    lines_before,
+    train,
+    warned,
+)
 from resilience.test_resumed_again import NEVER, StreamModule, lives
 from torch.utils.data import DataLoader, SubsetRandomSampler
+from trainers import trained
 
 from lightning_fastdata import FastDataModule
 
@@ -261,3 +270,15 @@ def test_an_epoch_saved_in_its_validation_is_over_however_many_batches_it_has_no
         numbers[epoch] += map(int, indices.split(","))
     assert sorted(numbers["0"]) == list(range(SAMPLES))
     assert sorted(numbers["1"]) == list(range(then.get("length", SAMPLES)))
+
+
+@each(("limit", "told"), [(2, True), (3, True), (5, False)])
+def test_an_epoch_that_begins_anew_as_it_has_fewer_batches_now_is_told(tmp_path, limit, told):
+    save = ModelCheckpoint(tmp_path, "saved", every_n_train_steps=3)
+    begun = {"max_steps": 3, "enable_checkpointing": True, "callbacks": [save]}
+    trained(Module(LOADERS["inline"]), folder=tmp_path, **begun)
+    about = {"resume": tmp_path / "saved.ckpt", "limit_train_batches": limit}
+    with warned() as texts:
+        rest = trained(Module(LOADERS["inline"]), folder=tmp_path, **about)
+    assert len(rest) == (limit if told else limit - 3)
+    assert any("begins it anew" in text for text in texts) == told
