@@ -446,11 +446,13 @@ class Passes:
                 return Pass(epoch=number, aside=True)
         if state is not None and not state.batches:
             # The run may not have counted yet that its last batch ended an epoch.
-            over = taken and last and state.epoch == number + 1
+            over = last and state.epoch == number + 1
             if over or state.epoch == number:
                 before, passes = taken if state.passes else 0, state.passes
                 return Pass(epoch=state.epoch, state=state, before=before, passes=passes)
         if not taken:
+            if within and state is not None and state.epoch == number:
+                tell_begun_anew(state)
             return Pass(epoch=number)
         if state is None or state.epoch != number:
             if not within:  # the count is still that of the epoch before
@@ -691,6 +693,15 @@ def tell_unknown(state: Position, where: str) -> None:
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
         f"data module does not call super(). The epoch goes on {where}, so that samples may come "
         "twice or not at all in it; later epochs are whole."
+    )
+
+
+def tell_begun_anew(state: Position) -> None:
+    """Warn that Lightning begins an epoch anew within which the training was saved."""
+    _warn(
+        f"The training was saved after {state.batches} batches of epoch {state.epoch}, and "
+        "Lightning begins it anew, as it has no more than that now (limit_train_batches, another "
+        "dataset) or a tuner has run: samples come again in it; later epochs are whole."
     )
 
 

@@ -519,12 +519,14 @@ def began_from_file(trainer: Trainer) -> bool:
 def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
     """Mend the counts of a checkpoint that is about to be loaded, for Lightning 2.6.
 
-    Lightning tells what comes next from which of its counts differ, and is wrong in four cases. A
+    Lightning tells what comes next from which of its counts differ, and is wrong in five cases. A
     batch whose step was interrupted stays in the totals for ever, so that the next checkpoint after
     a step goes on one batch short. After a checkpoint of an epoch's last step, the next epoch is
     not counted as begun. Between two epochs, an epoch is left out or counted twice where the
     batches of the one before are still counted. And an epoch within which the training was ended is
-    counted as over, where by our own ``epoch_saved`` it is not.
+    counted as over, where by our own ``epoch_saved`` it is not. Behind the last batch of an epoch,
+    in its validation, the number of batches is compared with that of the loader now, which may give
+    others: at 0 that comparison comes out right for any number.
     """
     loops = _loaded_counts(trainer)
     if not {"epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"} <= loops.keys():
@@ -544,6 +546,8 @@ def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
         over = epoch["started"]
     else:
         over = epoch["processed"]
+        if within and batches["is_last_batch"]:
+            batch.update(dict.fromkeys(batch, 0))
     if not within or over == epoch["started"]:
         for name in epoch:
             epochs["total"][name] += over - epoch[name]

@@ -20,9 +20,18 @@ from resilience.cells import (
     make_model,
     make_module,
 )
-from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
+from resilience.runs import (
+    Images,
+    Recorder,
+    first_difference,
+    lines,
+    lines_before,
+    train,
+    warned,
+)
 from resilience.test_resumed_again import NEVER, StreamModule, lives
 from torch.utils.data import DataLoader, SubsetRandomSampler
+from trainers import trained
 
 from lightning_fastdata import FastDataModule
 
@@ -238,3 +247,38 @@ def test_batch_sizes_that_change_at_each_resume_leave_out_no_sample(
     got, told = lives(tmp_path, make, planned, max_epochs=1)
     read = [int(i) for line in got for i in line.split(" ")[3].split(",")]
     assert sorted(read) == list(range(SAMPLES)), told
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"batch_size": 8}, {}), ({}, {"batch_size": 8}), ({}, {"length": SAMPLES + 9})],
+)
+def test_an_epoch_saved_in_its_validation_is_over_however_many_batches_it_has_now(
+    tmp_path, first, then
+):
+    """Lightning knows that end from the number of batches, and would train on to the new one."""
+    planned = [("inline", "on_validation_end", 1), ("inline", "raised", NEVER)]
+    left = [first, then]
+
+    def make(loader, file):
+        return Recorder(file), Module(LOADERS[loader], **left.pop(0))
+
+    got, _ = lives(tmp_path, make, planned, max_epochs=2, limit_val_batches=1)
+    numbers = {"0": [], "1": []}
+    for line in got:
+        epoch, _, _, indices = line.split(" ")
+        numbers[epoch] += map(int, indices.split(","))
+    assert sorted(numbers["0"]) == list(range(SAMPLES))
+    assert sorted(numbers["1"]) == list(range(then.get("length", SAMPLES)))
+
+
+@each(("limit", "told"), [(2, True), (3, True), (5, False)])
+def test_an_epoch_that_begins_anew_as_it_has_fewer_batches_now_is_told(tmp_path, limit, told):
+    save = ModelCheckpoint(tmp_path, "saved", every_n_train_steps=3)
+    begun = {"max_steps": 3, "enable_checkpointing": True, "callbacks": [save]}
+    trained(Module(LOADERS["inline"]), folder=tmp_path, **begun)
+    about = {"resume": tmp_path / "saved.ckpt", "limit_train_batches": limit}
+    with warned() as texts:
+        rest = trained(Module(LOADERS["inline"]), folder=tmp_path, **about)
+    assert len(rest) == (limit if told else limit - 3)
+    assert any("begins it anew" in text for text in texts) == told
