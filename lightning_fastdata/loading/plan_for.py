@@ -27,7 +27,7 @@ from lightning_fastdata.executors.kinds import (
 )
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory, size_text
-from lightning_fastdata.loading.facts import DatasetFacts, Questions, given_once, inspect_dataset
+from lightning_fastdata.loading.facts import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import tells_state
@@ -399,11 +399,7 @@ class Planner:
             return ExecutorChoice(aside, "each process reads its own stream")
         keyed = facts.draws or bool(spec.pipelines)
         if workers == 0:
-            # Keys for draws that are not made would cost each step of the training some 20 us. If
-            # no sample was read, nobody knows that none are made; rows draw nothing, and what gives
-            # a sample only once cannot give it again under its key.
-            unread = facts.cost is None and not (spec.is_stream or facts.rows)
-            keyed |= unread and not given_once(spec.dataset)
+            # Keys for draws that are not made would cost each step of the training some 20 us.
             keyed |= spec.transformed or BadSamples.of(spec.options.on_bad_sample) != BadSamples()
             # torch's iterator gives nobody the state of a stream.
             keyed |= spec.is_stream and tells_state(spec.dataset)

@@ -67,20 +67,6 @@ def fit(source, seed, *, persistent, own=None):
     return list(chain(*trained(data, torch.Tensor.tolist, max_epochs=EPOCHS)))
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_without_workers_draws_are_the_same_where_no_sample_was_read_beforehand(source):
-    """Nobody knows then that samples draw nothing, and a resume has to draw as before."""
-
-    def drawn_by(workers):
-        seed_everything(1)
-        options = LoaderOptions(num_workers=workers, probe=False)
-        drawn = Samples(lambda _: SOURCES[source](), SAMPLES)
-        data = FastDataModule.from_datasets(drawn, batch_size=4, options=options)
-        return list(chain(*trained(data, torch.Tensor.tolist, max_epochs=EPOCHS)))
-
-    assert drawn_by(0) == drawn_by(1)
-
-
 @pytest.mark.parametrize(
     ("source", "persistent"),
     [("random", False), ("torch", False), ("numpy", False), ("numpy", True)],

@@ -200,7 +200,6 @@ def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
         ({"shared_memory": False}, "auto", "torch"),
         ({}, 0, "torch"),
         ({"draws": True}, 0, "inline"),
-        ({"cost": None}, 0, "inline"),
         ({"pipelines": ("one",)}, 0, "inline"),
     ],
 )
@@ -404,7 +403,7 @@ SAMPLES = [torch.zeros(3)] * 8
         (TokenWindows(np.arange(9), 3), {}, "gather"),
         (Subset(SAMPLES, [1, 2]), {}, "workers"),
         (SAMPLES, {}, "workers"),
-        (SAMPLES, {"workers": 0}, "inline"),
+        (SAMPLES, {"workers": 0}, "torch"),
     ],
 )
 def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
