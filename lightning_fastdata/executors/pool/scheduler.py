@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import length_hint
 from typing import Any, Final, Self
 
 import numpy as np
@@ -49,7 +50,7 @@ _LONG_TASK_NS: Final = 25_000_000
 """Most ns of a task that is not needed soon: each costs the training process some 40 us."""
 _TASKS_PER_WORKER: Final = 3
 """Number of tasks for each process in all batches under way, so that none waits for a long one."""
-_LEFT_FOR_EACH: Final = 4
+_LEFT_FOR_EACH: Final = 8
 """Least ratio of the batches left of an epoch to those under way, where a training competes."""
 _TIMES: Final = 2
 _KILLS: Final = 4
@@ -250,8 +251,8 @@ class PoolExecutor(_CrewExecutor):
         """Layout by which all samples are written in place; None: they are collated."""
         self._sample_ns: float | None = None
         self._load = TrainingLoad(plan.cpus)
-        self._whole_epoch = 0
-        """Number of batches of the newest epoch that came to its end; 0: none did."""
+        self._epoch_batches = 0
+        """Number of batches of the epoch; 0: not known."""
 
     def __next__(self) -> Batch:
         self._load.requested()
@@ -268,6 +269,7 @@ class PoolExecutor(_CrewExecutor):
         """Begin an epoch; what is left of the one before is dropped."""
         self._first = True
         self._load.epoch_began()
+        self._epoch_batches = length_hint(batches)
         self._now = EpochRun(epoch, self._now.generation + 1, iter(batches))
         for task in self._todo:
             task.batch.open_tasks -= 1
@@ -329,7 +331,7 @@ class PoolExecutor(_CrewExecutor):
             try:
                 indices = self._wait.sampled(self._now.source)
             except StopIteration:
-                self._now.exhausted, self._whole_epoch = True, self._now.begun
+                self._now.exhausted = True
                 break
             batch = self._begin(indices)
             self._batches.append(batch)
@@ -342,10 +344,9 @@ class PoolExecutor(_CrewExecutor):
 
     def _look_ahead(self) -> int:
         plan, workers = self.plan, self._crew.wanted
-        to_begin = self._whole_epoch - self._now.begun
-        if to_begin <= 0 or not self._load.competes(workers):  # 0: it is longer than the last one
+        if not self._epoch_batches or not self._load.competes(workers):
             return plan.look_ahead
-        left = to_begin + len(self._batches)
+        left = self._epoch_batches - self._now.begun + len(self._batches)
         return min(plan.look_ahead, max(plan.prefetch * workers, left // _LEFT_FOR_EACH))
 
     def _first_ready(self) -> PendingBatch | None:
