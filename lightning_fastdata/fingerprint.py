@@ -692,7 +692,8 @@ def _of_file(path: str) -> tuple[int, int] | None:
 
 def _of_process(_: None) -> tuple[object, ...]:
     """Return the settings of this process, with which new processes start."""
-    return os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()  # noqa: PTH109
+    device = torch.get_default_device()
+    return os.getcwd(), torch.get_default_dtype(), device, torch.is_grad_enabled()  # noqa: PTH109
 
 
 def _gradient_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from operator import length_hint
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -323,7 +324,9 @@ class KeptExecutor:
 
     def _start_epoch(self, executor: Executor) -> None:
         if self.indices is not None:
-            executor.start_epoch(iter(self.indices), self.epoch())
+            shared = math.isfinite(self.plan.cpus)
+            indices = _Numbered(self.indices) if shared else iter(self.indices)
+            executor.start_epoch(indices, self.epoch())
         elif isinstance(executor, StreamReader):
             resume, self._in_stream = self._in_stream, None
             executor.start_epoch(repeat(self.settings.batch_size), self.epoch(), resume=resume)
@@ -741,6 +744,25 @@ def _open_executor(
         staged=None if staged else settings.staged,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
+
+
+class _Numbered:
+    """The batches of indices of an epoch, whose number ``operator.length_hint`` tells."""
+
+    def __init__(self, indices: EpochIndices) -> None:
+        self._left = length_hint(indices) - indices.start.batches
+        self._batches = iter(indices)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        self._left -= 1
+        return next(self._batches)
+
+    def __length_hint__(self) -> int:
+        """Return how many are left; 0: that is not known."""
+        return max(0, self._left)
 
 
 def _shared_cpus(settings: Loader, kind: ExecutorKind) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeGuard, cast, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from lightning_fastdata.order.samplers import (
     draws_at_start,
     epoch_order,
     index_batches,
-    is_drawn_at_start,
     keyed,
     may_repeat,
     rows_in,
@@ -161,20 +160,16 @@ class EpochIndices:
             by_steps = size is None or start.samples == start.batches * size
             again = start.same_batches and (bool(start.late) or by_steps)
             self._taken = _Taken() if again else _Taken(start.batches, start.digest, start.samples)
-            items = self._watched(start, self._taken, again=again)
-            if not is_drawn_at_start(self.source):
-                return items
-            return _Numbered(items, (dataset_length(self.source) or 0) - start.batches)
+            return self._watched(start, self._taken, again=again)
         self._drawn = self._to_draw()
         if start.digest is not None and start.samples <= _CHECKED:
             found = self.digest(self.epoch, start.samples, 0)
             _check(start, found, deciding(self.source), computed=True)
         late = map(whole.batch, start.late if start.same_batches else ())
         batches = chain(late, left.batches())
-        number = len(left) + len(start.late if start.same_batches else ())
         if self.arrays:
-            return _Numbered(batches, number)
-        return _Numbered(_told((batch.tolist() for batch in batches), self._times()), number)
+            return batches
+        return iter(_told((batch.tolist() for batch in batches), self._times()))
 
     def _planned(self, epoch: int | None = None, start: int = 0) -> AnyOrder | None:
         order = epoch_order(self.source, epoch, start)
@@ -453,23 +448,6 @@ def _own(batch: Any) -> Any:
 
 def _rows(batch: object) -> int:
     return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
-
-
-class _Numbered:
-    """The items of an iterable whose number is known, for ``operator.length_hint``."""
-
-    def __init__(self, items: Iterable[Any], number: int) -> None:
-        self._items, self._number = iter(items), max(0, number)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._items)
-
-    def __length_hint__(self) -> int:
-        """Return the number of items there were before the first was taken; 0: not known."""
-        return self._number
 
 
 def _told(items: Iterable[Any], times: _Times | None) -> Iterable[Any]:

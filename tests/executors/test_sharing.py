@@ -134,10 +134,6 @@ def test_nothing_is_known_of_a_training_before_it_made_steps():
     load = TrainingLoad(2.0)
     assert not load.competes(100)
     with Machine(2).installed():
-        load.delivered()
-        load.requested()
-        load.delivered()
         for _ in range(10):  # steps that take no time at all
-            load.requested()
             load.delivered()
         assert not load.competes(100)

@@ -355,6 +355,7 @@ def test_of_globals_that_hold_other_things_numbers_texts_and_keys_are_compared(
         lambda: os.environ.update(OF_THE_USER="2"),
         lambda: os.environ.pop("OF_THE_USER"),
         lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_device("meta"),
         lambda: torch.set_grad_enabled(False),
     ],
 )
@@ -368,6 +369,7 @@ def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, 
             check_that_it_is_seen(lambda own, index: index, change)
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
 
 
 @each(

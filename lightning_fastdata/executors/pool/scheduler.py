@@ -255,7 +255,6 @@ class PoolExecutor(_CrewExecutor):
         """Number of batches of the epoch; 0: not known."""
 
     def __next__(self) -> Batch:
-        self._load.requested()
         batch = super().__next__()
         self._load.delivered()
         return batch

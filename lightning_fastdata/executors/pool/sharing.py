@@ -36,49 +36,34 @@ class TrainingLoad:
     def __init__(self, cpus: float) -> None:
         self._cpus = cpus
         self._steps = 0
-        self._step_ns = self._used_ns = 0.0
-        """Usual time of a step, and CPU time of the training process in it."""
-        self._requested_ns = 0
-        self._own: tuple[float, float] | None = None
-        """Time from the last delivery to the request that followed, and its CPU time."""
         self._delivered: tuple[int, int] | None = None
-
-    @property
-    def step_ns(self) -> float:
+        """When the last batch was delivered, and the CPU time of the process by then."""
+        self.step_ns = 0.0
         """Usual time of a step, from one delivery to the next; 0: none was measured."""
-        return self._step_ns
+        self._used_ns = 0.0
+        """Usual CPU time of the training process in a step."""
 
     def competes(self, workers: int) -> bool:
         """Return whether the training process and so many workers want more CPUs than there are."""
         if self._steps < _FEWEST_STEPS or workers > _MOST_COMPUTING * self._cpus:
             return False
-        used_ns, step_ns = self._used_ns, self._step_ns
+        used_ns, step_ns = self._used_ns, self.step_ns
         return used_ns >= _COMPUTES * step_ns and used_ns + workers * step_ns > self._cpus * step_ns
 
     def epoch_began(self) -> None:
         """Leave out the time since the last delivery."""
-        self._delivered = self._own = None
-
-    def requested(self) -> None:
-        """Note that a batch is asked for now."""
-        if math.isinf(self._cpus):
-            return
-        self._requested_ns = clock.monotonic_ns()
-        if self._delivered is not None:
-            began_ns, used_ns = self._delivered
-            self._own = self._requested_ns - began_ns, clock.process_time_ns() - used_ns
+        self._delivered = None
 
     def delivered(self) -> None:
-        """Note that the batch was delivered, which ends a step."""
+        """Note that a batch is delivered now, which ends a step and begins the next."""
         if math.isinf(self._cpus):
             return
-        now_ns = clock.monotonic_ns()
-        if self._own is not None:
-            own_ns, used_ns = self._own
-            step_ns = own_ns + now_ns - self._requested_ns
-            part = min(1.0, _LONG * self._step_ns / step_ns) if self._steps and step_ns else 1.0
+        now_ns, cpu_ns = clock.monotonic_ns(), clock.process_time_ns()
+        if self._delivered is not None:
+            step_ns, used_ns = now_ns - self._delivered[0], cpu_ns - self._delivered[1]
+            part = min(1.0, _LONG * self.step_ns / step_ns) if self._steps and step_ns else 1.0
             self._steps += 1
             weight = 1 / min(self._steps, _REMEMBERED)
-            self._step_ns += weight * (part * step_ns - self._step_ns)
+            self.step_ns += weight * (part * step_ns - self.step_ns)
             self._used_ns += weight * (part * used_ns - self._used_ns)
-        self._delivered = now_ns, clock.process_time_ns()
+        self._delivered = now_ns, cpu_ns
