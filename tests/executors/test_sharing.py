@@ -130,6 +130,16 @@ def test_samples_that_wait_come_as_soon_as_when_workers_share_them_out(workers, 
     assert epoch(computes, waiting, **how)[0] <= 1.03 * shared
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_rare_samples_that_wait_hold_up_no_more_than_where_workers_share_them_out(workers):
+    def cost(index):
+        work(0.0008)
+        sleep(0.5 * (index % 500 == 250))
+
+    how = {"dataset": Samples(cost), "look_ahead": 9, "workers": workers, "steps": 80}
+    assert epoch(computes, **how)[0] <= 1.01 * epoch(computes, cpus=float("inf"), **how)[0]
+
+
 def test_nothing_is_known_of_a_training_before_it_made_steps():
     load = TrainingLoad(2.0)
     assert not load.competes(100)

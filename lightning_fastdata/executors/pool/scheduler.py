@@ -52,6 +52,10 @@ _TASKS_PER_WORKER: Final = 3
 """Number of tasks for each process in all batches under way, so that none waits for a long one."""
 _LEFT_FOR_EACH: Final = 8
 """Least ratio of the batches left of an epoch to those under way, where a training competes."""
+_UNEVEN: Final = 4
+"""Ratio to the usual time of samples from which a task was held up by one of its samples."""
+_UNEVEN_BATCHES: Final = 200
+"""Number of batches after which such a task is forgotten."""
 _TIMES: Final = 2
 _KILLS: Final = 4
 """Deaths by SIGKILL, maybe from outside, that give a sample up; ``_TIMES`` counts other deaths."""
@@ -251,6 +255,8 @@ class PoolExecutor(_CrewExecutor):
         """Layout by which all samples are written in place; None: they are collated."""
         self._sample_ns: float | None = None
         self._load = TrainingLoad(plan.cpus)
+        self._even_from = 0
+        """Number of the first batch for which the last task that was held up is forgotten."""
         self._epoch_batches = 0
         """Number of batches of the epoch; 0: not known."""
 
@@ -341,9 +347,16 @@ class PoolExecutor(_CrewExecutor):
                 break
             self._todo.popleft()
 
+    def _competes(self) -> bool:
+        """Return whether workers should spare the CPUs of the training.
+
+        Not where single samples hold up others, which all workers have to make up for.
+        """
+        return self._count >= self._even_from and self._load.competes(self._crew.wanted)
+
     def _look_ahead(self) -> int:
         plan, workers = self.plan, self._crew.wanted
-        if not self._epoch_batches or not self._load.competes(workers):
+        if not self._epoch_batches or not self._competes():
             return plan.look_ahead
         left = self._epoch_batches - self._now.begun + len(self._batches)
         return min(plan.look_ahead, max(plan.prefetch * workers, left // _LEFT_FOR_EACH))
@@ -427,15 +440,14 @@ class PoolExecutor(_CrewExecutor):
             free = max(1, self._crew.wanted - self._open_tasks())
             return _parts("first", batch, -(-len(indices) // free))
         if several and self._place(batch):
-            workers, before = self._crew.wanted, self._batches.index(batch)
-            competes = self._load.competes(workers)
+            before = self._batches.index(batch)
             rows = rows_per_task(
                 len(indices),
                 self._sample_ns,
-                workers=workers,
+                workers=self._crew.wanted,
                 before=before,
                 look_ahead=self.plan.look_ahead,
-                alone_ns=before / 2 * self._load.step_ns if competes else 0.0,
+                alone_ns=before / 2 * self._load.step_ns if self._competes() else 0.0,
             )
             return _parts("rows", batch, rows)
         return [self._whole_task(batch)]
@@ -451,6 +463,9 @@ class PoolExecutor(_CrewExecutor):
         match ended.result:
             case protocol.RowsWritten():
                 known, sample_ns = self._sample_ns, ended.spent_ns / len(task.indices)
+                held_up = known is not None and sample_ns > _UNEVEN * known
+                if held_up and ended.spent_ns > _LONG_TASK_NS:
+                    self._even_from = self._count + _UNEVEN_BATCHES
                 self._sample_ns = sample_ns if known is None else 0.9 * known + 0.1 * sample_ns
             case protocol.FirstSample(layout):
                 self._crew.go_on(answer.child.number, self._learn(layout, task))
