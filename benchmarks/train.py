@@ -28,6 +28,7 @@ from pathlib import Path
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import lightning.pytorch as lightning
+import psutil
 import torch
 from albumentations import Compose
 from published import TORCH_WORKERS, add_publish, over_best, publish
@@ -80,11 +81,11 @@ def with_folder(folder: Path) -> dict:
     return {"datamodule": module}
 
 
-def train(way: Callable[[], dict], epochs: int, threads: int) -> tuple[float, float]:
-    """Return the seconds of the whole run and the share of a step spent waiting."""
+def train(way: Callable[[], dict], epochs: int, threads: int) -> tuple[float, float, float]:
+    """Return the seconds of the whole run, the share of a step spent waiting, and idle CPUs."""
     torch.set_num_threads(threads)
     callback = DataThroughputCallback(summary=False, report=False)
-    began = time.perf_counter()
+    began, idle = time.perf_counter(), psutil.cpu_times().idle
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="auto",
@@ -98,7 +99,8 @@ def train(way: Callable[[], dict], epochs: int, threads: int) -> tuple[float, fl
     )
     trainer.fit(PhotoClassifier(), **way())
     spent_s = time.perf_counter() - began
-    return spent_s, callback.report.stages[0].stall_share or 0.0
+    idle_cpus = (psutil.cpu_times().idle - idle) / spent_s
+    return spent_s, callback.report.stages[0].stall_share or 0.0, idle_cpus
 
 
 def main() -> None:
@@ -128,20 +130,25 @@ def main() -> None:
         # leave them half; without workers torch's default is best.
         half = cpus if torch.cuda.is_available() else max(1, cpus // 2)
         waits: dict[str, list[float]] = {name: [] for name in (*torchs, *ours)}
+        idle: dict[str, list[float]] = {name: [] for name in waits}
 
         def one(name: str, way: Callable[[], dict]) -> float:
             threads = cpus if name == "DataLoader, 0 workers" else half
-            spent_s, wait = train(way, arguments.epochs, threads)
+            spent_s, wait, idle_cpus = train(way, arguments.epochs, threads)
             waits[name].append(wait)
+            idle[name].append(idle_cpus)
             return spent_s
 
         contenders = {name: partial(one, name, way) for name, way in {**torchs, **ours}.items()}
         spent = in_turn(contenders, rounds=arguments.rounds)
     print(f"{arguments.rounds} rounds of {arguments.epochs} epochs, batch {BATCH_SIZE}\n")
-    print("| training on JPEG photographs | s, lowest / median / highest | wait for data |")
-    print("| --- | ---: | ---: |")
+    print(
+        "| training on JPEG photographs | s, lowest / median / highest | wait for data | idle CPUs |"
+    )
+    print("| --- | ---: | ---: | ---: |")
     for name, values in spent.items():
-        print(f"| {name} | {spread(values)} | {statistics.median(waits[name][1:]):.0%} |")
+        wait, free = (statistics.median(each[name][1:]) for each in (waits, idle))
+        print(f"| {name} | {spread(values)} | {wait:.0%} | {free:.2f} |")
     by_workers = {workers: spent[f"DataLoader, {workers} workers"] for workers in TORCH_WORKERS}
     found = {f"train/{name}": over_best(spent[name], by_workers) for name in ours}
     publish(found, machine(), asked=arguments.publish)
