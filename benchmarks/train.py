@@ -142,9 +142,7 @@ def main() -> None:
         contenders = {name: partial(one, name, way) for name, way in {**torchs, **ours}.items()}
         spent = in_turn(contenders, rounds=arguments.rounds)
     print(f"{arguments.rounds} rounds of {arguments.epochs} epochs, batch {BATCH_SIZE}\n")
-    print(
-        "| training on JPEG photographs | s, lowest / median / highest | wait for data | idle CPUs |"
-    )
+    print("| training on photographs | s, lowest / median / highest | wait | idle CPUs |")
     print("| --- | ---: | ---: | ---: |")
     for name, values in spent.items():
         wait, free = (statistics.median(each[name][1:]) for each in (waits, idle))
