@@ -472,15 +472,17 @@ class Planner:
             much = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
         elif read_s > _AT_START_S:
             much = f"a forked process reads {rounded(read_s, 2)} s of samples as they are"
-        return self._cheap("inline", said, much)
+        return self._cheap("inline", said, much, quicker=alone <= shared)
 
-    def _cheap(self, here: ExecutorName, why: str, much: str | None) -> ExecutorChoice:
+    def _cheap(
+        self, here: ExecutorName, why: str, much: str | None, *, quicker: bool = True
+    ) -> ExecutorChoice:
         """Return who reads what the training process itself could read by the executor ``here``.
 
         The training process does so if it can read, or copy, an epoch at once when that begins:
         later steps may have changed what is read, which a forked process has as it was. Others take
         seconds to start. ``much``: who reads instead, if an epoch is too much for that; None: it is
-        not.
+        not. ``quicker``: whether no number of workers is expected to be quicker.
         """
         aside = much
         if not self.spec.drawn_at_start:
@@ -493,7 +495,8 @@ class Planner:
             return ExecutorChoice(here, why)
         standby = self._may_stand_by
         said = f"{why}; {aside}{_BOTH if standby else ''}"
-        return ExecutorChoice("workers", said, few=True, standby=standby)
+        # Which way is quicker is measured, with as many workers as may win.
+        return ExecutorChoice("workers", said, few=quicker or not standby, standby=standby)
 
     # How many workers
 

@@ -38,6 +38,7 @@ from lightning_fastdata.loading.plan_for import (
     ExecutorChoice,
     LoaderSpec,
     Planner,
+    alone_ms,
     look_ahead_batches,
     plan_for,
     soonest_workers,
@@ -253,6 +254,21 @@ def test_the_training_process_reads_beside_workers_what_is_cheap_and_as_they_wou
     changes, standby
 ):
     assert chosen(**{"cost": LARGE, **changes}).standby == standby
+
+
+def test_as_many_workers_stand_by_as_may_be_quicker():
+    found = []
+    for microseconds in range(1, 60):
+        ms = microseconds / 1000
+        sample = cost(wall_ms=ms, cpu_ms=ms, size_bytes=2**30)
+        alone = alone_ms(sample, 32)
+        _, aside = soonest_workers(sample, 32, cpus=2, most=2, batches=125, start_ms=6)
+        choice = chosen(cost=sample)
+        assert choice.standby
+        if not alone * 0.95 < aside < alone * 1.05:
+            found.append(choice.few)
+            assert choice.few == (alone < aside)
+    assert {True, False} == set(found)
 
 
 @each(
