@@ -23,7 +23,6 @@ import datetime
 import decimal
 import enum
 import functools
-import hashlib
 import math
 import os
 import pickle
@@ -61,6 +60,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
+import xxhash
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.tree import (
@@ -77,7 +77,6 @@ Look: TypeAlias = Callable[[Any], Any]
 """Function that reads one part of an object's state."""
 _AT_ONCE_BYTES: Final = 2**24
 """Bytes that are digested between two looks at the clock."""
-_LARGE_BYTES: Final = 2**20
 _MOST_BYTES: Final = 2**25
 """Most bytes, digested or copied, for which a snapshot is kept; comparing them takes some 5 ms."""
 _TRIES: Final = 2
@@ -180,7 +179,6 @@ class Fingerprint(NamedTuple):
 def fingerprint(
     *objects: object,
     within_s: float = math.inf,
-    roughly: bool = False,
     with_globals: bool = True,
     instead: Mapping[int, object] | None = None,
 ) -> Fingerprint | None:
@@ -190,12 +188,11 @@ def fingerprint(
     take more than ``within_s`` CPU seconds cannot be compared. Attributes that an object of the
     user's class leaves out of its pickle count, as a forked process has them.
 
-    ``roughly``: compare only torch's count of changes of tensors above 1 MiB, and a part of such
-    arrays. ``with_globals``: include globals of modules and settings of the process, which may have
-    nothing to do with the objects. ``instead``: objects to compare in place of others, by the
-    ``id`` of these.
+    ``with_globals``: include globals of modules and settings of the process, which may have nothing
+    to do with the objects. ``instead``: objects to compare in place of others, by the ``id`` of
+    these.
     """
-    return _Digesting(within_s, instead, roughly=roughly, with_globals=with_globals).of(objects)
+    return _Digesting(within_s, instead, with_globals=with_globals).of(objects)
 
 
 class Watched:
@@ -248,7 +245,8 @@ class _Sink:
     """A file for a pickle that is never read: it digests what is written."""
 
     def __init__(self, until_s: float) -> None:
-        self.digest = hashlib.blake2b(digest_size=16)
+        # Whoever changes the data is no adversary: what counts is that gigabytes take milliseconds.
+        self.digest = xxhash.xxh3_128()
         self.digested_bytes = 0
         self._until_s = until_s
 
@@ -272,17 +270,15 @@ class _Digesting(pickle.Pickler):
         within_s: float,
         instead: Mapping[int, object] | None = None,
         *,
-        roughly: bool = False,
         with_globals: bool = True,
         noted: bool = False,
     ) -> None:
         self._sink = _Sink(clock.thread_time() + within_s)
         super().__init__(self._sink, protocol=5, buffer_callback=self._sink.write_buffer)
-        self._live = hashlib.blake2b(digest_size=16)
+        self._live = xxhash.xxh3_128()
         self._instead = instead or {}
         self.looks = Snapshot(is_whole=noted)
         """Looks that were taken; kept only if ``noted``."""
-        self._roughly = roughly
         self._with_globals = with_globals
         self._looked_up = 0
         self._met: list[_Owner] = []
@@ -354,8 +350,6 @@ class _Digesting(pickle.Pickler):
 
     def _of_private_map(self, obj: Any) -> tuple[object, ...]:
         self.looks.unseen()
-        if self._roughly and len(obj) > _LARGE_BYTES:
-            return id(obj), bytes(memoryview(obj)[:: -(-len(obj) // _LARGE_BYTES)])
         return id(obj), pickle.PickleBuffer(obj)
 
     def _of_others(self, obj: Any) -> Any:
@@ -424,9 +418,6 @@ class _Digesting(pickle.Pickler):
         yield from (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         yield self._of_attributes(tensor)
         yield self.looks.parts(_gradient_of, tensor)
-        if self._roughly and tensor.nbytes > _LARGE_BYTES:
-            yield from (tensor._version, tensor.data_ptr())
-            return
         dense = type(tensor) in _TENSORS and tensor.layout is torch.strided
         dense = dense and tensor.is_contiguous() and tensor.grad_fn is None
         if not dense or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -450,9 +441,6 @@ class _Digesting(pickle.Pickler):
             self.looks.fact(*_OF_ARRAY, array)
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
-        if self._roughly and array.nbytes > _LARGE_BYTES:
-            yield array.ctypes.data
-            array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
         if not array.flags.forc:
             self.looks.unseen()
             array = np.ascontiguousarray(array)

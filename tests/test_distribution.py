@@ -62,7 +62,8 @@ def test_the_metadata_says_version_licence_and_every_extra(built):
     assert extras <= set(said.get_all("Provides-Extra"))
     free = [one for one in said.get_all("Requires-Dist") if "extra ==" not in one]
     names = {re.split("[>!]", one)[0] for one in free}
-    assert names == {"jinja2", "lightning", "lightning-utilities", "numpy", "psutil", "torch"}
+    ours = {"jinja2", "lightning", "lightning-utilities", "numpy", "psutil", "torch", "xxhash"}
+    assert names == ours
 
 
 DECLARED = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -103,6 +104,7 @@ def conda_name(requirement):
         "torch": "pytorch",
         "matplotlib": "matplotlib-base",
         "opencv-python-headless": "py-opencv",
+        "xxhash": "python-xxhash",
     }
     # The fourth part of OpenCV's version is that of its wheel.
     bounds = re.sub(r"(>=\d+\.\d+\.\d+)\.\d+$", r"\1", bounds)

@@ -72,7 +72,7 @@ SECTIONS = {
 
 PACKAGES = {
     **{name: name for name in ("albumentations", "hypothesis", "lightning", "psutil", "pytest")},
-    **{name: name for name in ("torchvision", "triton")},
+    **{name: name for name in ("torchvision", "triton", "xxhash")},
     "cv2": "opencv-python-headless",
     "pytest_timeout": "pytest-timeout",
     "skimage": "scikit-image",

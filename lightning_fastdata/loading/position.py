@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 _KEPT: Final = 2**12
 """Number of last batches of a pass whose :class:`Noted` is kept."""
-_WITHIN_S: Final = 0.01
+_WITHIN_S: Final = 0.03
 _SHARE: Final = 0.01
 _LOOKED_AT: Final = 64
 """Number of first batches in a stream's digest, and the interval of those it takes in later."""
@@ -577,8 +577,7 @@ class StateWatch:
     def _look(self) -> Fingerprint | None:
         # A step that draws from a pipeline changes no sample: each sample has a key of its own.
         drawn = lasting(find_composes(self._objects))
-        how = {"roughly": True, "with_globals": False}
-        return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
+        return fingerprint(*self._objects, within_s=_WITHIN_S, with_globals=False, instead=drawn)
 
 
 def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Position:

@@ -362,7 +362,7 @@ class Session:
 
     def _look(self, place: Place) -> Fingerprint | None:
         began_s = clock.monotonic()
-        seen = fingerprint(*what_is_read(place.own), within_s=_LOOK_S, roughly=True)
+        seen = fingerprint(*what_is_read(place.own), within_s=_LOOK_S)
         place.aside_s += clock.monotonic() - began_s
         return seen
 
