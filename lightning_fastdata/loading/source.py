@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import sys
@@ -74,7 +73,7 @@ from lightning_fastdata.loading.tuner import Tuner, log
 from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import deciding, is_drawn_at_start
-from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
+from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, derived_seed, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 from lightning_fastdata.tree import find_composes
 from lightning_fastdata.types import Batch, Stage
@@ -320,7 +319,7 @@ class KeptExecutor:
             return base_seed
         # A worker_init_fn may draw from the generators of its process: they have to give other
         # numbers for another epoch, seed or global seed.
-        return _digest(self.plan.seed, self.epoch(), base_seed)
+        return derived_seed(self.plan.seed, self.epoch(), base_seed) >> 1  # 63 bits, as torch's
 
     def _start_epoch(self, executor: Executor) -> None:
         if self.indices is not None:
@@ -379,7 +378,7 @@ class KeptExecutor:
             if self.persistent and self._iterator is not None:
                 return  # the workers of the epoch before are there, and go on
             # With the same seed, a stream would repeat the draws of its last epoch.
-            base_seed = _digest(base_seed, epoch)
+            base_seed = derived_seed(base_seed, epoch) >> 1
         if self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
@@ -451,12 +450,6 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
-
-
-def _digest(*numbers: int) -> int:
-    """Return a seed that is computed from some numbers, 0 to 2**63 - 1."""
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class EpochIterator:
