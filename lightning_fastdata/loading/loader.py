@@ -51,7 +51,6 @@ from lightning_fastdata.loading.source import (
     order_of,
     reads_with_torch,
     setup_of,
-    splits_batches,
     tuner_for,
     workers_of,
 )
@@ -731,8 +730,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
             settings = self.as_set_up()
-            split = splits_batches(settings)
-            inner.resize(workers, ahead_by_index(settings, workers, split=split))
+            inner.resize(workers, ahead_by_index(settings, workers))
             rests_on = (*settings._rests_on(), self._inner_settings[-1])
             vars(self)["_inner_settings"] = rests_on
 

@@ -688,16 +688,13 @@ def _open_executor(
     default = collate_fn is collate_samples and makes_batches(settings)
     in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
-    default = default and not gathered
-    splits = default and not kind_of(executor).elsewhere
     ahead = settings.num_workers * (settings.prefetch_factor or _TORCH_PREFETCH)
     if not streamed:
-        split = splits and not reads_together(settings.dataset)
-        ahead = ahead_by_index(settings, settings.num_workers, split=split)
+        ahead = ahead_by_index(settings, settings.num_workers)
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
-        default_collation=default,
+        default_collation=default and not gathered,
         gathered=gathered,
         compared=() if streamed else (settings.dataset, settings.collate_fn),
         transform=worker_part,
@@ -779,11 +776,8 @@ def _stands_by(settings: Loader) -> bool:
     return settings.training.standby and sure and not works and settings.transform is None
 
 
-def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
-    """Return how many batches are under way at once when side processes read by index.
-
-    ``split``: whether the samples of one batch are shared out among several workers.
-    """
+def ahead_by_index(loader: Loader, workers: int) -> int:
+    """Return how many batches are under way at once when side processes read by index."""
     if not is_drawn_at_start(order_of(loader)):
         # The sampler may depend on what steps write, so it is asked when torch would ask it: for
         # all of these batches at first, then for one more before each batch is handed out.
@@ -792,7 +786,7 @@ def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
         workers,
         prefetch=loader.asked_prefetch_factor,
         batch_size=loader.batch_size or 1,
-        split=split,
+        split=splits_batches(loader),
     )
 
 
@@ -825,7 +819,7 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
     if workers and scheduling == "batch":
         ahead = workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH)
     elif workers:
-        ahead = ahead_by_index(loader, workers, split=splits_batches(loader))
+        ahead = ahead_by_index(loader, workers)
     return LoaderSetup(
         workers=workers,
         look_ahead=ahead,
