@@ -122,7 +122,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     pool = PoolExecutor(
         plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial
     )
-    if given.ways is None or not plan.standby:
+    if given.ways is None:
         return pool
     from lightning_fastdata.executors.standby import StandbyExecutor
 

@@ -153,7 +153,8 @@ class KeptExecutor:
     """Returns the length that the loader of a stream has reported; None for map-style data."""
 
     def __post_init__(self) -> None:
-        self.trial, self.ways = CrewTrial(self.settings.num_workers), Ways()
+        self.trial = CrewTrial(self.settings.num_workers)
+        self.ways = Ways() if _stands_by(self.settings) else None
         self.aside = kind_of(self.name).side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
@@ -699,7 +700,6 @@ def _open_executor(
         compared=() if streamed else (settings.dataset, settings.collate_fn),
         transform=worker_part,
         at_start=settings.training.chosen and is_drawn_at_start(order_of(settings)),
-        standby=_stands_by(settings),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
         # A stream's random numbers go on from sample to sample, as its state does: no keys.
