@@ -72,8 +72,8 @@ class _CrewExecutor(ABC):
         plan: FetchPlan,
         *,
         processes: int,
-        pin_thread: PinThread | None = None,
-        trial: watches.CrewTrial | None = None,
+        pin_thread: PinThread | None,
+        trial: watches.CrewTrial | None,
     ) -> None:
         self.plan = plan
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
