@@ -164,7 +164,8 @@ class KeptExecutor:
         self.told = False
         """Whether the dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
-        self._respawned = 0
+        self._deaths = 0
+        """Number of side processes that had died when the last batch was handed over."""
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
         ahead = self.aside or kind_of(self.name).gathers
         self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
@@ -223,7 +224,7 @@ class KeptExecutor:
         self.last = executor
         if keep:
             self._iterator = executor
-        self._respawned = getattr(executor, "respawned", 0)
+        self._deaths = self.plan.faults.deaths
         reported = None if self.reported_batches is None else self.reported_batches()
         over = self._ask_workers if keep else None
         running = EpochIterator(executor, self.finish, reported, over=over)
@@ -410,15 +411,15 @@ class KeptExecutor:
 
     def _tell_other_state(self) -> None:
         """Warn if a worker that replaced a dead one may read other data."""
-        respawned: int = getattr(self.last, "respawned", 0)
-        if respawned > self._respawned and self._has_changed():
+        deaths = self.plan.faults.deaths
+        if deaths > self._deaths and self._has_changed():
             warnings.warn(
                 f"A worker that died was replaced, and the new one may read other samples: "
                 f"{_CHANGED}.",
                 FastDataWarning,
                 stacklevel=2,
             )
-        self._respawned = respawned
+        self._deaths = deaths
 
     def _at_work(self) -> list[Executor]:
         self._leave_to_parent()

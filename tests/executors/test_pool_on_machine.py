@@ -152,7 +152,7 @@ def disturb(seed, chaos):
                     break
             assert got == list(range(len(got))), (seed, epoch)
             assert stops or len(got) == steps * size, (seed, epoch)
-        chaos.deaths += pool.respawned
+        chaos.deaths += pool.plan.faults.deaths
         pool.close()
 
 
@@ -182,7 +182,7 @@ def test_a_sample_that_kills_whoever_reads_it_is_named_after_four_deaths():
             next(pool)
         assert got.tolist() == list(range(32))
         assert next(pool).tolist() == list(range(40, 48))
-        assert pool.respawned == 4
+        assert pool.plan.faults.deaths == 4
         pool.close()
 
 
@@ -246,7 +246,7 @@ def test_who_is_slow_is_not_stuck(cost):
         pool = VirtualExecutor(machine, fetch_plan(Numbers(16, cost), timeout_s=1.0), processes=1)
         pool.start_epoch(iter(batches_of(2, 8)), 0)
         assert torch.cat(list(pool)).tolist() == list(range(16))
-        assert pool.respawned == 0
+        assert pool.plan.faults.deaths == 0
         pool.close()
 
 

@@ -265,11 +265,6 @@ class PoolExecutor(_CrewExecutor):
         self._load.delivered()
         return batch
 
-    @property
-    def respawned(self) -> int:
-        """Number of side processes that died and were replaced."""
-        return self._crew.respawned
-
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._first = True
