@@ -528,7 +528,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _reads_later(self) -> bool:
         """Return whether later batches of this epoch are read in the state of that time."""
-        return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
+        executor = self._inner.last if isinstance(self._inner, KeptExecutor) else None
+        return bool(getattr(executor, "reads_later", True))
 
     def _begin(self, draw_from: torch.Generator | None) -> tuple[Pass, Iterator[Batch]]:
         begun, training = self._next_pass(), self.training

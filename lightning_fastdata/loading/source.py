@@ -357,11 +357,6 @@ class KeptExecutor:
         return self.persistent or not self.aside
 
     @property
-    def reads_later(self) -> bool:
-        """Whether later batches of this epoch are read in the state of that time."""
-        return bool(getattr(self.last, "reads_later", True))
-
-    @property
     def draws(self) -> bool:
         """Whether a stream, or its ``collate_fn``, was seen to draw from global generators."""
         history = self.last.history if isinstance(self.last, StreamReader) else None
