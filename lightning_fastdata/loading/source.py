@@ -149,8 +149,6 @@ class KeptExecutor:
     """Returns the number of the epoch that begins."""
     staged: Stage | None
     """Stage of the :class:`StagedBatch` to deliver, without draws; None: deliver plain batches."""
-    reported_batches: Callable[[], int | None] | None
-    """Returns the length that the loader of a stream has reported; None for map-style data."""
 
     def __post_init__(self) -> None:
         self.trial = CrewTrial(self.settings.num_workers)
@@ -174,6 +172,8 @@ class KeptExecutor:
         """Iterators that are still referenced, finished ones too."""
         self.draw_from: torch.Generator | None = None
         """Generator of the next base seed; None: torch's global one."""
+        self.reported: int | None = None
+        """Number of batches that the loader has reported; None: it was not asked."""
         self.base_seed: int | None = None
         """Seed from which those of the side processes are derived; None: it is not drawn yet."""
         self._earlier_seed: int | None = None
@@ -225,7 +225,7 @@ class KeptExecutor:
         if keep:
             self._iterator = executor
         self._deaths = self.plan.faults.deaths
-        reported = None if self.reported_batches is None else self.reported_batches()
+        reported = self.reported if self.indices is None else None
         over = self._ask_workers if keep else None
         running = EpochIterator(executor, self.finish, reported, over=over)
         self._iterators.add(running)
@@ -579,7 +579,6 @@ def open_source(
     indices: EpochIndices | None,
     epochs: EpochCell,
     *,
-    reported: dict[str, int],
     stamps: WaitWatch | None,
 ) -> Source:
     """Return the source of a loader's batches.
@@ -590,7 +589,6 @@ def open_source(
         settings: The loader, as it is set up now.
         indices: Gives the indices of its epochs; None for a stream.
         epochs: Holds the epoch that the loader is in.
-        reported: Holds under ``"batches"`` the length that a stream has reported.
         stamps: Notes the calls of the sampler by torch's own iterator; None: they are not noted.
 
     Raises:
@@ -611,7 +609,7 @@ def open_source(
         always=torchs and indices is not None and draws_by_itself(settings.dataset),
     )
     if not torchs:
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, worker_part)
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, worker_part)
     wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
     if wrapped and settings.num_workers > 1:
         raise OptionsError(_WRAPPED_PIPE.format(name=type(settings.dataset).__name__))
@@ -641,20 +639,20 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 
 
 def epoch_of(
-    source: Source, *, reported: bool, draw_from: torch.Generator | None
+    source: Source, *, reported: int | None, draw_from: torch.Generator | None
 ) -> Iterator[Batch]:
     """Begin an epoch of a source.
 
-    ``reported``: whether somebody has asked for the length. ``draw_from``: the generator from which
-    the base seed of the epoch is drawn; None: torch's global one.
+    ``reported``: length that the loader has told; None: nobody has asked for it. ``draw_from``: the
+    generator from which the base seed of the epoch is drawn; None: torch's global one.
     """
     if isinstance(source, KeptExecutor):
-        source.draw_from = draw_from
+        source.draw_from, source.reported = draw_from, reported
     else:
         source.generator = draw_from
         if isinstance(source.worker_init_fn, WorkerStart):
             source.worker_init_fn.about_to_start(source.multiprocessing_context)
-        if reported:
+        if reported is not None:
             with contextlib.suppress(TypeError):
                 len(source)  # so that torch warns if a stream gives more than it reported
     return iter(source)
@@ -677,7 +675,6 @@ def _open_executor(
     dataset: Dataset[Any],
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
-    reported: dict[str, int],
     worker_part: WorkerTransform | None,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
@@ -728,7 +725,6 @@ def _open_executor(
         indices=indices,
         epoch=epochs.get,
         staged=None if staged else settings.staged,
-        reported_batches=partial(reported.get, "batches") if streamed else None,
     )
 
 
