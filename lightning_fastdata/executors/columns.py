@@ -422,11 +422,6 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     return rows
 
 
-def gatherable(dataset: object) -> bool:
-    """Return whether batches of the dataset can be gathered; see :func:`rows_of`."""
-    return rows_of(dataset) is not None
-
-
 def _form(dataset: Any, columns: list[Column]) -> Batch:
     """Append the columns of a dataset, and return the form of its batches."""
     kind = type(dataset)
