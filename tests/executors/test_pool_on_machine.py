@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.watches import CrewTrial
 
 SOME = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001)
 
@@ -70,6 +71,24 @@ def recorded(
 
 def waits(index):
     sleep(0.002)
+
+
+def test_half_of_the_workers_that_there_are_by_then_are_compared_with_all_also_in_a_later_epoch():
+    machine, records, trial = Machine(8), deque(), CrewTrial(2)
+    with machine.installed():
+        plan = fetch_plan(Numbers(9600, waits))
+        for processes in (2, 6):  # workers that are not kept: each epoch has others
+            pool = VirtualExecutor(machine, plan, costs=SOME, processes=processes, trial=trial)
+            if processes == 2:
+                pool.resize(6)
+            else:
+                pool.record(records)
+            pool.start_epoch(iter(batches_of(400, 24)), 0)
+            for _ in pool:
+                sleep(0.0001)
+            pool.close()
+    found = [stamps.rates for stamps in records if stamps.rates is not None]
+    assert [(rates.few, rates.many) for rates in found] == [(3, 6)]
 
 
 def computes(index):

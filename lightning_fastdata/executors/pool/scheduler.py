@@ -294,7 +294,7 @@ class PoolExecutor(_CrewExecutor):
         if look_ahead is not None:
             self.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
-        self._trial = self._trial.with_workers(workers)
+        self._trial.resize(workers)
 
     def ask_states(self, within_s: float) -> None:
         """Ask each side process for the state of what it reads, as the epoch is over."""
