@@ -284,17 +284,9 @@ class GatherExecutor:
         """Append the stamps of each batch to ``records`` from now on; None: stop."""
         self._records = records
 
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
-        """Gather ahead in ``workers`` threads, 4 at most, from now on."""
-        self._end_threads()
-        self._threads = min(workers, _MAX_THREADS)
-
     def close(self) -> None:
         """End the threads; batches handed out stay valid."""
         self._drop()
-        self._end_threads()
-
-    def _end_threads(self) -> None:
         if self._helpers is not None:
             self._helpers.shutdown(wait=False)
             self._helpers = None

@@ -384,7 +384,7 @@ class KeptExecutor:
         """Have each part of a stream begin the next epoch at a position that :meth:`lanes` gave."""
         self._in_stream = list(map(LanePosition.from_dict, lanes))
 
-    def resize(self, workers: int, look_ahead: int | None) -> None:
+    def resize(self, workers: int, look_ahead: int) -> None:
         """Read with ``workers`` side processes from now on, ``look_ahead`` batches ahead.
 
         Raises:
@@ -395,8 +395,9 @@ class KeptExecutor:
             if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
                 raise WorkerError(f"they would not read what the others do: {_CHANGED}")
         self.settings = self.settings.as_set_up(num_workers=workers)
-        self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
-        for executor in self._at_work():
+        self.plan = replace(self.plan, look_ahead=look_ahead)
+        at_work: list[Any] = self._at_work()  # of a kind with side processes
+        for executor in at_work:
             executor.resize(workers, look_ahead)
 
     def _has_changed(self) -> bool:

@@ -684,9 +684,6 @@ class StreamExecutor(_CrewExecutor):
         self._turn = self.history.first_turn
         self._fill()
 
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Do nothing: a stream is shared out among the processes that there are."""
-
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
         super().close()
