@@ -8,7 +8,6 @@ counted, written down, warned of, and limited (:class:`FaultLog`).
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import operator
@@ -29,6 +28,7 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsErro
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import append_privately
 from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.randomness.seeds import derived_seed
 from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.types import Batch
 
@@ -171,9 +171,7 @@ class SampleGuard:
 
     def stand_in(self, index: object, epoch: int, attempt: int = 1) -> int:
         """Return the index to read in place of a sample; not its own, if there are others."""
-        text = f"{self.seed},{epoch},{plain_index(index)},{attempt}".encode()
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-        at = number % len(self.candidates)
+        at = derived_seed(self.seed, epoch, plain_index(index), attempt) % len(self.candidates)
         if self.candidates[at] == index:
             at = (at + 1) % len(self.candidates)
         return self.candidates[at]

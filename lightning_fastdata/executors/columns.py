@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.batches.memory import same_batch
+from lightning_fastdata.batches.memory import is_plain, same_batch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_file import column_of
 from lightning_fastdata.errors import DatasetError
@@ -422,11 +422,6 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     return rows
 
 
-def gatherable(dataset: object) -> bool:
-    """Return whether batches of the dataset can be gathered; see :func:`rows_of`."""
-    return rows_of(dataset) is not None
-
-
 def _form(dataset: Any, columns: list[Column]) -> Batch:
     """Append the columns of a dataset, and return the form of its batches."""
     kind = type(dataset)
@@ -528,11 +523,9 @@ def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None
 def _tensor_column(tensor: torch.Tensor) -> Column:
     plain = (
         type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and is_plain(tensor)
         and tensor.dim() > 0
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
-        and not (tensor.is_conj() or tensor.is_neg())
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     )
     if not plain:
         raise NotRowsError

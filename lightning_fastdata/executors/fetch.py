@@ -93,9 +93,6 @@ class FetchPlan:
     at_start: bool = False
     """Whether the training process reads in place of side processes: from the dataset as it is when
     an epoch begins, as far as that takes little memory."""
-    standby: bool = False
-    """Whether the training process reads, too, as long as what is read is as it was when the epoch
-    began, while side processes stand by."""
     gathered: bool = False
     """Whether batches are rows of the dataset's columns; False: they are made sample by sample."""
     context: Any = None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
@@ -183,8 +181,8 @@ class GatherExecutor:
         self._odd = Fetcher(replace(plan, seed=None))
         self._threads = min(threads, _MAX_THREADS)
         self._pin_thread = pin_thread
-        self._started = 0
-        self._tasks: queue.SimpleQueue[GatherJob | None] = queue.SimpleQueue()
+        self._helpers: ThreadPoolExecutor | None = None
+        """The threads, which end with this object; None: no job was large enough for any."""
         self._pool = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
         self._rows: Rows | None = None
         self.reads_later = True
@@ -201,7 +199,6 @@ class GatherExecutor:
         self._records: deque[BatchStamps] | None = None
         self._count = 0
         self._first, self._begun = True, 0
-        self._stop = weakref.finalize(self, self._tasks.put, None)
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
@@ -287,15 +284,12 @@ class GatherExecutor:
         """Append the stamps of each batch to ``records`` from now on; None: stop."""
         self._records = records
 
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
-        """Gather ahead in ``workers`` threads, 4 at most, from now on."""
-        self._threads = min(workers, _MAX_THREADS)
-
     def close(self) -> None:
         """End the threads; batches handed out stay valid."""
         self._drop()
-        self._stop()
-        self._started = 0
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False)
+            self._helpers = None
 
     def _drop(self) -> None:
         for each in (*self._jobs, *self._ready):
@@ -338,22 +332,7 @@ class GatherExecutor:
         self._wanted = 2 if job.size_bytes > _JOB_BYTES else 3
         self._group = max(1, min(most, _JOB_BYTES * len(group) // job.size_bytes))
         if self._long or job.size_bytes >= _PIECE_BYTES:
-            self._offer(job)
-
-    def _offer(self, job: GatherJob) -> None:
-        while self._started < self._threads:
-            if not self._stop.alive:  # it was closed before
-                self._tasks = queue.SimpleQueue()
-                self._stop = weakref.finalize(self, self._tasks.put, None)
-            thread = threading.Thread(target=_run, args=(self._tasks,), daemon=True, name=_NAME)
-            thread.start()
-            self._started += 1
-        for _ in range(min(self._threads, job.pieces)):
-            self._tasks.put(job)
-
-
-def _run(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
-    while (job := tasks.get()) is not None:
-        job.work()
-        del job  # it holds the memory of its batches
-    tasks.put(None)  # for the next thread
+            if self._helpers is None:
+                self._helpers = ThreadPoolExecutor(self._threads, _NAME)
+            for _ in range(min(self._threads, job.pieces)):
+                self._helpers.submit(job.work)

@@ -445,9 +445,6 @@ class InlineExecutor:
         self._records = records
         self._fetcher.stamps = None if records is None else TaskWatch(-1, LineWatch())
 
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Do nothing: there are no workers."""
-
     def close(self) -> None:
         """Drop the epoch, and take no more stamps."""
         self._batches = iter(())

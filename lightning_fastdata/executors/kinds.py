@@ -78,7 +78,8 @@ class ExecutorKind:
     side_processes: bool = False
     """Whether ``num_workers`` processes of this package fetch into memory files, which only Linux
     has. Between epochs the processes are kept if that is asked for; threads and memory, which cost
-    nothing, always are. For data with an index, their number may change within an epoch."""
+    nothing, always are. For data with an index, ``resize(workers, look_ahead)`` of the executor
+    changes their number, and that of batches under way, within an epoch, and loses nothing."""
     room_elsewhere: Callable[[AnyExecutor, int], int] | None = None
     """Function that returns how many workers elsewhere each of a number of ranks has room for. CPUs
     of this machine do not limit them, and one worker makes a whole batch. None: the workers are on
@@ -122,7 +123,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     pool = PoolExecutor(
         plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial
     )
-    if given.ways is None or not plan.standby:
+    if given.ways is None:
         return pool
     from lightning_fastdata.executors.standby import StandbyExecutor
 
@@ -360,12 +361,6 @@ class Executor(Protocol):
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch to ``records`` from now on; None: stop."""
-
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Fetch with ``workers`` side processes from now on, without losing what is under way.
-
-        ``look_ahead``: Number of batches under way at once from now on; None: as before.
-        """
 
     def close(self) -> None:
         """Stop threads and processes; batches handed out stay valid."""

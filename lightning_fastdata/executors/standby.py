@@ -324,11 +324,6 @@ class StandbyExecutor:
         over = self._trial is not None and not self._pool.under_way()[1]
         return self._pool.ready() if self._aside and not over else None
 
-    @property
-    def respawned(self) -> int:
-        """Number of side processes that died and were replaced."""
-        return self._pool.respawned
-
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch to ``records`` from now on; None: stop."""
         self._here.record(records)

@@ -50,6 +50,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.columns import rows_of
 from lightning_fastdata.executors.kinds import OPEN_CONNECTION, open_handles
+from lightning_fastdata.executors.pool.watches import death
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock, system_calls
 from lightning_fastdata.host.clock import Clocks
@@ -906,9 +907,7 @@ def _listen(
                 continue
         if process.sentinel in ready:
             process.join()
-            code = process.exitcode or 0
-            died = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
-            return Failure(kind="died", what=died or f"left with exit code {code}")
+            return Failure(kind="died", what=death(process.exitcode))
         if clock.monotonic() > until:
             slow, never = f"took more than {deadline_s:g} s", f"did not start within {_START_S:g} s"
             return Failure(kind="late", what=slow if begun else never)

@@ -51,7 +51,6 @@ from lightning_fastdata.loading.source import (
     order_of,
     reads_with_torch,
     setup_of,
-    splits_batches,
     tuner_for,
     workers_of,
 )
@@ -447,7 +446,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             vars(self)["sampler"] = share
 
     def _nothing_is_read_yet(self) -> None:
-        self._reported: dict[str, int] = {}
+        self._reported: int | None = None
+        """Number of batches that ``len()`` has told last; None: nobody has asked for it."""
         self._epoch_cell = EpochCell()
         self._passes = Passes()
         self._asked_for: weakref.ref[position.CountedBatches] | None = None
@@ -473,7 +473,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         if reading is None or not reading.is_read:
             self._take_over()
         length = super().__len__()
-        self._reported["batches"] = length
+        vars(self)["_reported"] = length
         return length
 
     def __iter__(self) -> Iterator[Batch_co]:  # type: ignore[override]
@@ -529,7 +529,8 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
 
     def _reads_later(self) -> bool:
         """Return whether later batches of this epoch are read in the state of that time."""
-        return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
+        executor = self._inner.last if isinstance(self._inner, KeptExecutor) else None
+        return bool(getattr(executor, "reads_later", True))
 
     def _begin(self, draw_from: torch.Generator | None) -> tuple[Pass, Iterator[Batch]]:
         begun, training = self._next_pass(), self.training
@@ -633,15 +634,13 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 warnings.warn(text, FastDataWarning, stacklevel=2)
             stamps = self._ledger.wait if stamped else None
             vars(self)["_indices"] = indices = indices_of(settings)
-            inner = open_source(
-                settings, indices, self._epoch_cell, reported=self._reported, stamps=stamps
-            )
+            inner = open_source(settings, indices, self._epoch_cell, stamps=stamps)
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
             self._keep(inner, rests_on)
         again = self._go_on(begun)
         batches = source = epoch_of(
-            inner, reported=bool(self._reported), draw_from=draw_from or self.generator
+            inner, reported=self._reported, draw_from=draw_from or self.generator
         )
         if isinstance(inner, KeptExecutor):
             begun.executor, begun.base_seed = inner.last, inner.base_seed
@@ -731,8 +730,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
             settings = self.as_set_up()
-            split = splits_batches(settings)
-            inner.resize(workers, ahead_by_index(settings, workers, split=split))
+            inner.resize(workers, ahead_by_index(settings, workers))
             rests_on = (*settings._rests_on(), self._inner_settings[-1])
             vars(self)["_inner_settings"] = rests_on
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import sys
@@ -74,7 +73,7 @@ from lightning_fastdata.loading.tuner import Tuner, log
 from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import deciding, is_drawn_at_start
-from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, lasting
+from lightning_fastdata.randomness.seeds import EpochCell, OwnGenerators, derived_seed, lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 from lightning_fastdata.tree import find_composes
 from lightning_fastdata.types import Batch, Stage
@@ -150,11 +149,10 @@ class KeptExecutor:
     """Returns the number of the epoch that begins."""
     staged: Stage | None
     """Stage of the :class:`StagedBatch` to deliver, without draws; None: deliver plain batches."""
-    reported_batches: Callable[[], int | None] | None
-    """Returns the length that the loader of a stream has reported; None for map-style data."""
 
     def __post_init__(self) -> None:
-        self.trial, self.ways = CrewTrial(self.settings.num_workers), Ways()
+        self.trial = CrewTrial(self.settings.num_workers)
+        self.ways = Ways() if _stands_by(self.settings) else None
         self.aside = kind_of(self.name).side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
@@ -164,7 +162,8 @@ class KeptExecutor:
         self.told = False
         """Whether the dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
-        self._respawned = 0
+        self._deaths = 0
+        """Number of side processes that had died when the last batch was handed over."""
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
         ahead = self.aside or kind_of(self.name).gathers
         self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
@@ -173,6 +172,8 @@ class KeptExecutor:
         """Iterators that are still referenced, finished ones too."""
         self.draw_from: torch.Generator | None = None
         """Generator of the next base seed; None: torch's global one."""
+        self.reported: int | None = None
+        """Number of batches that the loader has reported; None: it was not asked."""
         self.base_seed: int | None = None
         """Seed from which those of the side processes are derived; None: it is not drawn yet."""
         self._earlier_seed: int | None = None
@@ -223,8 +224,8 @@ class KeptExecutor:
         self.last = executor
         if keep:
             self._iterator = executor
-        self._respawned = getattr(executor, "respawned", 0)
-        reported = None if self.reported_batches is None else self.reported_batches()
+        self._deaths = self.plan.faults.deaths
+        reported = self.reported if self.indices is None else None
         over = self._ask_workers if keep else None
         running = EpochIterator(executor, self.finish, reported, over=over)
         self._iterators.add(running)
@@ -320,7 +321,7 @@ class KeptExecutor:
             return base_seed
         # A worker_init_fn may draw from the generators of its process: they have to give other
         # numbers for another epoch, seed or global seed.
-        return _digest(self.plan.seed, self.epoch(), base_seed)
+        return derived_seed(self.plan.seed, self.epoch(), base_seed) >> 1  # 63 bits, as torch's
 
     def _start_epoch(self, executor: Executor) -> None:
         if self.indices is not None:
@@ -356,11 +357,6 @@ class KeptExecutor:
         return self.persistent or not self.aside
 
     @property
-    def reads_later(self) -> bool:
-        """Whether later batches of this epoch are read in the state of that time."""
-        return bool(getattr(self.last, "reads_later", True))
-
-    @property
     def draws(self) -> bool:
         """Whether a stream, or its ``collate_fn``, was seen to draw from global generators."""
         history = self.last.history if isinstance(self.last, StreamReader) else None
@@ -379,7 +375,7 @@ class KeptExecutor:
             if self.persistent and self._iterator is not None:
                 return  # the workers of the epoch before are there, and go on
             # With the same seed, a stream would repeat the draws of its last epoch.
-            base_seed = _digest(base_seed, epoch)
+            base_seed = derived_seed(base_seed, epoch) >> 1
         if self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
@@ -388,7 +384,7 @@ class KeptExecutor:
         """Have each part of a stream begin the next epoch at a position that :meth:`lanes` gave."""
         self._in_stream = list(map(LanePosition.from_dict, lanes))
 
-    def resize(self, workers: int, look_ahead: int | None) -> None:
+    def resize(self, workers: int, look_ahead: int) -> None:
         """Read with ``workers`` side processes from now on, ``look_ahead`` batches ahead.
 
         Raises:
@@ -399,8 +395,9 @@ class KeptExecutor:
             if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
                 raise WorkerError(f"they would not read what the others do: {_CHANGED}")
         self.settings = self.settings.as_set_up(num_workers=workers)
-        self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
-        for executor in self._at_work():
+        self.plan = replace(self.plan, look_ahead=look_ahead)
+        at_work: list[Any] = self._at_work()  # of a kind with side processes
+        for executor in at_work:
             executor.resize(workers, look_ahead)
 
     def _has_changed(self) -> bool:
@@ -410,15 +407,15 @@ class KeptExecutor:
 
     def _tell_other_state(self) -> None:
         """Warn if a worker that replaced a dead one may read other data."""
-        respawned: int = getattr(self.last, "respawned", 0)
-        if respawned > self._respawned and self._has_changed():
+        deaths = self.plan.faults.deaths
+        if deaths > self._deaths and self._has_changed():
             warnings.warn(
                 f"A worker that died was replaced, and the new one may read other samples: "
                 f"{_CHANGED}.",
                 FastDataWarning,
                 stacklevel=2,
             )
-        self._respawned = respawned
+        self._deaths = deaths
 
     def _at_work(self) -> list[Executor]:
         self._leave_to_parent()
@@ -451,12 +448,6 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
-
-
-def _digest(*numbers: int) -> int:
-    """Return a seed that is computed from some numbers, 0 to 2**63 - 1."""
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class EpochIterator:
@@ -589,7 +580,6 @@ def open_source(
     indices: EpochIndices | None,
     epochs: EpochCell,
     *,
-    reported: dict[str, int],
     stamps: WaitWatch | None,
 ) -> Source:
     """Return the source of a loader's batches.
@@ -600,7 +590,6 @@ def open_source(
         settings: The loader, as it is set up now.
         indices: Gives the indices of its epochs; None for a stream.
         epochs: Holds the epoch that the loader is in.
-        reported: Holds under ``"batches"`` the length that a stream has reported.
         stamps: Notes the calls of the sampler by torch's own iterator; None: they are not noted.
 
     Raises:
@@ -621,7 +610,7 @@ def open_source(
         always=torchs and indices is not None and draws_by_itself(settings.dataset),
     )
     if not torchs:
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, worker_part)
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, worker_part)
     wrapped = isinstance(settings.dataset, IterDataPipe) and dataset is not settings.dataset
     if wrapped and settings.num_workers > 1:
         raise OptionsError(_WRAPPED_PIPE.format(name=type(settings.dataset).__name__))
@@ -651,20 +640,20 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 
 
 def epoch_of(
-    source: Source, *, reported: bool, draw_from: torch.Generator | None
+    source: Source, *, reported: int | None, draw_from: torch.Generator | None
 ) -> Iterator[Batch]:
     """Begin an epoch of a source.
 
-    ``reported``: whether somebody has asked for the length. ``draw_from``: the generator from which
-    the base seed of the epoch is drawn; None: torch's global one.
+    ``reported``: length that the loader has told; None: nobody has asked for it. ``draw_from``: the
+    generator from which the base seed of the epoch is drawn; None: torch's global one.
     """
     if isinstance(source, KeptExecutor):
-        source.draw_from = draw_from
+        source.draw_from, source.reported = draw_from, reported
     else:
         source.generator = draw_from
         if isinstance(source.worker_init_fn, WorkerStart):
             source.worker_init_fn.about_to_start(source.multiprocessing_context)
-        if reported:
+        if reported is not None:
             with contextlib.suppress(TypeError):
                 len(source)  # so that torch warns if a stream gives more than it reported
     return iter(source)
@@ -687,7 +676,6 @@ def _open_executor(
     dataset: Dataset[Any],
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
-    reported: dict[str, int],
     worker_part: WorkerTransform | None,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
@@ -695,21 +683,17 @@ def _open_executor(
     default = collate_fn is collate_samples and makes_batches(settings)
     in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
-    default = default and not gathered
-    splits = default and not kind_of(executor).elsewhere
     ahead = settings.num_workers * (settings.prefetch_factor or _TORCH_PREFETCH)
     if not streamed:
-        split = splits and not reads_together(settings.dataset)
-        ahead = ahead_by_index(settings, settings.num_workers, split=split)
+        ahead = ahead_by_index(settings, settings.num_workers)
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
-        default_collation=default,
+        default_collation=default and not gathered,
         gathered=gathered,
         compared=() if streamed else (settings.dataset, settings.collate_fn),
         transform=worker_part,
         at_start=settings.training.chosen and is_drawn_at_start(order_of(settings)),
-        standby=_stands_by(settings),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
         # A stream's random numbers go on from sample to sample, as its state does: no keys.
@@ -742,7 +726,6 @@ def _open_executor(
         indices=indices,
         epoch=epochs.get,
         staged=None if staged else settings.staged,
-        reported_batches=partial(reported.get, "batches") if streamed else None,
     )
 
 
@@ -786,11 +769,8 @@ def _stands_by(settings: Loader) -> bool:
     return settings.training.standby and sure and not works and settings.transform is None
 
 
-def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
-    """Return how many batches are under way at once when side processes read by index.
-
-    ``split``: whether the samples of one batch are shared out among several workers.
-    """
+def ahead_by_index(loader: Loader, workers: int) -> int:
+    """Return how many batches are under way at once when side processes read by index."""
     if not is_drawn_at_start(order_of(loader)):
         # The sampler may depend on what steps write, so it is asked when torch would ask it: for
         # all of these batches at first, then for one more before each batch is handed out.
@@ -799,7 +779,7 @@ def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
         workers,
         prefetch=loader.asked_prefetch_factor,
         batch_size=loader.batch_size or 1,
-        split=split,
+        split=splits_batches(loader),
     )
 
 
@@ -832,7 +812,7 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
     if workers and scheduling == "batch":
         ahead = workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH)
     elif workers:
-        ahead = ahead_by_index(loader, workers, split=splits_batches(loader))
+        ahead = ahead_by_index(loader, workers)
     return LoaderSetup(
         workers=workers,
         look_ahead=ahead,

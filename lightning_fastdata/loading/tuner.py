@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host import clock
@@ -38,8 +38,12 @@ from lightning_fastdata.loading.simulate import (
     scaled,
     simulate,
 )
+from lightning_fastdata.loading.stamped import Around
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.types import Batch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.loader import FastDataLoader
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")
 
@@ -117,23 +121,8 @@ _REFUSALS: Final = (WorkerError, OSError, TypeError, AttributeError, pickle.Pick
 """Errors that refuse workers: of the system, or of a dataset that no longer can be sent to them."""
 
 Outcome = Literal["tried", "kept", "taken back"]
-
-
-class Tunable(Protocol):
-    """A loader whose workers may be changed while it is read."""
-
-    @property
-    def num_workers(self) -> int:
-        """Number of side processes that read, at least 1."""
-
-    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-        """Return the setup of the loader with ``workers``, for the model; None: it knows none."""
-
-    def set_workers(self, workers: int) -> None:
-        """Read with ``workers`` workers from now on."""
-
-    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch to ``records`` from now on; None: stop."""
+Tunable: TypeAlias = "FastDataLoader[Any]"
+"""A loader with workers that may be changed while it is read."""
 
 
 class Window(NamedTuple):
@@ -441,25 +430,18 @@ def _differs(one: Window, other: Window) -> bool:
     return shorter < (1 - _CHANGED) * longer
 
 
-class _Watched:
+class _Watched(Around):
     """Tells a tuner of each batch that is asked for and delivered."""
 
     def __init__(self, batches: Iterator[Batch], tuner: Tuner) -> None:
-        self._batches, self._tuner = batches, tuner
-
-    def __iter__(self) -> _Watched:
-        return self
+        super().__init__(batches)
+        self._tuner = tuner
 
     def __next__(self) -> Batch:
         self._tuner.requested()
         batch = next(self._batches)
         self._tuner.delivered()
         return batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_batches", "_tuner"):
-            raise AttributeError(name)
-        return getattr(self._batches, name)
 
 
 class Pressure(NamedTuple):
@@ -603,7 +585,7 @@ def propose(
     more of the CPUs; or leave it as it is, also for the ``dearest`` batches that were seen, and if
     their samples came to take a quarter longer. The model takes milliseconds for each number, so
     that no more are looked at than needed. The smallest of ``numbers`` comes first. ``setup_with``
-    is that of :class:`Tunable`.
+    is that of a loader, with the CPUs of the tuner.
     """
     here = setup_with(now)
     if not costs or here is None:

@@ -623,8 +623,9 @@ def _grouped_in(source: object) -> object:
 def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
 
-    Python integers cost more than copying a row does. For torch's own samplers and for those of
-    this module the same indices are computed as one array; any other sampler is iterated as usual.
+    Python integers cost more than copying a row does. For torch's own samplers that draw an epoch
+    at its start, and for those of this module, the same indices are computed as one array; any
+    other sampler is iterated as usual.
     """
     plan = epoch_order(batch_sampler)
     if plan is not None:
@@ -644,7 +645,7 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
 
 
 def _drawn_order(sampler: object) -> Ints | None:
-    """Return the order that a sampler of torch's will give; None for subclasses and others."""
+    """Return the order that a sampler of torch's draws at its start; None for all others."""
     if type(sampler) is RandomSampler and not sampler.replacement:
         length, generator = len(sampler.data_source), sampler.generator
         if sampler.num_samples != length:
@@ -653,12 +654,6 @@ def _drawn_order(sampler: object) -> Ints | None:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return drawn_permutation(length, generator)
-    if type(sampler) is SubsetRandomSampler:
-        indices = np.asarray(sampler.indices)
-        if indices.ndim != 1 or indices.dtype.kind != "i":
-            return None
-        order = drawn_permutation(len(indices), sampler.generator)
-        return indices.astype(np.int64, copy=False)[order]
     if type(sampler) is WeightedRandomSampler:
         drawn: Ints = torch.multinomial(
             sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator

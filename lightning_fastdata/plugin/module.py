@@ -30,7 +30,7 @@ from lightning_fastdata.errors import (
     checked_seed,
     is_whole,
 )
-from lightning_fastdata.executors.columns import gatherable
+from lightning_fastdata.executors.columns import rows_of
 from lightning_fastdata.loading.facts import (
     DatasetFacts,
     Questions,
@@ -677,7 +677,7 @@ class DataModule:
         dataset = cached = spec.dataset
         again = spec.stage in ("train", "val") and not spec.is_stream
         # A dataset with an order of its own has another sample at each index in every epoch.
-        if self.cache and again and not has_own_order(dataset) and not gatherable(dataset):
+        if self.cache and again and not has_own_order(dataset) and rows_of(dataset) is None:
             known, cached, _ = self._caches.get(spec.name, (None, dataset, None))
             if known is not dataset:
                 cached, decided = kept(dataset, self.cache, self._trainer)

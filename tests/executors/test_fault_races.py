@@ -121,7 +121,7 @@ def test_a_task_that_woke_a_process_about_to_leave_wakes_another(pool) -> None:
     kill(executor.children[0])
     executor.start_epoch([[index] for index in range(50)], 0)
     assert firsts(executor) == list(range(50))
-    until(lambda: executor.ready() and executor.respawned)
+    until(lambda: executor.ready() and executor.plan.faults.deaths)
     # They wait for tasks, process 1 the longer, which is woken first.
     until(lambda: all(sleeps(child) for child in executor.children.values()))
     allowed = os.sched_getaffinity(0)
@@ -196,7 +196,7 @@ def test_a_process_that_starts_is_given_no_memory_that_was_given_up(pool) -> Non
     while not executor.children[2].answers:
         executor.start_epoch([[index] for index in range(20)], epochs := epochs + 1)
         assert firsts(executor) == list(range(20))
-    assert executor.respawned == 0
+    assert executor.plan.faults.deaths == 0
 
 
 class Private(Dataset):
@@ -212,7 +212,7 @@ def test_a_batch_that_cannot_be_pickled_is_an_error(pool) -> None:
     for _ in range(6):
         with pytest.raises(RuntimeError, match="pickle"):
             next(executor)
-    assert not executor.respawned
+    assert not executor.plan.faults.deaths
 
 
 def unknown() -> None:
@@ -234,7 +234,7 @@ def test_indices_that_cannot_be_unpickled_are_an_error(pool, length: int) -> Non
     with pytest.raises(ImportError, match="no such index here"):
         next(executor)
     assert firsts(executor) == [2]
-    assert not executor.respawned
+    assert not executor.plan.faults.deaths
 
 
 class Told(Dataset):
@@ -298,7 +298,7 @@ def test_a_death_is_seen_while_others_hold_the_wire(pool, crowded: ForkContext) 
         kill(child)
     seen += firsts(executor)
     assert seen == list(range(100))
-    assert executor.respawned >= 1
+    assert executor.plan.faults.deaths >= 1
 
 
 class Numbers(IterableDataset):
@@ -327,7 +327,7 @@ def test_processes_outlive_the_thread_that_started_them(pool) -> None:
     assert firsts(executor) == [0]
     executor.start_epoch([[index] for index in range(50)], 1)
     assert firsts(executor) == list(range(50))
-    assert not executor.respawned
+    assert not executor.plan.faults.deaths
 
 
 def test_idle_processes_that_are_killed_are_replaced(pool) -> None:
@@ -339,7 +339,7 @@ def test_idle_processes_that_are_killed_are_replaced(pool) -> None:
         kill(child)
     executor.start_epoch([[index] for index in range(20)], 1)
     assert firsts(executor) == list(range(20))
-    until(lambda: executor.ready() and executor.respawned == 5)
+    until(lambda: executor.ready() and executor.plan.faults.deaths == 5)
 
 
 def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way(pool) -> None:
@@ -389,7 +389,7 @@ executor.resize(4)
 executor.ready()
 for _ in range(crowd):
     os.close(socket.recv_fds(theirs, 1, 1)[1][0])
-print([int(samples[0][0]) for samples in executor] == list(range(90)), executor.respawned)
+print([int(samples[0][0]) for samples in executor] == list(range(90)), executor.plan.faults.deaths)
 executor.close()
 """
 
@@ -452,7 +452,7 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again(pool, tmp_pat
     (tmp_path / "go").touch()
     until(lambda: len({file.name.partition("-")[2] for file in tmp_path.glob("*-*")}) >= 4)
     assert [int(batch[0][0][0]) for batch in executor] == list(range(8))
-    assert executor.respawned == 1
+    assert executor.plan.faults.deaths == 1
 
 
 def test_what_a_process_said_before_it_died_is_heard() -> None:

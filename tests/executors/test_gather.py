@@ -33,7 +33,6 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.executors.columns import (
     ColumnDataset,
     TokenWindows,
-    gatherable,
     rows_of,
 )
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -143,7 +142,7 @@ def test_batches_are_those_of_torch_to_the_bit(data, dataset, threads) -> None:
     batches = data.draw(st.lists(st.lists(index, min_size=1, max_size=9), max_size=12))
     theirs = list(DataLoader(dataset, batch_sampler=batches))
     as_arrays = [np.array(batch) for batch in batches]
-    assert gatherable(dataset)
+    assert rows_of(dataset) is not None
     assert same(gathered(dataset, batches, threads=threads), theirs)
     assert same(gathered(dataset, as_arrays, threads=threads), theirs)
 
@@ -185,7 +184,7 @@ def hugging_face(rows: int = 30) -> Any:
 def test_tables_of_hugging_face_are_gathered_where_they_lie(view, form) -> None:
     names = ["label", "ids", "box", "score"]
     dataset = view(hugging_face().with_format(form, columns=names))
-    assert gatherable(dataset)
+    assert rows_of(dataset) is not None
     batches = list(BatchSampler(torch.randperm(len(dataset)).tolist(), 4, drop_last=False))
     theirs = list(DataLoader(dataset, batch_sampler=batches))
     for _ in range(2):
@@ -205,7 +204,7 @@ def test_other_tables_of_hugging_face_are_not_gathered() -> None:
         dataset.with_transform(lambda rows: rows),
         *(table.with_format("torch") for table in (ragged, missing, words, dataset.select([]))),
     ):
-        assert not gatherable(other)
+        assert rows_of(other) is None
 
 
 def test_no_row_of_pictures_is_read_to_see_whether_they_are_numbers() -> None:
@@ -214,7 +213,7 @@ def test_no_row_of_pictures_is_read_to_see_whether_they_are_numbers() -> None:
     pictures = datasets.Dataset.from_dict(
         {"picture": broken}, features=datasets.Features({"picture": datasets.Image()})
     )
-    assert not gatherable(pictures.with_format("torch"))
+    assert rows_of(pictures.with_format("torch")) is None
 
 
 def test_a_format_that_is_set_later_counts() -> None:
@@ -247,7 +246,7 @@ REFUSED = {
 
 @each("kind", REFUSED)
 def test_what_is_not_rows_as_they_are_is_not_gathered(kind) -> None:
-    assert not gatherable(REFUSED[kind])
+    assert rows_of(REFUSED[kind]) is None
     with pytest.raises(OptionsError, match="neither tensors nor arrays"):
         open_executor(plan_of(REFUSED[kind]), Resources(executor="gather"))
 
@@ -352,14 +351,14 @@ def test_what_is_replaced_between_epochs_is_read_anew(threads) -> None:
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_threads_end_with_their_executor(end) -> None:
     def running() -> set[threading.Thread]:
-        return {t for t in threading.enumerate() if t.name == "fastdata gather"}
+        return {t for t in threading.enumerate() if t.name.startswith("fastdata gather")}
 
     before = running()
     executor = GatherExecutor(plan_of(torch.rand(4000, 500)), threads=3)
     executor.start_epoch([range(1000)] * 9, 0)
     next(executor)
     mine = running() - before
-    assert len(mine) == 3
+    assert 1 <= len(mine) <= 3
     if end == "close":
         executor.close()
     del executor

@@ -82,7 +82,7 @@ def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(coll
     next(iter(loader))
     killer = Killer(loader._iterator, 7)
     # Deaths that were seen and made good are counted, not signals that were sent.
-    while loader._iterator.respawned < kills:
+    while loader.faults.deaths < kills:
         seen = [(x, r) for x, r, *_ in killer.watched(loader)]
         assert alike(seen, expected[epoch % 4])
         epoch += 1
@@ -94,7 +94,7 @@ def test_out_of_order_nothing_is_lost_or_doubled_while_processes_are_killed() ->
     loader = loader_of("workers", None, in_order=False)
     next(iter(loader))
     killer = Killer(loader._iterator, 8)
-    while loader._iterator.respawned < 8:
+    while loader.faults.deaths < 8:
         seen = sorted(x[:, 0].tolist() for x, *_ in killer.watched(loader))
         assert seen == [list(range(i, i + 6)) for i in range(0, LENGTH, 6)]
     loader.close()

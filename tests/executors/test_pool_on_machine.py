@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.pool.watches import CrewTrial
 
 SOME = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001)
 
@@ -70,6 +71,24 @@ def recorded(
 
 def waits(index):
     sleep(0.002)
+
+
+def test_half_of_the_workers_that_there_are_by_then_are_compared_with_all_also_in_a_later_epoch():
+    machine, records, trial = Machine(8), deque(), CrewTrial(2)
+    with machine.installed():
+        plan = fetch_plan(Numbers(9600, waits))
+        for processes in (2, 6):  # workers that are not kept: each epoch has others
+            pool = VirtualExecutor(machine, plan, costs=SOME, processes=processes, trial=trial)
+            if processes == 2:
+                pool.resize(6)
+            else:
+                pool.record(records)
+            pool.start_epoch(iter(batches_of(400, 24)), 0)
+            for _ in pool:
+                sleep(0.0001)
+            pool.close()
+    found = [stamps.rates for stamps in records if stamps.rates is not None]
+    assert [(rates.few, rates.many) for rates in found] == [(3, 6)]
 
 
 def computes(index):
@@ -152,7 +171,7 @@ def disturb(seed, chaos):
                     break
             assert got == list(range(len(got))), (seed, epoch)
             assert stops or len(got) == steps * size, (seed, epoch)
-        chaos.deaths += pool.respawned
+        chaos.deaths += pool.plan.faults.deaths
         pool.close()
 
 
@@ -182,7 +201,7 @@ def test_a_sample_that_kills_whoever_reads_it_is_named_after_four_deaths():
             next(pool)
         assert got.tolist() == list(range(32))
         assert next(pool).tolist() == list(range(40, 48))
-        assert pool.respawned == 4
+        assert pool.plan.faults.deaths == 4
         pool.close()
 
 
@@ -246,7 +265,7 @@ def test_who_is_slow_is_not_stuck(cost):
         pool = VirtualExecutor(machine, fetch_plan(Numbers(16, cost), timeout_s=1.0), processes=1)
         pool.start_epoch(iter(batches_of(2, 8)), 0)
         assert torch.cat(list(pool)).tolist() == list(range(16))
-        assert pool.respawned == 0
+        assert pool.plan.faults.deaths == 0
         pool.close()
 
 

@@ -1005,6 +1005,20 @@ def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() 
         assert seen(FastDataLoader, workers) == wanted
 
 
+def test_rows_are_gathered_of_a_random_subset_whose_indices_steps_change_as_torch_reads_it() -> (
+    None
+):
+    def seen(kind: Any, **how: Any) -> list[int]:
+        subset = SubsetRandomSampler(list(range(20)), torch.Generator().manual_seed(1))
+        found = []
+        for (batch,) in kind(TensorDataset(torch.arange(40)), 1, sampler=subset, **how):
+            found += batch.tolist()
+            subset.indices[:] = [(index + 20) % 40 for index in subset.indices]
+        return found
+
+    assert seen(FastDataLoader, executor="gather", num_workers=0) == seen(DataLoader)
+
+
 def test_a_sampler_without_batches_may_give_tensors_of_indices() -> None:
     indices = [torch.tensor([3, 4]), torch.tensor([1])]
     data, how = TensorDataset(torch.arange(10)), {"batch_size": None, "sampler": indices}

@@ -200,7 +200,7 @@ class VirtualCrew:
         self.machine, self.plan, self.costs = machine, plan, costs
         self.wanted = processes
         self.children: dict[int, VirtualWorker] = {}
-        self.respawned = self.generation = 0
+        self.generation = 0
         self.queue: deque[tuple[int, Task]] = deque()
         """Tasks that nobody has taken, by their numbers."""
         self.idle: deque[VirtualThread] = deque()
@@ -329,7 +329,6 @@ class VirtualCrew:
         del self.children[worker.number]
         worker.stop()
         yield Loss(worker, list(worker.tasks.values()), worker.suspect)
-        self.respawned += 1
         self.plan.faults.deaths += 1
         self._start_missing()
         for thread in list(self.idle):  # it may have been woken for what it has not taken

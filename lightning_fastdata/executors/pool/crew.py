@@ -519,7 +519,6 @@ class Crew:
     def __init__(self, plan: FetchPlan, slots: memory.SlotPool, *, processes: int) -> None:
         self.plan = plan
         self.wanted = processes
-        self.respawned = 0
         self._tasks: dict[int, Task] = {}
         self._count = 0
         self._generation = 0
@@ -786,10 +785,10 @@ class Crew:
             missing -= {other.progress.state for other in self.children.values()}
             if missing:
                 asked = set(self.children)
-                self._inquiries.append(_Inquiry(self.respawned, missing, asked, child))
-                self._send_all(protocol.AskTaken(self.respawned))
+                inquiry = _Inquiry(self.plan.faults.deaths, missing, asked, child)
+                self._inquiries.append(inquiry)
+                self._send_all(protocol.AskTaken(inquiry.number))
         yield from self._resolve(child)
-        self.respawned += 1
         self.plan.faults.deaths += 1
         if child.hang is None:
             self._deaths.note(child.exitcode, self._answered, living)

@@ -72,8 +72,8 @@ class _CrewExecutor(ABC):
         plan: FetchPlan,
         *,
         processes: int,
-        pin_thread: PinThread | None = None,
-        trial: watches.CrewTrial | None = None,
+        pin_thread: PinThread | None,
+        trial: watches.CrewTrial | None,
     ) -> None:
         self.plan = plan
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
@@ -265,11 +265,6 @@ class PoolExecutor(_CrewExecutor):
         self._load.delivered()
         return batch
 
-    @property
-    def respawned(self) -> int:
-        """Number of side processes that died and were replaced."""
-        return self._crew.respawned
-
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._first = True
@@ -299,7 +294,7 @@ class PoolExecutor(_CrewExecutor):
         if look_ahead is not None:
             self.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
-        self._trial = self._trial.with_workers(workers)
+        self._trial.resize(workers)
 
     def ask_states(self, within_s: float) -> None:
         """Ask each side process for the state of what it reads, as the epoch is over."""
@@ -688,9 +683,6 @@ class StreamExecutor(_CrewExecutor):
         self.history.start_epoch(workers, resume, going_on=going_on, over=over)
         self._turn = self.history.first_turn
         self._fill()
-
-    def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Do nothing: a stream is shared out among the processes that there are."""
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""

@@ -456,13 +456,16 @@ class CrewTrial:
         self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * workers)
         self._with_half: list[TaskStamps] = []
         self._since_ns: int | None = None
-        self._over = workers < 2
+        self._made = False
 
-    def with_workers(self, workers: int) -> CrewTrial:
-        """Return a trial for another number of workers, which is over if one was made already."""
-        other = CrewTrial(workers)
-        other._over = other._over or (self._over and self.workers > 1)
-        return other
+    @property
+    def _over(self) -> bool:
+        return self._made or self.workers < 2
+
+    def resize(self, workers: int) -> None:
+        """Compare another number of workers with half of them, if no trial was made already."""
+        self.given_up()
+        self.workers, self._with_all = workers, deque(maxlen=_KEPT * workers)
 
     def delivered(self, *, late: bool) -> None:
         """Note a batch that was delivered, and begin the trial if it is time for it."""
@@ -497,7 +500,7 @@ class CrewTrial:
         rates = ReadRates(
             self.limit, _per_s(half, busy_ns), self.workers, _per_s(before[1:], span_ns)
         )
-        self._over, self.limit = True, None
+        self._made, self.limit = True, None
         return rates
 
     def given_up(self) -> None:

@@ -189,7 +189,6 @@ class RayCrew:
         self.children: dict[int, ChildProcess] = {}
         """Child processes by number; this is always empty, as actors are none."""
         self.owing: list[ChildProcess] = []
-        self.respawned = 0
         self._tasks: dict[int, Task] = {}
         self._count = 0
         self._doubtful: dict[int, int] = {}
@@ -385,7 +384,6 @@ class RayCrew:
         """Let another actor take the place of one that is gone, and hand back its tasks."""
         self.ready.remove(reader)
         _kill(self._ray, reader)
-        self.respawned += 1
         self._plan.faults.deaths += 1
         self._died_in_a_row += 1
         self._head.look(now=True)
