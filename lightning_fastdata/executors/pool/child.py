@@ -38,6 +38,7 @@ from lightning_fastdata.caches.cached import rest_on_parent
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.beside import Waker
 from lightning_fastdata.executors.pool.protocol import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import keep_freed_memory
@@ -95,6 +96,7 @@ def child_main(
     progress = protocol.ProgressMemory.mapped(progress_memory)
     progress.state = protocol.State.INITIALISING
     runner = TaskRunner(wire, plan, number, progress, epoch, forked=bool(inherited.wires))
+    runner.waker = Waker()
     child = Child(runner, queues[0] if queues else None)
     if plan.worker_init_fn is not None:
         try:
@@ -294,6 +296,7 @@ class TaskRunner:
     forked: bool
     """Whether this is a copy of the training process, with everything at the same addresses."""
     stamped: bool = False
+    waker: Waker | None = None
     layout: SampleLayout | None = None
     maps: dict[int, mmap] = field(default_factory=dict)
     kept: _FirstSample | None = None
@@ -423,7 +426,7 @@ class TaskRunner:
             samples = []
             for offset, index in enumerate(indices[row : row + at_once], row):
                 fetcher.position = offset
-                self.progress.position = start + offset
+                self._reads(batch, start + offset)
                 if has_first and kept is not None:
                     samples.append(kept.sample)
                     has_first, kept = False, None
@@ -450,8 +453,14 @@ class TaskRunner:
                     stamps.collated(began_ns)
         return protocol.RowsWritten(), ()
 
+    def _reads(self, batch: int, position: int) -> None:
+        """Note which sample is being read."""
+        self.progress.read(batch, position)
+        if self.waker is not None and clock.monotonic_ns() >= self.waker.due_ns:
+            self.waker.mark()
+
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
-        mark = partial(self.progress.read, task.batch)
+        mark = partial(self._reads, task.batch)
         fetcher = self.fetcher
         result = fetcher.batch(task.indices, task.epoch, mark)
         if isinstance(fetcher, StreamFetcher) and result is END_OF_STREAM:

@@ -1,0 +1,86 @@
+"""Laws of a side process beside other programs: when it wakes its thread, without waiting."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import max_examples
+
+from lightning_fastdata.executors.pool.beside import Waker, WokenThread
+from lightning_fastdata.host import clock
+
+MS = 1_000_000
+LOOK_MS = 50
+
+
+class Scheduled(clock.Clock):
+    """A clock of a thread that runs and waits as it is told."""
+
+    def __init__(self) -> None:
+        self.ran_ns = self.waited_ns = 0
+
+    def open_schedstat(self) -> int:
+        return -1
+
+    def monotonic_ns(self) -> int:
+        return self.ran_ns + self.waited_ns
+
+    def thread_time_ns(self) -> int:
+        return self.ran_ns
+
+    def queued_ns(self, schedstat: int) -> int:
+        assert schedstat == -1
+        return self.waited_ns
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.made = self.wakes = 0
+
+    def __call__(self) -> Counts:
+        self.made += 1
+        return self
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+
+def wakes_in(machine: Scheduled, waker: Waker, counts: Counts, *, run_us: int, wait_us: int) -> int:
+    """Read samples for a second of this machine; return how often the thread was woken."""
+    before, until_ns = counts.wakes, machine.monotonic_ns() + 1000 * MS
+    while machine.monotonic_ns() < until_ns:
+        machine.ran_ns += 1000 * run_us
+        machine.waited_ns += 1000 * wait_us
+        if machine.monotonic_ns() >= waker.due_ns:
+            waker.mark()
+    return counts.wakes - before
+
+
+@given(
+    shares=st.lists(
+        st.tuples(st.integers(1, 5000), st.integers(0, 5000)).filter(lambda one: one[0] != one[1]),
+        min_size=1,
+        max_size=6,
+    )
+)
+@max_examples(50)
+def test_a_process_wakes_its_thread_while_it_waits_for_longer_than_it_runs(shares):
+    with clock.installed(machine := Scheduled()):
+        counts = Counts()
+        waker = Waker(counts)
+        for run_us, wait_us in shares:
+            # A look is at what was since the last one.
+            wakes_in(machine, waker, counts, run_us=run_us, wait_us=wait_us)
+            found = wakes_in(machine, waker, counts, run_us=run_us, wait_us=wait_us)
+            samples = 1_000_000 // (run_us + wait_us)
+            if wait_us < run_us:
+                assert found == 0
+            else:
+                assert min(samples, 1000) // 4 <= found <= 1001
+        assert counts.made == any(wait_us > run_us for run_us, wait_us in shares)
+
+
+def test_to_wake_a_thread_never_waits_for_it():
+    woken = WokenThread()
+    for _ in range(100_000):
+        woken.wake()
