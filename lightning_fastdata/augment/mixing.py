@@ -319,8 +319,14 @@ class Mixer:
                 "[n, classes]; say where they are with label=<key or index>."
             )
         if labels.ndim == 2:
+            if self._num_classes not in {None, labels.shape[1]}:
+                raise BatchError(
+                    f"The labels are {describe(labels)}, rows of {labels.shape[1]}, but "
+                    f"num_classes={self._num_classes} was given. Of a class in a row of one have "
+                    "the dataset return int(label); rows are mixed as they are without num_classes."
+                )
             return labels.float()
-        if labels.is_floating_point():
+        if labels.is_floating_point() or labels.is_complex():
             raise BatchError(
                 f"The labels are {describe(labels)}. Classes are integers: have the dataset return "
                 "int(label). One number for each sample to regress on is mixed as rows of one, "

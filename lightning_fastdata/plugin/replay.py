@@ -98,6 +98,13 @@ def replayed(
                 f"batch_size={twin.batch_size} and its trainer one device, as here: the batches "
                 f"would be others. Name a data module whose loader has {size} then."
             )
+        last = [_order_name(one) for one in module._training_loaders().values()]
+        trained, ours = saved.get("order", last[0] if len(last) == 1 else None), _order_name(loader)
+        if trained not in (None, ours):
+            raise OptionsError(
+                f"The training took the order of {trained}, as overfit_batches has it, and the "
+                f"data module that of {ours}: its batches would be others."
+            )
         if length not in (None, order.length):
             raise OptionsError(
                 f"The training of the checkpoint had length {length}, and the data module has "
@@ -161,6 +168,10 @@ def _training_loader(twin: DataModule) -> FastDataLoader:
     return one
 
 
+def _order_name(loader: FastDataLoader) -> str:
+    return type(deciding(loader.batch_sampler)).__name__
+
+
 def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> EpochOrder:
     """Return which samples the batches of an epoch held on one rank of several."""
     tell_samplers(epoch, loader.batch_sampler)
@@ -168,7 +179,7 @@ def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> Epoc
     if not isinstance(order, EpochOrder):
         on = f" on {ranks} ranks" if ranks > 1 else ""
         raise OptionsError(
-            f"The order of this training is that of {type(deciding(loader.batch_sampler)).__name__}"
+            f"The order of this training is that of {_order_name(loader)}"
             f"{on}, which does not follow from seed and epoch alone here, so that its batches "
             "cannot be found again."
         )

@@ -183,6 +183,9 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
     ("batch", "options", "said"),
     [
         ((torch.rand(2, 3, 8, 8), torch.arange(2)), {}, "num_classes"),
+        ((torch.rand(2, 3, 8, 8), torch.tensor([[1], [0]])), {"num_classes": 2}, "rows of 1, "),
+        ((torch.rand(2, 3, 8, 8), torch.rand(2, 4)), {"num_classes": 3}, "rows of 4, "),
+        ((torch.rand(2, 3, 8, 8), torch.tensor([1j, 0])), {"num_classes": 2}, "complex64"),
         ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "float32"),
         ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
         ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),

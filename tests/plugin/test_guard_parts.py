@@ -229,6 +229,25 @@ def test_without_a_guard_the_error_is_that_of_torch():
         fit(Model(forward=12), guard="off")
 
 
+class Compared(Model):
+    """Compares the views of a batch with each other."""
+
+    def training_step(self, batch, batch_idx):
+        ours, theirs = ([self.first(view) for view in batch[name]] for name in ("ours", "theirs"))
+        self.allocate("forward", len(ours[0]))
+        return sum((one - other).square().mean() for one in ours for other in theirs)
+
+
+def in_views(samples):
+    x, _, _ = default_collate(samples)
+    return {"ours": [x, x + 1], "theirs": [x + 2, x + 3]}
+
+
+def test_views_in_lists_are_not_taken_for_samples():
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Compared(forward=12), collate=in_views)
+
+
 def test_afterwards_the_module_is_as_it_was():
     model = Model(forward=12)
     with pytest.warns(FastDataWarning, match="ran out of memory"):

@@ -20,6 +20,7 @@ from lightning_fastdata.augment.mixing import MixUp, mixed
 from lightning_fastdata.cli import main
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.samplers import RankBatchSampler, SharedSampler, ShuffleSampler
+from lightning_fastdata.plugin.module import KEY
 from lightning_fastdata.plugin.replay import replayed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -304,6 +305,20 @@ def test_a_checkpoint_tells_seed_and_batch_size_and_a_step_counts_batches_of_all
     next((folder / "images" / "a").iterdir()).unlink()
     with refused("length [0-9]+.* has [0-9]+"):
         main(["replay", "trained.ckpt", "--datamodule", "train.py:Folder", "--step", "1"])
+
+
+def test_batches_of_a_training_that_was_not_shuffled_as_the_data_module_would_are_refused(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, saved = Data(4, options=options("inline"), seed=7), "trained.ckpt"
+    trainer = quiet_trainer(max_epochs=1, overfit_batches=2)
+    trainer.fit(Model(), datamodule=data)
+    trainer.save_checkpoint(saved)
+    state = torch.load(saved, weights_only=False)["Data"][KEY]["loaders"]
+    for module, how in ((data, {}), (Data(4, seed=7), {"saved": next(iter(state.values()))})):
+        with pytest.raises(OptionsError, match="SequentialSampler, as overfit_batches has it"):
+            replayed(module, 0, 0, **how)
 
 
 def test_a_module_finds_its_neighbours_by_its_name_and_by_its_file(folder, monkeypatch) -> None:

@@ -57,6 +57,7 @@ def rows_of(batch: Batch) -> int | None:
     """Return how many samples a batch has; None: it cannot be told.
 
     That is the first dimension of its tensors, or the length of its lists where it has no tensors.
+    Lists may be views or fields, and no samples, where all tensors in them have as many rows.
     """
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else None
@@ -64,8 +65,12 @@ def rows_of(batch: Batch) -> int | None:
     sizes = {len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()}
     if not sizes:
         sizes = {len(part) for part in parts if isinstance(part, list | tuple)}
+        rows = {
+            len(leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()
+        }
+        sizes |= rows if sizes and len(rows) == 1 else set()
     if not sizes:
-        sizes = {rows for part in parts if (rows := rows_of(part)) is not None}
+        sizes = {each for part in parts if (each := rows_of(part)) is not None}
     return sizes.pop() if len(sizes) == 1 else None
 
 
