@@ -80,7 +80,9 @@ def open_anew(files: Iterable[OpenFile]) -> None:
         if (status.st_dev, status.st_ino) != file.identity:
             continue
         try:
-            new = os.open(f"{_DESCRIPTORS}/{file.descriptor}", file.flags | os.O_CLOEXEC)
+            # The way to it is a link, which libraries such as SQLite forbid of their files.
+            flags = file.flags & ~os.O_NOFOLLOW | os.O_CLOEXEC
+            new = os.open(f"{_DESCRIPTORS}/{file.descriptor}", flags)
             try:
                 os.lseek(new, file.position, os.SEEK_SET)
                 os.dup2(new, file.descriptor, inheritable=os.get_inheritable(file.descriptor))

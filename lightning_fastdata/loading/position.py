@@ -11,6 +11,7 @@ import importlib.metadata
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias, cast
@@ -938,19 +939,22 @@ class ReadBatches(Around):
 
 
 def _some_of(leaf: object) -> str:
-    """Return some values of a leaf of a batch, as text."""
-    values: Any
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        values = leaf.detach().flatten()
-    elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-        values = leaf.reshape(-1)
-    elif isinstance(leaf, bytes):
-        values = np.frombuffer(leaf, np.uint8)
-    else:
-        known = isinstance(leaf, str | int | float | bool | np.generic | None)
-        return repr(leaf) if known else type(leaf).__name__
-    # With an odd step, the values come from different places in each sample.
-    return repr(values[:: len(values) // 64 | 1].tolist())
+    """Return some values of a leaf of a batch, as text; its class where it shows none."""
+    values: Any = leaf
+    # Tensors may refuse any of these: nested ones, some quantised ones, those without memory.
+    with suppress(Exception):
+        if isinstance(leaf, torch.Tensor):
+            # The class of a library may read more into an index than the place of a number.
+            values = leaf.as_subclass(torch.Tensor).detach()
+        elif isinstance(leaf, bytes):
+            values = np.frombuffer(leaf, np.uint8)
+        elif not isinstance(leaf, np.ndarray) or leaf.dtype.hasobject:
+            known = isinstance(leaf, str | int | float | bool | np.generic | None)
+            return repr(leaf) if known else type(leaf).__name__
+        values = values.reshape(-1)
+        # With an odd step, the values come from different places in each sample.
+        return repr(values[:: len(values) // 64 | 1].tolist())
+    return type(leaf).__name__
 
 
 def read_again(batches: ReadBatches, state: Position, stream: object, *, by_torch: bool) -> None:

@@ -88,6 +88,36 @@ def test_an_executor_that_needs_an_index_gives_way_to_workers() -> None:
         open_executor(plan, Resources(executor="gather"))
 
 
+class Meaningful(torch.Tensor):
+    """Of a library, which reads more into an index than the place of a number, as MONAI's does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            raise ValueError("no such place")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "collate_fn",
+    [
+        lambda rows: default_collate([row["x"].as_subclass(Meaningful) for row in rows]),
+        lambda rows: torch.nested.nested_tensor([row["x"] for row in rows]),
+        lambda rows: torch.empty(len(rows), device="meta"),
+    ],
+    ids=["class of a library", "nested", "without memory"],
+)
+def test_batches_of_any_kind_of_tensor_come_as_from_torch(collate_fn: Any, workers: int) -> None:
+    how: Any = {"batch_size": 2, "collate_fn": collate_fn, "num_workers": workers}
+    batches, torchs = (
+        [(type(batch), batch.is_nested, batch.device) for batch in make(Lengths([3]), **how)]
+        for make in (FastDataLoader, DataLoader)
+    )
+    assert batches == torchs
+
+
 class Told(Lengths):
     def __len__(self) -> int:
         return 4

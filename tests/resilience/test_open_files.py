@@ -182,7 +182,8 @@ def test_a_file_that_was_deleted_since_is_read_as_well(tmp_path):
     loader.close()
 
 
-def test_positions_and_flags_stay_and_what_is_written_to_is_left_alone(tmp_path):
+@pytest.mark.parametrize("more", [0, getattr(os, "O_NOFOLLOW", 0)], ids=["plain", "SQLite's"])
+def test_positions_and_flags_stay_and_what_is_written_to_is_left_alone(tmp_path, more):
     path = tmp_path / "rows"
     path.write_bytes(bytes(100))
     descriptors = []
@@ -190,7 +191,7 @@ def test_positions_and_flags_stay_and_what_is_written_to_is_left_alone(tmp_path)
         other = path if how == "rb" else tmp_path / "other"
         other.touch()
         descriptors.append(
-            os.open(other, {"rb": os.O_RDONLY, "r+b": os.O_RDWR}.get(how, os.O_WRONLY))
+            os.open(other, {"rb": os.O_RDONLY, "r+b": os.O_RDWR}.get(how, os.O_WRONLY) | more)
         )
     os.lseek(descriptors[0], 42, os.SEEK_SET)
     ours = {each.descriptor: each for each in files_being_read()}
