@@ -9,6 +9,7 @@ import contextlib
 import io
 import random
 import re
+from collections import UserDict
 from itertools import islice, pairwise
 
 import numpy as np
@@ -306,6 +307,32 @@ def test_a_dataset_with_a_state_gets_it_back(loader, kept):
         again.load_state_dict(state)
         assert {int(i) for batch in again for i in batch["stage"]} == {7}
         assert again.dataset.stage == 7
+
+
+class Table(Images, UserDict):
+    """A mapping, whose ``state_dict()`` is its data, as that of a TensorDict."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        UserDict.__init__(self)
+
+    def __getitem__(self, index):
+        return Images.__getitem__(self, index)
+
+    def __len__(self):
+        return Images.__len__(self)
+
+    def state_dict(self):
+        raise AssertionError
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_the_data_of_a_mapping_is_no_state_of_reading():
+    stopped = make(data=Table)
+    next(iter(stopped))
+    assert stopped.state_dict()["dataset_state"] is None
 
 
 class ForUser(Reversing):
