@@ -58,7 +58,7 @@ from lightning_fastdata.loading.source import (
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order import samplers
-from lightning_fastdata.order.epoch_order import Counted, dataset_length
+from lightning_fastdata.order.epoch_order import Counted, dataset_length, first_epoch
 from lightning_fastdata.order.indices import EpochIndices, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
@@ -539,6 +539,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._take_over()
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and training.run is None else epoch
+        number = first_epoch() if self.epoch is first_epoch else number
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
         notice_changes(self.dataset)
         if self.keeps and begun.state is not None and begun.state.dataset_state is not None:

@@ -414,7 +414,7 @@ class Passes:
         """
         pending = self._pending
         if epoch is not None:
-            number = epoch()
+            number = int(epoch())
         elif pending is not None:
             number = pending.epoch
         elif dataset_epoch is not None:

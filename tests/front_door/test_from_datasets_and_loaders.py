@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -263,6 +264,33 @@ def test_training_gets_the_batches_that_the_loader_gives(kind) -> None:
     workers = {"num_workers": 1} if kind == "stream" else {}
     data = FastDataModule.from_loaders(LOADERS[kind](), **workers)
     assert fitted(data, max_epochs=2)["train"] == model.batches["train"]
+
+
+class Turning(Sampler[int]):
+    """Has another order in each epoch that it is told."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + i) % 5 for i in range(5)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_evaluation_asks_a_sampler_in_the_epoch_that_lightning_tells_it(batch_size) -> None:
+    def loaders() -> list[Any]:
+        return [DataLoader(Numbers(), batch_size, sampler=Turning()) for _ in range(2)]
+
+    model = Seen()
+    trainer(max_epochs=3).fit(model, *loaders())
+    seen = fitted(FastDataModule.from_loaders(*loaders()), max_epochs=3)
+    assert (seen["train"], seen["val"]) == (model.batches["train"], model.batches["val"])
+    assert len({str(batch) for batch in seen["val"][:: len(seen["val"]) // 3]}) == 3
 
 
 class Columns(Numbers):
