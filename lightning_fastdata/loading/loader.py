@@ -283,7 +283,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             (``batch_size=None``), or without ``staged``.
     """
 
-    timeout: float | Literal["auto"]  # type: ignore[assignment]  # torch takes numbers alone
     _inner: Source | None
     _inner_settings: tuple[Any, ...] | None
     """Settings for which the source was made, and whether it takes stamps; None: no source."""
@@ -318,6 +317,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         split: bool | Literal["auto"] = "auto",
         training: Training = Training(),
     ) -> None:
+        timeout = "auto" if isinstance(timeout, options.LeftOpen) else timeout
         left = {"num_workers": num_workers is None, "pin_memory": not pin_memory}
         executor, num_workers, alone = _asked(executor, num_workers, worker_init_fn)
         chosen, tuner = training.chosen or num_workers == "auto", training.tuner
@@ -412,7 +412,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             collate_fn,
             pin_memory,
             drop_last,
-            0 if timeout == "auto" else timeout,
+            options.LeftOpen() if timeout == "auto" else timeout,
             worker_init_fn,
             multiprocessing_context,
             generator,
@@ -427,7 +427,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self.transform = transform
         self.on_device = on_device
         self.staged = staged
-        self.timeout = timeout
         self.training = replace(training, chosen=chosen, standby=standby, tuner=tuner)
         self._nothing_is_read_yet()
         if tuner is not None:
