@@ -534,11 +534,15 @@ def share_in(source: object) -> SharedSampler | None:
 
 
 def deciding(source: object) -> object:
-    """Return the object that decides the order: the one with a state to save, else the sampler."""
+    """Return the object that decides the order: the one with a state to save, else the sampler.
+
+    Batch samplers of libraries may have their dataset in the place of a sampler: they decide.
+    """
     share = share_in(source)
     source = source if share is None else share.source
     inner = sampler_in(source)
-    return source if inner is None or hasattr(source, "state_dict") else inner
+    by_itself = type(source) is not BatchSampler and hasattr(inner, "__getitem__")
+    return source if inner is None or by_itself or hasattr(source, "state_dict") else inner
 
 
 # -- orders that are known before they are drawn ---------------------------------------------------

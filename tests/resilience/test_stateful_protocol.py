@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from misses import each
 from resilience.cells import LOADERS, Draws, Reversing, weighted
 from resilience.runs import Images, digest, rows, through_a_file, warned
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, prefetch
 from lightning_fastdata.errors import OptionsError
@@ -37,7 +37,11 @@ def make(loader="inline", data=Images, length=LENGTH, **arguments):
         generator = torch.Generator().manual_seed(6)
         arguments["sampler"] = RandomSampler(range(length), generator=generator)
     return FastDataLoader(
-        data(length), BATCH, num_workers=workers, executor=executor, **{"seed": 3, **arguments}
+        data(length),
+        1 if "batch_sampler" in arguments else BATCH,
+        num_workers=workers,
+        executor=executor,
+        **{"seed": 3, **arguments},
     )
 
 
@@ -272,6 +276,28 @@ def test_an_order_of_ones_own_goes_on(order, loader, at):
     whole = [batch for epoch in epochs(3, **order()) for batch in epoch]
     again = resumed(left_after(at, loader, **order()), loader, **order())
     assert [*seen(again), *seen(again)] == whole[at : at + 2 * STEPS - at % STEPS]
+
+
+class OverData(BatchSampler):
+    """Draws its batches itself, and has the dataset in the place of a sampler, as in libraries."""
+
+    def __init__(self):
+        super().__init__(range(LENGTH), BATCH, False)
+        self.generator = torch.Generator().manual_seed(9)
+
+    def __iter__(self):
+        drawn = torch.randperm(LENGTH, generator=self.generator).split(BATCH)
+        return (indices.tolist() for indices in drawn)
+
+
+def test_a_batch_sampler_over_its_data_goes_on_with_the_generator_that_it_has():
+    first, second = epochs(2, sampler=None, batch_sampler=OverData())
+    again = resumed(
+        left_after(STEPS, sampler=None, batch_sampler=OverData()),
+        sampler=None,
+        batch_sampler=OverData(),
+    )
+    assert first != second == seen(again)
 
 
 class Counting(Images):
