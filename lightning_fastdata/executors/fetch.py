@@ -188,7 +188,8 @@ class Fetcher:
         self._own = plan.own if plan.seed is not None else None
         self._own_draws = bool(self._own)
         self._looked = False
-        self._epoch: int | None = None
+        self._looked_in: dict[bool, int] = {}
+        """Epoch in which generators were looked for behind reading (False) and collating (True)."""
         self._rows: Rows | None = None
         self._rows_in_epoch: int | None = None
 
@@ -281,7 +282,7 @@ class Fetcher:
 
     def _knows_draws(self, epoch: int) -> bool:
         """Return whether it is known that samples draw from no generators but the global ones."""
-        own = self._own is not None and (self._own_draws or epoch != self._epoch)
+        own = self._own is not None and (self._own_draws or epoch != self._looked_in.get(False))
         return self._looked and not own
 
     def _read(
@@ -289,12 +290,14 @@ class Fetcher:
     ) -> _Fetched:
         """Return ``read(asked)`` under the key of a sample.
 
-        It is called again if its first call in an epoch made the dataset create generators.
+        It is called again if its first call in an epoch made the dataset, or its ``collate_fn``,
+        create generators.
         """
         self._key(epoch, index)
         result = read(asked)
-        if self._own is not None and epoch != self._epoch:
-            self._epoch = epoch
+        collates = read is self.plan.collate_fn
+        if self._own is not None and epoch != self._looked_in.get(collates):
+            self._looked_in[collates] = epoch
             if self._own.look_again():
                 self._own_draws = True
                 self._key(epoch, index)
@@ -412,10 +415,12 @@ class Fetcher:
 
     def collate(self, samples: Sequence[Batch], indices: Collection[object], epoch: int) -> Batch:
         """Return the batch of samples."""
-        if not self.plan.default_collation and len(indices):
-            self._key(epoch, (_COLLATION, _in_key(next(iter(indices)))))
         began_ns = clock.monotonic_ns()
-        batch = self.plan.collate_fn(samples)
+        if self.plan.default_collation or not len(indices):
+            batch = self.plan.collate_fn(samples)
+        else:
+            key = _COLLATION, _in_key(next(iter(indices)))
+            batch = self._read(self.plan.collate_fn, samples, key, epoch)
         if self.stamps is not None:
             self.stamps.collated(began_ns)
         return batch

@@ -520,11 +520,20 @@ def probe_indices(
 
 
 def reads_one(spec: LoaderSpec, dataset: Dataset[Any]) -> Callable[[Any], Any]:
-    """Return a function that reads a sample as the loader does: alone, or as a batch of one."""
+    """Return a function that reads a sample as the loader does: alone, or as a batch of one.
+
+    What ``__getitems__`` returns is for ``collate_fn`` alone to know: a batch that is no sequence
+    (a dict of columns, a data frame) is taken for the sample.
+    """
     batched = spec.batch_size is not None or spec.batch_sampler is not None
-    if batched and fetches_in_batches(dataset):
-        return lambda key: dataset.__getitems__([key])[0]
-    return lambda key: dataset[key]
+    if not (batched and fetches_in_batches(dataset)):
+        return lambda key: dataset[key]
+
+    def read(key: Any) -> Any:
+        batch = dataset.__getitems__([key])
+        return batch[0] if isinstance(batch, Sequence | torch.Tensor | np.ndarray) else batch
+
+    return read
 
 
 def _further_samples(spec: LoaderSpec, dataset: Dataset[Any], count: int) -> tuple[Any, ...]:

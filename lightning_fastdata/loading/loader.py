@@ -57,7 +57,7 @@ from lightning_fastdata.loading.source import (
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order import samplers
-from lightning_fastdata.order.epoch_order import Counted, dataset_length
+from lightning_fastdata.order.epoch_order import Counted, dataset_length, first_epoch
 from lightning_fastdata.order.indices import EpochIndices, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
@@ -282,7 +282,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             (``batch_size=None``), or without ``staged``.
     """
 
-    timeout: float | Literal["auto"]  # type: ignore[assignment]  # torch takes numbers alone
     _inner: Source | None
     _inner_settings: tuple[Any, ...] | None
     """Settings for which the source was made, and whether it takes stamps; None: no source."""
@@ -317,6 +316,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         split: bool | Literal["auto"] = "auto",
         training: Training = Training(),
     ) -> None:
+        timeout = "auto" if isinstance(timeout, options.LeftOpen) else timeout
         left = {"num_workers": num_workers is None, "pin_memory": not pin_memory}
         executor, num_workers, alone = _asked(executor, num_workers, worker_init_fn)
         chosen, tuner = training.chosen or num_workers == "auto", training.tuner
@@ -411,7 +411,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             collate_fn,
             pin_memory,
             drop_last,
-            0 if timeout == "auto" else timeout,
+            options.LeftOpen() if timeout == "auto" else timeout,
             worker_init_fn,
             multiprocessing_context,
             generator,
@@ -426,7 +426,6 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self.transform = transform
         self.on_device = on_device
         self.staged = staged
-        self.timeout = timeout
         self.training = replace(training, chosen=chosen, standby=standby, tuner=tuner)
         self._nothing_is_read_yet()
         if tuner is not None:
@@ -540,6 +539,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._take_over()
         # Lightning sets the epoch only after it has made the iterator of a resumed run.
         number = Counted(epoch) if self.epoch is None and training.run is None else epoch
+        number = first_epoch() if self.epoch is first_epoch else number
         samplers.tell_samplers(number, self.sampler, self.batch_sampler)
         notice_changes(self.dataset)
         if self.keeps and begun.state is not None and begun.state.dataset_state is not None:

@@ -24,6 +24,12 @@ from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
+
+
+class LeftOpen(float):
+    """The ``timeout`` of a loader that was given none: 0, as torch's, for who makes one of it."""
+
+
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 """Options that torch refuses for a loader without workers."""

@@ -415,7 +415,7 @@ class Passes:
         """
         pending = self._pending
         if epoch is not None:
-            number = epoch()
+            number = int(epoch())
         elif pending is not None:
             number = pending.epoch
         elif dataset_epoch is not None:
@@ -873,8 +873,11 @@ def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str
 
 
 def dataset_state(dataset: object) -> dict[str, Any] | None:
-    """Return the state that a map-style dataset saves of itself; None: it has none."""
-    if isinstance(dataset, IterableDataset) or not tells_state(dataset):
+    """Return the state that a map-style dataset saves of itself; None: it has none.
+
+    That of a mapping, as a TensorDict is one, is not a state of reading, but all of its data.
+    """
+    if isinstance(dataset, IterableDataset | Mapping) or not tells_state(dataset):
         return None
     return dataset.state_dict()
 

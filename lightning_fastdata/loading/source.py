@@ -66,6 +66,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
+from lightning_fastdata.loading.options import LeftOpen
 from lightning_fastdata.loading.plan_for import LoaderPlan, look_ahead_batches, most_workers
 from lightning_fastdata.loading.simulate import LoaderSetup, Scheduling
 from lightning_fastdata.loading.stamped import WatchedSampler, show_dataset, stamped
@@ -628,7 +629,7 @@ def open_source(
         collate_fn=collate_fn,
         worker_init_fn=WorkerStart(start) if settings.num_workers else start,
         persistent_workers=settings.keeps is True and settings.num_workers > 0,
-        timeout=0 if settings.timeout == "auto" else settings.timeout,
+        timeout=settings.timeout,
         **order,
         **{name: getattr(settings, name) for name in names},
     )
@@ -700,7 +701,7 @@ def _open_executor(
         seed=None if streamed else settings.seed,
         own=None if streamed else OwnGenerators(settings.dataset, settings.collate_fn, worker_part),
         worker_init_fn=settings.worker_init_fn,
-        timeout_s=None if settings.timeout == "auto" else settings.timeout,
+        timeout_s=None if isinstance(settings.timeout, LeftOpen) else settings.timeout,
         in_order=settings.in_order,
         context=settings.multiprocessing_context,
         look_ahead=ahead,
@@ -764,7 +765,7 @@ def _stands_by(settings: Loader) -> bool:
 
     ``worker_init_fn`` and ``timeout`` need workers.
     """
-    works = settings.worker_init_fn or settings.timeout != "auto"
+    works = settings.worker_init_fn or not isinstance(settings.timeout, LeftOpen)
     sure = is_drawn_at_start(order_of(settings)) and settings.in_order
     return settings.training.standby and sure and not works and settings.transform is None
 

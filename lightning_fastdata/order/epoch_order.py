@@ -316,6 +316,15 @@ class Counted(int):
     """An epoch that nobody has set on a sampler or dataset: loaders count on in a plain loop."""
 
 
+class Fixed(Counted):
+    """The epoch of evaluations, in all of which samplers of this package have one order."""
+
+
+def first_epoch() -> Fixed:
+    """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
+    return Fixed(0)
+
+
 def dataset_length(dataset: object) -> int | None:
     """Return the length of a dataset or a loader; None: it has none, as most streams."""
     try:

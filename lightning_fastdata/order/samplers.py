@@ -27,6 +27,7 @@ from lightning_fastdata.order.epoch_order import (
     Blocks,
     Counted,
     EpochOrder,
+    Fixed,
     Ints,
     Order,
     blocks_of,
@@ -53,6 +54,7 @@ _RANKS: Final = ("num_replicas", "world_size")
 _SEQUENCES: Final = (list, tuple, np.ndarray)
 _ENDED: Final = object()
 _TO_INTEGERS: Final = 2**14
+_PACKAGE: Final = __name__.partition(".")[0]
 
 
 class ShuffleSampler(RandomSampler):
@@ -475,11 +477,14 @@ def rows_in(batch_sampler: object) -> int | None:
 def tell_samplers(epoch: int, *sources: object) -> None:
     """Set the epoch of samplers, batch samplers and the samplers in these, if they have one.
 
-    A :class:`Counted` one is for samplers of this package alone, on which nobody has set another.
+    A :class:`Counted` one is for samplers of this package alone, on which nobody has set another,
+    and a :class:`Fixed` one for all of this package: Lightning tells others the epoch in which they
+    evaluate.
     """
     for one in chain.from_iterable((source, sampler_in(source)) for source in sources):
         counts = isinstance(getattr(one, "epoch", None), Counted)
-        if isinstance(one, SetsEpoch) and (counts or not isinstance(epoch, Counted)):
+        own = isinstance(epoch, Fixed) and type(one).__module__.startswith(_PACKAGE)
+        if isinstance(one, SetsEpoch) and (counts or own or not isinstance(epoch, Counted)):
             one.set_epoch(epoch)
 
 
@@ -529,11 +534,15 @@ def share_in(source: object) -> SharedSampler | None:
 
 
 def deciding(source: object) -> object:
-    """Return the object that decides the order: the one with a state to save, else the sampler."""
+    """Return the object that decides the order: the one with a state to save, else the sampler.
+
+    Batch samplers of libraries may have their dataset in the place of a sampler: they decide.
+    """
     share = share_in(source)
     source = source if share is None else share.source
     inner = sampler_in(source)
-    return source if inner is None or hasattr(source, "state_dict") else inner
+    by_itself = type(source) is not BatchSampler and hasattr(inner, "__getitem__")
+    return source if inner is None or by_itself or hasattr(source, "state_dict") else inner
 
 
 # -- orders that are known before they are drawn ---------------------------------------------------

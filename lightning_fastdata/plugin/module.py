@@ -48,7 +48,7 @@ from lightning_fastdata.loading.options import (
 from lightning_fastdata.loading.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for
-from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.epoch_order import dataset_length, first_epoch
 from lightning_fastdata.order.samplers import ShuffleSampler, rows_in
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.datasets import (
@@ -558,7 +558,7 @@ class DataModule:
             "collate_fn": spec.collate_fn,
             "drop_last": self.drop_last and stage == "train" and spec.batch_size is not None,
             "seed": seed,
-            "epoch": seams.first_epoch if run is None else run.epoch,
+            "epoch": first_epoch if run is None else run.epoch,
             **self.placing.settings(
                 spec, plan, transform, self._transforms, seed=seed, trainer=self._trainer
             ),

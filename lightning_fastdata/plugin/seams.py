@@ -590,11 +590,6 @@ def move_place(trainer: Trainer, place: Place, given: Collection[tuple[int, int]
     return place._replace(taken=counted)
 
 
-def first_epoch() -> int:
-    """Return 0: evaluation draws the same each time, so that its metrics can be compared."""
-    return 0
-
-
 def steps_logged_by(trainer: Trainer, counted: int) -> int:
     """Return the step at which Lightning itself logs; where that is not known, what was counted.
 

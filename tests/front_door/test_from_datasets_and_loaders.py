@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -261,6 +264,61 @@ def test_training_gets_the_batches_that_the_loader_gives(kind) -> None:
     workers = {"num_workers": 1} if kind == "stream" else {}
     data = FastDataModule.from_loaders(LOADERS[kind](), **workers)
     assert fitted(data, max_epochs=2)["train"] == model.batches["train"]
+
+
+class Turning(Sampler[int]):
+    """Has another order in each epoch that it is told."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + i) % 5 for i in range(5)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_evaluation_asks_a_sampler_in_the_epoch_that_lightning_tells_it(batch_size) -> None:
+    def loaders() -> list[Any]:
+        return [DataLoader(Numbers(), batch_size, sampler=Turning()) for _ in range(2)]
+
+    model = Seen()
+    trainer(max_epochs=3).fit(model, *loaders())
+    seen = fitted(FastDataModule.from_loaders(*loaders()), max_epochs=3)
+    assert (seen["train"], seen["val"]) == (model.batches["train"], model.batches["val"])
+    assert len({str(batch) for batch in seen["val"][:: len(seen["val"]) // 3]}) == 3
+
+
+class Columns(Numbers):
+    """Reads a batch at once, in a form that its ``collate_fn`` knows."""
+
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.form(torch.tensor(indices))
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@each("form", [lambda x: {"x": x}, lambda x: iter(x.tolist()), lambda x: SimpleNamespace(x=x)])
+def test_a_batch_that_a_dataset_reads_at_once_is_of_any_form_that_collate_fn_takes(form) -> None:
+    def loader() -> Any:
+        collate = list if form(torch.zeros(1)).__class__ is type(iter([])) else as_it_is
+        return DataLoader(Columns(form), 4, collate_fn=collate)
+
+    model = Seen()
+    trainer().fit(model, loader())
+    seen = fitted(FastDataModule.from_loaders(loader(), num_workers="auto"))["train"]
+    assert [str(batch) for batch in seen] == [str(batch) for batch in model.seen]
+    assert len(seen) == 5
 
 
 def test_a_plain_shuffle_becomes_the_one_by_seed_and_epoch() -> None:

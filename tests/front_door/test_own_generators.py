@@ -158,6 +158,23 @@ def test_generators_are_found_wherever_a_dataset_holds_them(style):
     assert len({drawn for _, drawn in runs[0]}) == SAMPLES * EPOCHS
 
 
+class Masking:
+    """A ``collate_fn`` that makes its generator at its first batch, as a collator with a seed."""
+
+    generator = None
+
+    def __call__(self, indices):
+        self.generator = self.generator or np.random.default_rng(3)
+        return torch.tensor(indices), torch.from_numpy(self.generator.integers(2**30, size=3))
+
+
+def test_a_generator_that_collate_fn_makes_at_its_first_batch_is_keyed():
+    ways = [("inline", 0), ("workers", 1), ("workers", 2)]
+    runs = [read(list(range(SAMPLES)), *way, collate_fn=Masking()) for way in ways]
+    assert runs[0] == runs[1] == runs[2]
+    assert len({drawn for _, drawn in runs[0]}) == SAMPLES * EPOCHS
+
+
 def test_two_generators_of_one_seed_draw_different_numbers():
     class Two(Attribute):
         def __getitem__(self, index):

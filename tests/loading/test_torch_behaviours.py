@@ -747,3 +747,18 @@ def test_a_program_may_set_the_workers_to_none_and_back(executor, given) -> None
     for workers in (0, 1, 0):
         loader.num_workers = workers
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+
+
+@each("given", [{}, {"num_workers": 1}, {"num_workers": "auto"}, {"num_workers": 1, "timeout": 9}])
+def test_torchs_loader_can_be_made_of_what_a_loader_has(given) -> None:
+    ours = FastDataLoader(range(6), 2, **given)
+    names = (*OF_WORKERS, "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+    has = {name: getattr(ours, name) for name in names}
+    theirs = DataLoader(ours.dataset, batch_sampler=ours.batch_sampler, **has)
+    assert [batch.tolist() for batch in theirs] == [[0, 1], [2, 3], [4, 5]]
+    assert theirs.timeout == given.get("timeout", 0)
+    again = FastDataLoader(ours.dataset, 2, **has)
+    assert type(again.timeout) is type(ours.timeout)

@@ -9,6 +9,7 @@ import contextlib
 import io
 import random
 import re
+from collections import UserDict
 from itertools import islice, pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from lightning.fabric import Fabric
 from misses import each
 from resilience.cells import LOADERS, Draws, Reversing, weighted
 from resilience.runs import Images, digest, rows, through_a_file, warned
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, prefetch
 from lightning_fastdata.errors import OptionsError
@@ -36,7 +37,11 @@ def make(loader="inline", data=Images, length=LENGTH, **arguments):
         generator = torch.Generator().manual_seed(6)
         arguments["sampler"] = RandomSampler(range(length), generator=generator)
     return FastDataLoader(
-        data(length), BATCH, num_workers=workers, executor=executor, **{"seed": 3, **arguments}
+        data(length),
+        1 if "batch_sampler" in arguments else BATCH,
+        num_workers=workers,
+        executor=executor,
+        **{"seed": 3, **arguments},
     )
 
 
@@ -273,6 +278,28 @@ def test_an_order_of_ones_own_goes_on(order, loader, at):
     assert [*seen(again), *seen(again)] == whole[at : at + 2 * STEPS - at % STEPS]
 
 
+class OverData(BatchSampler):
+    """Draws its batches itself, and has the dataset in the place of a sampler, as in libraries."""
+
+    def __init__(self):
+        super().__init__(range(LENGTH), BATCH, False)
+        self.generator = torch.Generator().manual_seed(9)
+
+    def __iter__(self):
+        drawn = torch.randperm(LENGTH, generator=self.generator).split(BATCH)
+        return (indices.tolist() for indices in drawn)
+
+
+def test_a_batch_sampler_over_its_data_goes_on_with_the_generator_that_it_has():
+    first, second = epochs(2, sampler=None, batch_sampler=OverData())
+    again = resumed(
+        left_after(STEPS, sampler=None, batch_sampler=OverData()),
+        sampler=None,
+        batch_sampler=OverData(),
+    )
+    assert first != second == seen(again)
+
+
 class Counting(Images):
     """Has a state of its own, which its samples show."""
 
@@ -306,6 +333,32 @@ def test_a_dataset_with_a_state_gets_it_back(loader, kept):
         again.load_state_dict(state)
         assert {int(i) for batch in again for i in batch["stage"]} == {7}
         assert again.dataset.stage == 7
+
+
+class Table(Images, UserDict):
+    """A mapping, whose ``state_dict()`` is its data, as that of a TensorDict."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        UserDict.__init__(self)
+
+    def __getitem__(self, index):
+        return Images.__getitem__(self, index)
+
+    def __len__(self):
+        return Images.__len__(self)
+
+    def state_dict(self):
+        raise AssertionError
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_the_data_of_a_mapping_is_no_state_of_reading():
+    stopped = make(data=Table)
+    next(iter(stopped))
+    assert stopped.state_dict()["dataset_state"] is None
 
 
 class ForUser(Reversing):
