@@ -171,6 +171,14 @@ def test_stacks_of_images_are_moved_in_the_worker_by_the_same_draws(name):
     assert {np.shape(one[name])[:3] for one in wanted} == {(3, 20, 20)}
 
 
+@each("count", [1, 2, 3, 4, 5])
+def test_gray_frames_are_frames_however_many_there_are(count):
+    frames = np.stack([sample["image"][..., 0] for sample in plain(count)])
+    worker = as_batch_transform(A.Compose([A.HorizontalFlip(p=1)])).in_worker(on_device=True)
+    sample, _ = worker({"images": frames, "label": 2}, SampleKey(0, 0, 0))
+    np.testing.assert_array_equal(sample["images"], frames[:, :, ::-1])
+
+
 def test_fields_that_share_a_name_with_a_stack_of_images_are_let_be():
     others = {"volume": 0.7, "images": ["a.jpg", "b.jpg"], "mask3d": None}
     worker = as_batch_transform(A.Compose([A.HorizontalFlip(p=1)])).in_worker(on_device=True)

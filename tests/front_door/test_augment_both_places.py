@@ -171,6 +171,7 @@ CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
         None,
     ),
     "frames in lists": (by_name([list(FRAMES)] * 4, "images"), A.Compose(FLIPS), None),
+    "three gray frames": (by_name([FRAMES[..., 0]] * 4, "images"), A.Compose(FLIPS), None),
     "an image called frames": (
         by_name(PHOTOGRAPHS, "images"),
         as_batch_transform(FINISHED, image="images"),

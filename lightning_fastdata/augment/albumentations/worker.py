@@ -234,7 +234,9 @@ class ComposeWorker(WorkerTransform):
         if named is None and "image" in sample:
             return False
         held = (_VOLUMES - _MASKS) & self._taken & sample.keys()
-        return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
+        if "images" in held and _is_one_image(sample["images"], named):
+            held -= {"images"}
+        return any(_fits(name, sample[name]) for name in held)
 
 
 def _fits(name: str, value: object) -> bool:
@@ -245,13 +247,16 @@ def _fits(name: str, value: object) -> bool:
     return all(isinstance(one, np.ndarray | torch.Tensor | PilImage) for one in values)
 
 
-def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
-    """Return whether the field of frames holds a single image, with channels first or last."""
-    value = sample[name]
-    if name != "images" or isinstance(value, list | tuple):
+def _is_one_image(value: object, named: Location | None) -> bool:
+    """Return whether the field of frames holds a single image, with channels first or last.
+
+    An array has its channels last. One that nobody has ``named`` the image is gray frames else.
+    """
+    if isinstance(value, list | tuple):
         return False
     shape: tuple[int, ...] = getattr(value, "shape", ())
-    return len(shape) < 3 or (len(shape) == 3 and not {shape[0], shape[2]}.isdisjoint(CHANNELS))
+    ends = shape[2:] if named is None and isinstance(value, np.ndarray) else shape[::2]
+    return len(shape) < 3 or (len(shape) == 3 and not CHANNELS.isdisjoint(ends))
 
 
 def _as_arrays(value: Batch, *, image: bool) -> Batch:
