@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_fastdata.errors import printable, rounded
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.stamps.lines import LineTime
+from lightning_fastdata.stamps.lines import ELSEWHERE, Place
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -462,45 +462,42 @@ class LineTotals:
     """Adds up the times of lines of code over the tasks of one stage."""
 
     def __init__(self) -> None:
-        self._lines = Counter[tuple[str, int, str, str]]()
-        """File, line, function and library call of the line -> time in ns."""
+        self._lines = Counter[Place]()
+        """Line -> time in ns."""
         self._total_ns = 0
 
-    def add(self, times: Iterable[LineTime]) -> None:
-        """Add the lines of a task."""
-        for each in times:
-            self._total_ns += each.total_ns
-            if each.file:
-                self._lines[each.file, each.line, each.function, each.calls] += each.total_ns
+    def add(self, times: Iterable[tuple[Place, int]]) -> None:
+        """Add the lines of a task, each with its time in ns."""
+        for place, ns in times:
+            self._total_ns += ns
+            if place != ELSEWHERE:
+                self._lines[place] += ns
         if len(self._lines) > _KEPT_LINES:
             self._lines = Counter(dict(self._lines.most_common(_KEPT_LINES // 2)))
 
     def shares(self) -> tuple[LineShare, ...]:
         """Return the longest lines, longest first; none if too little was seen."""
-        lines = defaultdict[tuple[str, int, str], Counter[str]](Counter)
-        for (file, number, function, calls), ns in self._lines.items():
-            lines[file, number, function][calls] += ns
+        lines = defaultdict[Place, Counter[str]](Counter)
+        for place, ns in self._lines.items():
+            lines[place._replace(calls="")][place.calls] += ns
         longest = sorted(lines.items(), key=lambda item: -item[1].total())[:_MOST_LINES]
         return tuple(
             LineShare(
-                file=file,
-                line=number,
-                function=function,
-                calls=_most_of(called),
+                **place._replace(calls=_most_of(called))._asdict(),
                 share=called.total() / self._total_ns,
             )
-            for (file, number, function), called in longest
+            for place, called in longest
             if self._total_ns >= _FEWEST_NS
         )
 
     def operations(self) -> tuple[OperationShare, ...]:
         """Return what the lines call in libraries, longest first; none if too little was seen."""
         called = Counter[tuple[str, bool]]()
-        for (file, _, function, calls), ns in self._lines.items():
+        for place, ns in self._lines.items():
             # Where a loader runs a pipeline itself, the line is in the library's own file.
-            own = _operation_of(f"{file.partition(os.sep)[0]} {function}")
-            operation = own or _operation_of(calls)
-            called[operation or calls, bool(operation)] += ns
+            own = _operation_of(f"{place.file.partition(os.sep)[0]} {place.function}")
+            operation = own or _operation_of(place.calls)
+            called[operation or place.calls, bool(operation)] += ns
         return tuple(
             OperationShare(name=name, share=ns / self._total_ns, augments=augments)
             for (name, augments), ns in called.most_common(_MOST_LINES)

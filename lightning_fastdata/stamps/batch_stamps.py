@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:
-    from lightning_fastdata.stamps.lines import LineTime, LineWatch
+    from lightning_fastdata.stamps.lines import LineTimes, LineWatch
 
 T = TypeVar("T")
 _DRIFT: Final = 1e-4
@@ -116,7 +116,7 @@ class TaskStamps(NamedTuple):
     """Time of the sample that took longest; 0 where samples are not read one at a time."""
     slowest_index: object
     """Index of the slowest sample; in an iterable dataset its place in the stream, from 0."""
-    lines: tuple[LineTime, ...] | None = None
+    lines: LineTimes | None = None
     """Lines of the user's code in which reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
@@ -200,7 +200,7 @@ class TaskWatch:
         self._began_ns = clock.monotonic_ns()
         self._scheduled = self._schedule.read_ns() if self._long else None
         self._helped = _helpers_ns() if self._long and self._alone else None
-        self._named: tuple[LineTime, ...] | None = None
+        self._named: LineTimes | None = None
         self.samples = self.read_ns = self.collate_ns = self.slowest_ns = 0
         self.slowest_index: object = None
 

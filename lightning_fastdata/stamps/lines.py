@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from lightning_fastdata.host import clock
 
@@ -57,15 +57,9 @@ class Place(NamedTuple):
     Image.convert``; empty otherwise."""
 
 
-class LineTime(NamedTuple):
-    """The time that one line took in one task."""
-
-    file: str
-    """Path, as in :class:`Place`; empty: the time is that of all other lines."""
-    line: int
-    function: str
-    calls: str
-    total_ns: int
+LineTimes: TypeAlias = tuple[tuple[Place, int], ...]
+"""Lines that one task was in, each with its nanoseconds, the longest first; ``ELSEWHERE``: the time
+of all other lines, the last one."""
 
 
 class LineWatch:
@@ -98,7 +92,7 @@ class LineWatch:
         except RuntimeError:
             self._next_ns = math.inf
 
-    def end(self) -> tuple[LineTime, ...]:
+    def end(self) -> LineTimes:
         """Note that it has ended; return where it was, longest first: empty if nobody looked."""
         look, self._look = self._look, None
         if self._tasks > 1 and self._began_ns:
@@ -110,10 +104,10 @@ class LineWatch:
         if self._read_ns >= _ROUND_NS:
             self._next_ns = clock.monotonic_ns() + (self._every - 1) * self._read_ns
             self._read_ns = self._seen_ns = 0
-        times = [LineTime(*place, ns) for place, ns in look.seen.items() if place.file]
-        named = sorted(times, key=lambda each: -each.total_ns)[:_MOST_LINES]
-        rest_ns = sum(look.seen.values()) - sum(each.total_ns for each in named)
-        return (*named, *([LineTime("", 0, "", "", rest_ns)] if rest_ns else []))
+        times = [(place, ns) for place, ns in look.seen.items() if place.file]
+        named = sorted(times, key=lambda each: -each[1])[:_MOST_LINES]
+        rest_ns = sum(look.seen.values()) - sum(ns for _, ns in named)
+        return (*named, *([(ELSEWHERE, rest_ns)] if rest_ns else []))
 
 
 class _Look:

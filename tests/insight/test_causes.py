@@ -15,7 +15,7 @@ from verdicts.known import judge
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.waits import CauseTotals, cause_lines
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.stamps.lines import LineTime
+from lightning_fastdata.stamps.lines import Place
 
 
 def batch(at_ms, wait_ms, *, first=False, **task):
@@ -105,9 +105,9 @@ def test_each_part_above_five_percent_is_put_into_words_largest_first():
 
 def report(stall_ms):
     lines = (
-        LineTime("rows.py", 1, "Rows.read", "", 40 * MS),
-        LineTime("rows.py", 2, "Rows.read", "albumentations Blur.apply", 20 * MS),
-        LineTime("rows.py", 2, "Rows.read", "albumentations Flip.apply", 30 * MS),
+        (Place("rows.py", 1, "Rows.read", ""), 40 * MS),
+        (Place("rows.py", 2, "Rows.read", "albumentations Blur.apply"), 20 * MS),
+        (Place("rows.py", 2, "Rows.read", "albumentations Flip.apply"), 30 * MS),
     )
     causes = totals_of(
         batch(0, 8, slowest=1),

@@ -14,13 +14,13 @@ from lightning_fastdata.insight.waits import (
     lock_between_processes,
     where_text,
 )
-from lightning_fastdata.stamps.lines import LineTime
+from lightning_fastdata.stamps.lines import ELSEWHERE, Place
 
 MS = 1_000_000
 
 
 def time(line=1, ms=10.0, *, calls="", file="rows.py"):
-    return LineTime(file, line, "Rows.read", calls, round(ms * MS))
+    return Place(file, line, "Rows.read", calls), round(ms * MS)
 
 
 def shares_of(*tasks):
@@ -35,7 +35,7 @@ def share(line=1, of=0.6, *, calls=""):
 
 
 def test_lines_are_shares_of_all_that_was_seen_the_longest_first():
-    other = LineTime("", 0, "", "", 10 * MS)
+    other = ELSEWHERE, 10 * MS
     found = shares_of((time(1, 20), time(2, 30)), (time(1, 40), other))
     assert [(each.line, each.share) for each in found] == [(1, 0.6), (2, 0.3)]
     assert json.loads(json.dumps(asdict(found[0])))["file"] == "rows.py"
@@ -91,7 +91,7 @@ def test_what_lines_call_has_its_share_and_operations_are_told_from_decoders():
     totals.add([time(3, 20)])
     totals.add([time(4, 20, calls="PIL Image.convert")])
     # A loader's own pipeline: there is no line of the user's.
-    totals.add([LineTime(jitter, 9, "ColorJitter.transform", "torchvision adjust_hue", 20 * MS)])
+    totals.add([(Place(jitter, 9, "ColorJitter.transform", "torchvision adjust_hue"), 20 * MS)])
     found = {each.name: (each.share, each.augments) for each in totals.operations()}
     assert found == {
         blur: (0.4, True),

@@ -150,9 +150,9 @@ def ms_of(found):
     """Return how long each function was seen; nothing of tasks that were not looked at."""
     seen = {}
     for task in found:
-        for line in task.lines or ():
-            function = line.function.rpartition(".")[2]
-            seen[function] = seen.get(function, 0) + line.total_ns / 1e6
+        for place, ns in task.lines or ():
+            function = place.function.rpartition(".")[2]
+            seen[function] = seen.get(function, 0) + ns / 1e6
     return seen
 
 
