@@ -52,7 +52,7 @@ class StageMeter:
         """Prefix of the names that loggers get."""
         self.parts: tuple[Path, ...] = ((),)
         """Paths in a batch to what each loader gave, of several that are read in the same steps."""
-        self.stamps = StageStamps(self.prefix)
+        self.stamps = StageStamps()
         self._device = device
         self.restart()
 
@@ -102,8 +102,8 @@ class StageMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
-        means = window_means(self.timeline.history.window(), self.prefix)
-        return {**means, **self.stamps.metrics()}
+        found = {**window_means(self.timeline.history.window()), **self.stamps.metrics()}
+        return {f"{self.prefix}{name}": value for name, value in found.items()}
 
     def summary(self) -> StageSummary | None:
         """Return where the steps went, or None before the first step ended."""
@@ -231,15 +231,18 @@ _MEANS: Final = {
 """Phase of a `StageSummary` -> what follows the prefix in the name of its mean."""
 
 
-def window_means(window: StageSummary, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps; what was not measured has no key."""
+def window_means(window: StageSummary) -> dict[str, float]:
+    """Return the scalars of a window of steps, each by its name behind the prefix of the stage.
+
+    What was not measured has no key.
+    """
     found = {name: mean_ms(getattr(window, phase)) for phase, name in _MEANS.items()}
     found["/throughput_samples_per_s"] = window.samples_per_s
     found["/throughput_if_data_were_free_samples_per_s"] = window.samples_per_s_if_data_were_free
     if window.stall is not None and window.step is not None:
         found["/stall_percent"] = 100 * window.stall.share
         found["_band/stall_p95_ms"] = window.stall.p95_ms
-    return {f"{prefix}{name}": value for name, value in sorted(found.items()) if value is not None}
+    return {name: value for name, value in sorted(found.items()) if value is not None}
 
 
 class _Watched:
@@ -305,8 +308,7 @@ class StageStamps:
     that is waited for most. Where one of them takes no stamps, nothing is known of any.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._watched: list[_Watched] = []
         self._newest: list[_Watched] = []
         """Stamps of the loaders that were shown last."""
@@ -343,7 +345,7 @@ class StageStamps:
 
     def restart(self) -> None:
         """Forget what was recorded so far; loaders are to be shown anew."""
-        self._totals = CauseTotals(self._prefix)
+        self._totals = CauseTotals()
         self._unwatched: dict[str, None] = {}
         """Reasons why some of the loaders do not tell, as keys."""
         self._stamped = False

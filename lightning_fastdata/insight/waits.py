@@ -287,13 +287,9 @@ NO_CAUSES: Final = WaitCauses(batches=0, wait=WaitParts())
 
 
 class CauseTotals:
-    """Adds up the waits of one stage, whichever objects deliver its batches in each epoch.
+    """Adds up the waits of one stage, whichever objects deliver its batches in each epoch."""
 
-    ``prefix``: prefix of the names that loggers get.
-    """
-
-    def __init__(self, prefix: str = "data") -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._cutters: dict[int, WaitCutter] = {}
         self._held: dict[int, deque[BatchStamps]] = {}
         self._warm, self._cold, self._told = np.zeros((3, len(PARTS) + 1))
@@ -354,7 +350,10 @@ class CauseTotals:
         return sorted(self._slow.items(), key=lambda item: -item[1].ms)[:most]
 
     def window(self) -> dict[str, float]:
-        """Return the mean parts of the waits since the last call, by their names for loggers."""
+        """Return the mean parts of the waits since the last call.
+
+        Each has its name for loggers, behind the prefix of the stage.
+        """
         self._cut_held()
         window, self._told = self._warm - self._told, self._warm.copy()
         if not window[-1]:
@@ -363,7 +362,7 @@ class CauseTotals:
         means = _means_ms(window)
         unknown = means["read_ms"] > 0 and not any(means[name] for name in _BY_KIND)
         optional = (*_OPTIONAL, *_BY_KIND) if unknown else _OPTIONAL
-        return {f"{self._prefix}_wait/{k}": v for k, v in means.items() if v or k not in optional}
+        return {f"_wait/{name}": ms for name, ms in means.items() if ms or name not in optional}
 
     def summary(
         self,

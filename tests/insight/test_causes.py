@@ -25,8 +25,8 @@ def batch(at_ms, wait_ms, *, first=False, **task):
     return made._replace(first=first)
 
 
-def totals_of(*batches, prefix="data"):
-    totals = CauseTotals(prefix)
+def totals_of(*batches):
+    totals = CauseTotals()
     for each in batches:
         totals.add(each)
     return totals
@@ -40,14 +40,14 @@ def test_first_batches_of_epochs_are_left_out_unless_there_are_no_others():
 
 
 def test_a_window_holds_the_waits_since_the_last_one_under_names_with_units():
-    totals = totals_of(batch(0, 10, cpu=4, queued=6), prefix="data_val")
+    totals = totals_of(batch(0, 10, cpu=4, queued=6))
     window = totals.window()
-    assert window["data_val_wait/read_cpu_ms"] == pytest.approx(4)
-    assert window["data_val_wait/read_runqueue_ms"] == pytest.approx(6)
+    assert window["_wait/read_cpu_ms"] == pytest.approx(4)
+    assert window["_wait/read_runqueue_ms"] == pytest.approx(6)
     assert sum(window.values()) == pytest.approx(10)
     assert totals.window() == {}
     totals.add(batch(100, 30, cpu=30, queued=0))
-    assert totals.window()["data_val_wait/read_cpu_ms"] == pytest.approx(30)
+    assert totals.window()["_wait/read_cpu_ms"] == pytest.approx(30)
     assert totals.summary().wait.total_ms == pytest.approx(20)
 
 
@@ -57,7 +57,7 @@ def test_what_was_not_measured_has_no_name():
 
     def names(*batches):
         window = totals_of(*batches).window()
-        return {name.removeprefix("data_wait/").removesuffix("_ms") for name in window}
+        return {name.removeprefix("_wait/").removesuffix("_ms") for name in window}
 
     assert names(batch(0, 10)) == told | rest
     assert names(batch(0, 10, cpu=None, queued=None)) == {"read"} | rest

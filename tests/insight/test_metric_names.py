@@ -46,7 +46,7 @@ def test_what_is_measured_has_a_row_on_the_page_and_nothing_else_has():
     faults.samples = faults.retries = faults.deaths = 1
     measured = {
         *fault_scalars([faults]),
-        *window_means(history.window()),
+        *(f"data{name}" for name in window_means(history.window())),
         *(f"data_wait/{part}" for part in PART_WORDS),
         *rank_metrics([rank, rank]),
         *wall_scalars(WallTime(total_s=1.0, parts_s={"compute": 1.0}, steps=1, samples=1)),

@@ -32,7 +32,7 @@ class Files(Dataset):
 
 
 def test_slow_samples_have_the_files_of_their_own_loader():
-    stamps = StageStamps("data")
+    stamps = StageStamps()
     how = {"batch_size": 4, "num_workers": 0, "executor": "torch"}
     loaders = [FastDataLoader(Files(folder), **how) for folder in "abc"]
     stamps.watch(loaders[:2])
@@ -48,7 +48,7 @@ def test_slow_samples_have_the_files_of_their_own_loader():
 
 
 def test_what_ran_before_a_restart_tells_nothing():
-    stamps = StageStamps("data")
+    stamps = StageStamps()
     loader = FastDataLoader(Files("a"), batch_size=4, num_workers=0, executor="torch")
     stamps.watch([loader, DataLoader(Files("b"))])
     list(loader)
