@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import weakref
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fastdata.batches.memory import decodes_in_place
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
@@ -29,8 +26,9 @@ from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.simulate import WORKERS, LoaderSetup, TrainingTimes
 from lightning_fastdata.loading.source import setup_of
+from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tree import Path, at_path, held
+from lightning_fastdata.tree import Path, at_path
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -424,22 +422,7 @@ class StageStamps:
 
     def _path_of(self, number: int, index: object) -> str | None:
         owner = next((each.loader() for each in self._watched if each.number == number), None)
-        return None if owner is None else sample_path(owner.dataset, index)
-
-
-def sample_path(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample of an image folder, also within subsets, if it is known."""
-    try:
-        while isinstance(dataset, Subset | ConcatDataset):
-            if isinstance(dataset, Subset):
-                dataset, index = dataset.dataset, dataset.indices[index]
-            else:
-                ends = dataset.cumulative_sizes
-                which = bisect_right(ends, index)
-                index -= ends[which - 1] if which else 0
-                dataset = dataset.datasets[which]
-        # Only our own ``samples`` is read as a property: one of the user may open a file.
-        samples = dataset.samples if decodes_in_place(dataset) else held(dataset, "samples")
-        return os.fsdecode(samples[index][0])
-    except Exception:  # `samples` is the user's, and may be anything
+        with suppress(Exception):  # what the user's dataset lists may be anything
+            files = None if owner is None else files_of(owner.dataset, [cast("int", index)])
+            return None if files is None else files[0]
         return None

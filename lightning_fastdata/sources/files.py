@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.sources.source import reads_ahead
@@ -144,6 +145,10 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
+    if type(dataset) is ConcatDataset:
+        each = [_of_part(dataset, index) for index in indices]
+        files = [of_one[0] for of_one in each if of_one is not None]
+        return tuple(files) if len(files) == len(each) else None
     if has_method(dataset, "path_of"):  # a FastImageFolder has it
         named: Any = dataset
         return tuple(named.path_of(index) for index in indices)
@@ -155,6 +160,13 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
     paths = [one[0] if isinstance(one, tuple | list) and one else one for one in found]
     known = all(isinstance(path, str | bytes | os.PathLike) for path in paths)
     return tuple(os.fsdecode(path) for path in paths) if known else None
+
+
+def _of_part(dataset: ConcatDataset[Any], index: int) -> tuple[str, ...] | None:
+    """Return the file of one sample of datasets that are put together."""
+    part = bisect_right(dataset.cumulative_sizes, index)
+    begin = dataset.cumulative_sizes[part - 1] if part else 0
+    return files_of(dataset.datasets[part], [index - begin])
 
 
 class ColdFiles:
@@ -198,7 +210,8 @@ class ListedFiles:
         while type(inner) is Subset:
             inner = inner.dataset
         kept = held(inner, "pictures") is not None  # a FastImageFolder with a cache
-        listed = has_method(inner, "__getitem__") and not reads_ahead(dataset)
+        listed = has_method(inner, "__getitem__") and not isinstance(inner, ConcatDataset)
+        listed = listed and not reads_ahead(dataset)
         self._able = ADVISABLE and listed and not kept
 
     def begin(self, indices: object) -> None:
