@@ -484,7 +484,6 @@ class MeasuredRun:
         self._began_s = self._judged_s = clock.monotonic()
         self._spent_s = self._dearest_s = 0.0
         """Seconds that all verdicts within the run took, and seconds of the longest one."""
-        self._epochs = 0
         self._logged = False
         self._log_due_s = 0.0
 
@@ -529,9 +528,8 @@ class MeasuredRun:
 
     def epoch_began(self) -> None:
         """Compare what is read with what it was in the epoch before."""
-        self.recording.host.epoch = self._epochs
+        self.recording.host.epoch = self.trainer.current_epoch
         self.recording.main.changes.epoch_began(self._first_loader)
-        self._epochs += 1
 
     def first_step_ended(self) -> None:
         """Compare what is read with what it was before the first step of the epoch."""
@@ -605,27 +603,23 @@ class MeasuredRun:
 
         Return None if no step ended yet. The run may end without a chance to write another report.
         """
-        summary = self.recording.main.summary()
-        if summary is None:
-            return None
-        report = None
         began_s = clock.monotonic()
         try:
-            verdict = self._verdict(summary, self._validation(), self.wall())
-            with self._ours.survived("The report was not written"):
-                report = self.report(ended=False, verdict=verdict)
-                if report is not None and self.file is not None:
+            report = self.report(ended=False)
+            if report is not None and self.file is not None:
+                with self._ours.survived("The report was not written"):
                     write_report(report, self.file)
         finally:
-            took_s = clock.monotonic() - began_s
-            self._spent_s += took_s
-            self._dearest_s = max(self._dearest_s, took_s)
-        self._judged_s = now_s = clock.monotonic()
+            self._judged_s = now_s = clock.monotonic()
+            self._spent_s += now_s - began_s
+            self._dearest_s = max(self._dearest_s, now_s - began_s)
+        if report is None or report.verdict is None:
+            return None
         aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
-        if report is not None and (aged or verdict.code != self._shown):
-            self._shown, self._shown_at_s = verdict.code, now_s
+        if aged or report.verdict.code != self._shown:
+            self._shown, self._shown_at_s = report.verdict.code, now_s
             self.show(report)
-        return verdict
+        return report.verdict
 
     def _verdict(
         self,
@@ -706,11 +700,8 @@ class MeasuredRun:
             name = f"{self.recording.main.prefix}/verdict"
             boards.log_summary(self.trainer.loggers, name, report, self.step)
 
-    def report(self, *, ended: bool = True, verdict: Verdict | None = None) -> RunReport | None:
-        """Return the report of this run, or None if no step ended.
-
-        ``verdict``: What limits the run, if that was judged just now.
-        """
+    def report(self, *, ended: bool = True) -> RunReport | None:
+        """Return the report of this run, or None if no step ended; ``ended``: the run is over."""
         main = self.recording.main.summary()
         if main is None:
             return None
@@ -718,8 +709,7 @@ class MeasuredRun:
         ranks, datamodule = self.ranks, seams.own_datamodule(self.trainer)
         if ranks is not None and ended:
             ranks.ended()
-        if verdict is None:
-            verdict = self._verdict(main, val, self.wall(), ended=True)
+        verdict = self._verdict(main, val, self.wall(), ended=ended)
         return RunReport(
             ended=ended,
             moves=tuple(move for _, tuner in self._tuned() for move in tuner.moves),
