@@ -305,8 +305,8 @@ def watch_sources(
     trainer: Trainer,
     stages: Collection[Stage],
     watch: Callable[[Stage, object], object],
-) -> Callable[[], None]:
-    """Show a trainer's loaders before they are iterated, and return a function that stops it.
+) -> None:
+    """Show a trainer's loaders before they are iterated, in one run.
 
     ``watch`` returns None, or what is to be iterated in their place.
 
@@ -320,18 +320,11 @@ def watch_sources(
         ("test", trainer.test_loop),
         ("predict", trainer.predict_loop),
     ]
-    shown = []
     for stage, loop in loops:
         source = data_source(loop) if stage in stages else None
         if source is not None:
-            vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, watch)
-            shown.append(source)
-
-    def stop() -> None:
-        for source in shown:
-            vars(source).pop("dataloader", None)
-
-    return stop
+            shown = _ShownLoaders(source.dataloader, stage, watch)
+            replace_for_one_run(trainer, source, "dataloader", shown)
 
 
 class _ShownLoaders:

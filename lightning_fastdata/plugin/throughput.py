@@ -236,7 +236,7 @@ class ThroughputHooks:
             with self.survived("A loader is not measured"):
                 recording.watch(stage, loaders)
 
-        run.undo.append(seams.watch_sources(trainer, recording.stages, watch))
+        seams.watch_sources(trainer, recording.stages, watch)
         recording.augments = seams.augmenting_stages(trainer, pl_module)
         failed = partial(self._warn, _NOT_MEASURED)
         run.undo.append(attach_tee(trainer, recording.listener, failed))
