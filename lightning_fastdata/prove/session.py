@@ -33,7 +33,7 @@ from lightning_fastdata.device.backend import synchronize
 from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.cpu import CpuUse, read_cpu_limit, read_cpu_use
+from lightning_fastdata.host.cpu import CpuUse, read_cpu_limit, read_cpu_use, worker_processes
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -268,7 +268,7 @@ class Session:
         for places in self._places.values():
             for place in places:
                 place.asked_s, place.given, place.aside_s = [], 0, 0.0
-        self._use = read_cpu_use(_tree())
+        self._use = read_cpu_use([os.getpid(), *worker_processes()])
         self._began_s = self._stepped_s = self._validated_s = clock.monotonic()
 
     def read(self, place: Place) -> Generator[Batch]:
@@ -461,7 +461,7 @@ class Session:
             validation_rest_s=sum(((p.batches or n) - n) * p.step_s(arm) for p, n in read),
             validations=self.validations,
         )
-        use, before = read_cpu_use(_tree()), self._use
+        use, before = read_cpu_use([os.getpid(), *worker_processes()]), self._use
         others = 0.0
         if use is not None and before is not None:
             own_s = use.own_s - before.own_s
@@ -557,16 +557,6 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     except Exception as error:
         session.ended_by(error)
         raise
-
-
-def _tree() -> list[int]:
-    """Return this process and its children, which may be workers."""
-    import psutil
-
-    with suppress(psutil.Error):
-        children = psutil.Process().children(recursive=True)
-        return [os.getpid(), *(child.pid for child in children)]
-    return [os.getpid()]
 
 
 # -- loaders with one thing changed, and parts of an epoch of them ---------------------------------
