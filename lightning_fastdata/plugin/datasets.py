@@ -93,7 +93,7 @@ def datasets_of(module: DataModule, stage: Stage) -> Any:
 
 
 def named(datasets: object, name: str) -> list[tuple[str, Any]]:
-    """Return each dataset with the name that messages call it by.
+    """Return each dataset, or loader, with the name that messages call it by.
 
     Raises:
         DatasetError: The datasets are all splits of one Hugging Face dataset.
@@ -129,13 +129,13 @@ def is_missing(datasets: object) -> bool:
 
 
 def _is_several(datasets: object) -> bool:
-    """Whether these are datasets rather than one dataset that happens to be a sequence."""
+    """Whether these are datasets, or loaders, rather than one dataset that is a sequence."""
     if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
         return False
     # One is enough: an item among them that is no dataset is refused by its position. Datasets of
     # Hugging Face have __getitems__ in common with torch's.
     return any(
-        isinstance(each, Dataset | GivenLoader) or hasattr(each, "__getitems__")
+        isinstance(each, Dataset | DataLoader | GivenLoader) or hasattr(each, "__getitems__")
         for each in datasets
     )
 
@@ -241,11 +241,8 @@ def given_loaders(loaders: Any, name: str, *, chosen: bool) -> Any:
     Raises:
         OptionsError: One is no DataLoader, or makes its batches in its own way.
     """
-    if isinstance(loaders, Mapping):
-        return {key: _given(loaders[key], f"{name}[{key!r}]", chosen=chosen) for key in loaders}
-    if isinstance(loaders, list | tuple):
-        return [_given(one, f"{name}[{at}]", chosen=chosen) for at, one in enumerate(loaders)]
-    return _given(loaders, name, chosen=chosen)
+    given = [_given(one, place, chosen=chosen) for place, one in named(loaders, name)]
+    return in_form_of(loaders, given)
 
 
 def _given(loader: object, name: str, *, chosen: bool) -> GivenLoader:
