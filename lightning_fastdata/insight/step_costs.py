@@ -94,7 +94,6 @@ class PaddingMeter:
         self._seen: list[_Seen] = []
         self._others = 0
         """Number of batches that showed nothing, or something else than the first."""
-        self._padding: Padding | None = None
 
     @property
     def looks(self) -> bool:
@@ -112,18 +111,18 @@ class PaddingMeter:
             self._others += 1
         else:
             self._seen.append(seen)
-            self._padding = _summed(self._seen)
 
     def padding(self) -> Padding | None:
         """Return how much of the batches is padding; None: they do not show it."""
-        return self._padding if self._others <= _OTHERS * len(self._seen) else None
+        agree = len(self._seen) >= _FEWEST and self._others <= _OTHERS * len(self._seen)
+        return _summed(self._seen) if agree else None
 
 
 def _summed(seen: list[_Seen]) -> Padding | None:
     widths = {one.places for one in seen}
     lengths = np.sort(np.concatenate([one.lengths for one in seen]))
     agree = seen[0].named or len(widths) > 1
-    if len(seen) < _FEWEST or not agree or len(lengths) < len(seen) or not lengths.all():
+    if not agree or len(lengths) < len(seen) or not lengths.all():
         return None
     tokens, places = int(lengths.sum()), sum(len(one.lengths) * one.places for one in seen)
     least = sum(len(one.lengths) * int(one.lengths.max()) for one in seen)
