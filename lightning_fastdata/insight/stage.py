@@ -65,15 +65,11 @@ class StageMeter:
         self._last: float | None = None
         self._cpu = SpentMeter()
 
-    def began(self) -> None:
-        """Note that the stage is under way, if it was not before."""
+    def wait_began(self) -> None:
+        """Note that a batch is asked for: the stage is under way, if it was not before."""
         if self._last is None:
             self._last = clock.monotonic()
             self._cpu.began()
-
-    def wait_began(self) -> None:
-        """Note that a batch is asked for."""
-        self.began()
         self.timeline.wait_began()
 
     def size_of(self, batch: Batch) -> int:
