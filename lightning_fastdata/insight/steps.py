@@ -384,23 +384,16 @@ def _per_second(samples: int, total_ms: float) -> float | None:
 
 
 class HostClock:
-    """The host's own clock in nanoseconds: exact, and always ready."""
+    """The host's own clock in nanoseconds: exact, and it has passed every mark it made."""
 
     __slots__ = ("mark",)
 
     def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
         self.mark = clock_ns
 
-    def ready(self, mark: int) -> bool:  # noqa: ARG002
-        """Return True: the host has passed every mark it made."""
-        return True
-
     def elapsed_ms(self, begin: int, end: int) -> float:
         """Return the milliseconds between two marks."""
         return (end - begin) / 1e6
-
-    def reuse(self, marks: Iterable[int]) -> None:
-        """Do nothing: a time holds no resource."""
 
 
 class EventClock:
@@ -441,9 +434,6 @@ class EventClock:
         """Take back marks that nobody needs any more."""
         self._free.extend(marks)
 
-
-DeviceClock: TypeAlias = HostClock | EventClock
-"""Clock of the device's timeline, which serves that one alone."""
 
 _POLL_AT: Final = 16
 """Number of ended steps that are recorded in one go. Each costs a third of what it costs in the
@@ -488,13 +478,12 @@ class StepTimeline:
     `compute_ended` (loaders of unknown length fetch ahead; several loaders) and then add up. An
     ``..._ended`` without its ``..._began`` is ignored; a second ``..._began`` replaces the first. A
     step is recorded when the device has passed its last mark, in order, with no synchronisation.
-    Without ``device``, the host's clock times the device, too.
+    Without ``device``, whose clock serves this timeline alone, the host's clock times it, too.
     """
 
-    def __init__(self, *, host: HostClock | None = None, device: DeviceClock | None = None) -> None:
+    def __init__(self, *, host: HostClock | None = None, device: EventClock | None = None) -> None:
         self._host = HostClock() if host is None else host
-        self._device: DeviceClock = self._host if device is None else device
-        self._same = self._device is self._host
+        self._device = device
         self._step = _Step(cold=1)
         self._pending: deque[_Step] = deque()
         self._previous_end: Any = None
@@ -583,26 +572,28 @@ class StepTimeline:
         step = self._step
         if not step.touched:
             return
-        self._device.reuse(step.marks)
+        if self._device is not None:
+            self._device.reuse(step.marks)
         # The time in between is not a gap: part of it was a step.
         self._previous_end = None
         self._step = _Step(index=step.index, cold=step.cold)
 
     def poll(self) -> None:
         """Record the steps that the device has passed since. Never blocks."""
-        while self._pending and self._device.ready(self._pending[0].ended):
+        device = self._device
+        while self._pending and (device is None or device.ready(self._pending[0].ended)):
             step = self._pending.popleft()
             self._history.append(self._timing(step))
-            if not self._same:
+            if device is not None:
                 # The last mark stays: the gap to the next step begins there.
                 marks = [*step.marks, *([] if step.previous_end is None else [step.previous_end])]
-                self._device.reuse([mark for mark in marks if mark is not step.ended])
+                device.reuse([mark for mark in marks if mark is not step.ended])
 
     def _mark(self, host_mark: int | None = None) -> Any:
         step = self._step
         step.touched = True
-        if self._same:
-            return self._device.mark() if host_mark is None else host_mark
+        if self._device is None:
+            return self._host.mark() if host_mark is None else host_mark
         mark = self._device.mark()
         step.marks.append(mark)
         return mark
@@ -615,9 +606,9 @@ class StepTimeline:
             step.compute_began, step.work_ended = end, None
 
     def _timing(self, step: _Step) -> StepTiming:
-        clock = self._device
+        clock = self._device or self._host
         known = step.index, step.samples, step.cold, step.wait_ms
-        stall_ms = step.wait_ms if self._same else self._spent_ms(step, "stall")
+        stall_ms = step.wait_ms if self._device is None else self._spent_ms(step, "stall")
         transfer_ms, augment_ms = self._spent_ms(step, "transfer"), self._spent_ms(step, "augment")
         compute_ms = gap_ms = step_ms = None
         if step.compute_began is not None:
@@ -631,4 +622,5 @@ class StepTimeline:
 
     def _spent_ms(self, step: _Step, phase: str) -> float | None:
         pairs = step.pairs.get(phase)
-        return sum([self._device.elapsed_ms(*pair) for pair in pairs]) if pairs else None
+        clock = self._device or self._host
+        return sum([clock.elapsed_ms(*pair) for pair in pairs]) if pairs else None

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 PrefetchName: TypeAlias = Literal["auto", "off"]
 
 _LOG = logging.getLogger(__name__)
-_LOG = logging.getLogger(__name__)
 _COPIES: Final = 8
 """Number of copies of a sample: with draws of their own all flip, or none, once in 128 times."""
 _TRIES: Final = 32
