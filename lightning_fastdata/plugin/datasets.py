@@ -8,9 +8,8 @@ import os
 import tempfile
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
 
 DATASET_METHOD: Final = {stage: f"{stage}_dataset" for stage in STAGES}
 """Stage -> name of the method that a subclass writes to return its dataset."""
-_LOOKED_AT: Final = 64
 _MEASURED_WITHIN_S: Final = 30.0
 _WORKERS: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 _BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
@@ -140,13 +138,9 @@ def _is_several(datasets: object) -> bool:
     )
 
 
-def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
-    """Raise DatasetError if what a dataset method returned is a DataLoader, or holds one."""
-    items: Sequence[object] = [datasets]
-    if isinstance(datasets, Mapping | list | tuple):
-        several = datasets.values() if isinstance(datasets, Mapping) else datasets
-        items = list(islice(several, _LOOKED_AT))
-    first = next((item for item in items if isinstance(item, DataLoader)), None)
+def refuse_loaders(datasets: Iterable[object], name: str, stage: Stage) -> None:
+    """Raise DatasetError if one of the datasets of a dataset method is a DataLoader."""
+    first = next((each for each in datasets if isinstance(each, DataLoader)), None)
     if first is not None:
         raise DatasetError(
             f"{name} returned a {type(first).__name__}. Return its dataset, or make the data "

@@ -635,8 +635,9 @@ class DataModule:
                 "prepare_data() and setup() yet: call setup('fit') yourself if the datasets are "
                 "made there, or ask after fit()."
             ) from error
-        refuse_loaders(datasets, name, stage)
-        return datasets, named(datasets, name)
+        by_name = named(datasets, name)
+        refuse_loaders((each for _, each in by_name), name, stage)
+        return datasets, by_name
 
     def _name_of(self, stage: Stage) -> str:
         return f"{type(self).__name__}.{DATASET_METHOD[stage]}()"
