@@ -597,7 +597,11 @@ def test_where_not_even_one_row_fits_the_training_ends_before_its_first_step(gua
 @each("guard", ["warn", "raise", "off"])
 def test_others_try_nothing(guard):
     run = fit(Steps(total=1000 * GIB), guard)
-    assert run.decision is None
+    if guard == "off":
+        assert run.decision is None
+    else:
+        assert (run.decision.action, run.decision.batch_size) == ("skipped", 32)
+        assert f'guard="{guard}" tries nothing' in run.decision.reason
     assert run.tried == run.data.notes == []
     assert run.module.sizes == [32, 32]
 

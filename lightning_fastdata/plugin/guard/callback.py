@@ -107,7 +107,6 @@ class GuardHooks:
         super().__init__()
         self.reader, self.clock = reader, clock_s
         self.decision: GuardDecision | None = None
-        """None: nothing was tried before the fit."""
         self.parts: parts.RunsInParts | None = None
         """Takes batches in parts where they do not fit; None: that cannot be done, or not yet."""
         self._resumed: dict[str, int] | None = None
@@ -148,6 +147,9 @@ class GuardHooks:
             elif datamodule.chooses_batch_size:
                 warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
         else:
+            why = f'guard="{datamodule.guard}" tries nothing before the fit'
+            accumulate = trainer.accumulate_grad_batches
+            self.decision = skipped(datamodule.batch_size, accumulate, why)
             datamodule.notes.clear()
         if datamodule.guard != "raise":
             move = parts.ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
@@ -164,6 +166,8 @@ class GuardHooks:
         sizes = datamodule.batch_size, trainer.accumulate_grad_batches
         self._undo = partial(_set_sizes, trainer, datamodule, *sizes)
         self.decision = decision = decide()
+        if decision.action == "raise":
+            raise BatchSizeError(decision.reason)
         if decision.action in _CHANGES:
             _set_sizes(trainer, datamodule, decision.batch_size, decision.accumulate_grad_batches)
             # It may exist already, if `configure_optimizers` used `estimated_stepping_batches`.
@@ -263,9 +267,9 @@ class GuardDecision:
     """Number of rows per batch to load."""
     accumulate_grad_batches: int
     """Number of batches to accumulate gradients over before each optimizer step."""
-    action: Literal["keep", "accumulate", "chosen", "skipped"]
+    action: Literal["keep", "accumulate", "chosen", "raise", "skipped"]
     """``keep``: the asked size fits. ``accumulate``: it does not, so smaller batches are loaded.
-    ``chosen``: no size was asked for. ``skipped``: nothing could be tried."""
+    ``chosen``: no size was asked for. ``raise``: no row fits. ``skipped``: nothing was tried."""
     reason: str
     """The decision and its cause as sentences for a person."""
     probes: tuple[Probe, ...] = ()
@@ -293,7 +297,7 @@ def doubled(most: int, measure: Callable[[int], Probe]) -> tuple[Probe, ...]:
 
 
 def accumulated(asked: int, probes: Sequence[Probe], accumulate_now: int) -> GuardDecision:
-    """Return what to do about batches of ``asked`` rows, by the probes of :func:`halved`; one fits.
+    """Return what to do about batches of ``asked`` rows, by the probes of :func:`halved`.
 
     ``accumulate_now`` is how many batches gradients are accumulated over already. The first probe
     has fewer rows than were asked for where the dataset has no more.
@@ -307,6 +311,9 @@ def accumulated(asked: int, probes: Sequence[Probe], accumulate_now: int) -> Gua
             action="keep",
             reason=f"{need}, {size_text(full.budget_bytes)} may be used: the batch size stays.",
         )
+    need = f"{need}, but {size_text(full.budget_bytes)} may be used"
+    if not last.fits:
+        return _nothing_fits(need, accumulate_now)
     batches = accumulate_now * -(-full.rows // last.rows)
     before, after = full.rows * accumulate_now, last.rows * batches
     seen = f"still sees {after}" if after == before else f"sees {after} instead of {before}"
@@ -314,19 +321,24 @@ def accumulated(asked: int, probes: Sequence[Probe], accumulate_now: int) -> Gua
         batch_size=last.rows,
         accumulate_grad_batches=batches,
         action="accumulate",
-        reason=f"{need}, but {size_text(full.budget_bytes)} may be used: the loader now gives "
-        f"{last.rows} rows at a time and gradients accumulate over {batches} batches. Each "
-        f"optimizer step {seen} rows.",
+        reason=f"{need}: the loader now gives {last.rows} rows at a time and gradients accumulate "
+        f"over {batches} batches. Each optimizer step {seen} rows.",
     )
 
 
 def chosen(probes: Sequence[Probe], accumulate_now: int) -> GuardDecision:
     """Return the decision where no batch size was asked for, by the probes of :func:`doubled`.
 
-    One of them fits. The smallest size is chosen that trains 95 % of the most rows a second: a
-    larger one takes memory, and optimizer steps from each epoch, for nothing.
+    The smallest size is chosen that trains 95 % of the most rows a second: a larger one takes
+    memory, and optimizer steps from each epoch, for nothing.
     """
     fitting = [probe for probe in probes if probe.fits]
+    if not fitting:
+        last = probes[-1]
+        need = f"A training step on {last.rows} row needs {_needed(last)}"
+        return _nothing_fits(
+            f"{need}, but {size_text(last.budget_bytes)} may be used", accumulate_now
+        )
     rates = _rows_per_s(fitting)
     best = max(rates.values())
     found = next(probe for probe in fitting if rates[probe.rows] >= _NEARLY * best)
@@ -349,6 +361,16 @@ def skipped(asked: int, accumulate_now: int, why: str) -> GuardDecision:
         accumulate_grad_batches=accumulate_now,
         action="skipped",
         reason=f"The batch size was not checked against the GPU's memory: {why}.",
+    )
+
+
+def _nothing_fits(need: str, accumulate_now: int) -> GuardDecision:
+    return GuardDecision(
+        batch_size=1,
+        accumulate_grad_batches=accumulate_now,
+        action="raise",
+        reason=f"{need}, and not even one row fits. Free memory on the device, use a smaller model "
+        "or smaller samples, or set guard to 'off' to try nevertheless.",
     )
 
 
@@ -411,9 +433,6 @@ class TriedSteps:
         The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely,
         or the copy of the model would take more than half of the free host memory of a rank. What a
         training step raises goes through, out of memory excepted.
-
-        Raises:
-            BatchSizeError: Not even one row fits.
         """
         trainer, datamodule = self.trainer, self.datamodule
         asked, accumulate_now = datamodule.batch_size, trainer.accumulate_grad_batches
@@ -446,14 +465,6 @@ class TriedSteps:
             return skipped(asked, accumulate_now, why)
         finally:
             restore_random()
-        if not any(probe.fits for probe in probes):
-            last = probes[-1]
-            raise BatchSizeError(
-                f"A training step on {last.rows} row needs {_needed(last)}, but "
-                f"{size_text(last.budget_bytes)} may be used: not even one row fits. Free memory "
-                "on the device, use a smaller model or smaller samples, or set guard to 'off' to "
-                "try nevertheless."
-            )
         decide = chosen if auto else partial(accumulated, asked)
         decision = replace(decide(probes, accumulate_now), probes=probes)
         if decision.action != "accumulate" or not parts.normalises(self.pl_module):
