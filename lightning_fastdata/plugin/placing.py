@@ -91,6 +91,10 @@ class SampleCosts:
 class PlaceCosts:
     """What is known of both places before the first step."""
 
+    accelerator: bool
+    """Whether the training runs on something else than a CPU."""
+    defers: bool = True
+    """Whether anything of the pipeline can run on a device."""
     batch_size: int
     """Number of samples in a batch of this rank."""
     workers: int
@@ -102,7 +106,9 @@ class PlaceCosts:
     device_ms: float | None = None
     """Milliseconds that the device takes for its part of one batch; None: not measured."""
     refusal: str | None = None
-    """Why the workers compute everything, whatever it takes; None: a device may do its part."""
+    """Why the device cannot do its part; None: nothing is known that says so."""
+    library: str = "Albumentations"
+    """Name of the library that computes the pixels in the workers."""
 
     def loader_ms(self, place: PixelPlace) -> float:
         """Return the milliseconds in which the workers make one batch; 0 if unknown."""
@@ -127,6 +133,14 @@ class PlaceChoice(NamedTuple):
 def choose_place(costs: PlaceCosts) -> PlaceChoice:
     """Decide where the pixels of a pipeline are computed; the rules are those of this module."""
     sample, device_ms = costs.sample, costs.device_ms
+    if not costs.accelerator:
+        return PlaceChoice(
+            "workers",
+            "there is no accelerator, and on a CPU torch takes many times as long for these pixels "
+            f"in batches as {costs.library} for samples in the workers",
+        )
+    if not costs.defers:
+        return PlaceChoice("workers", "the pipeline leaves nothing to a device")
     if costs.refusal is not None:
         return PlaceChoice("workers", costs.refusal)
     if sample is None or device_ms is None:
@@ -159,14 +173,15 @@ def read_place_costs(
     """Return costs with the times of workers and device for a pipeline; random states stay.
 
     This reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times,
-    timed by ``device_ms``. Nothing is measured where nothing can be chosen, as with a ``refusal``.
-    The default clocks count CPU time of all threads: workers have one, where OpenCV
+    timed by ``device_ms``. Nothing is measured where nothing can be chosen, as without an
+    accelerator. The default clocks count CPU time of all threads: workers have one, where OpenCV
     may use many here.
 
     ``transform`` starts in the workers, and draws by ``seed``; ``device`` is where the trainer
     computes. ``start_method`` is that of the workers; None: Python's default.
     """
-    if costs.refusal is not None or not spec.options.probe or spec.is_stream:
+    open_ = costs.accelerator and costs.defers and costs.refusal is None
+    if not (open_ and spec.options.probe) or spec.is_stream:
         return costs
     clocks = clocks or Clocks(cpu_s=clock.process_time)
     method = start_method or multiprocessing.get_start_method()
@@ -260,16 +275,6 @@ def _why_finished(spec: LoaderSpec) -> str | None:
     if spec.batch_size is None and spec.batch_sampler is None:
         return _SINGLE
     return None if only_stacks(spec.collate_fn) else _FINISHED
-
-
-def why_workers(spec: LoaderSpec, transform: StageTransform, *, accelerator: bool) -> str | None:
-    """Return why workers compute all pixels, whatever it takes; None: an accelerator may."""
-    if not accelerator:
-        return (
-            "there is no accelerator, and on a CPU torch takes many times as long for these pixels "
-            f"in batches as {transform.library} for samples in the workers"
-        )
-    return _why_finished(spec) if transform.defers else "the pipeline leaves nothing to a device"
 
 
 def device_type(trainer: Trainer | None) -> str:
@@ -366,12 +371,14 @@ class Placing:
         held = self._held.get(stage)
         if held is not None and held[0] == batch_size:
             return held[1]
-        accelerator = self._accelerator(trainer) != "cpu"
         known = PlaceCosts(
+            accelerator=self._accelerator(trainer) != "cpu",
+            defers=transform.defers,
             batch_size=batch_size,
             workers=plan.num_workers,
             cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
-            refusal=why_workers(spec, transform, accelerator=accelerator),
+            library=transform.library,
+            refusal=_why_finished(spec),
         )
         device, method = trainer.strategy.root_device, plan.start_method
         costs = self._read_costs(

@@ -33,7 +33,6 @@ from lightning_fastdata.plugin.placing import (
     choose_place,
     read_place_costs,
     time_on_device,
-    why_workers,
 )
 from lightning_fastdata.plugin.recording import Recording
 from lightning_fastdata.plugin.throughput import MeasuredRun
@@ -77,6 +76,7 @@ class Looks(FastDataModule):
 
 
 COSTS = PlaceCosts(
+    accelerator=True,
     batch_size=4,
     workers=2,
     cpus=2,
@@ -349,8 +349,9 @@ class CostlyPipeline(StageTransform):
 
 def measured(dataset, transform, *, accelerator=True, **how):
     spec = LoaderSpec(dataset=dataset, name="task", options=LoaderOptions(), batch_size=6)
-    refusal = why_workers(spec, transform, accelerator=accelerator)
-    known = PlaceCosts(batch_size=6, workers=2, cpus=2.0, refusal=refusal)
+    known = PlaceCosts(
+        accelerator=accelerator, defers=transform.defers, batch_size=6, workers=2, cpus=2.0
+    )
     return read_place_costs(known, spec, transform, seed=0, device=CPU, **how)
 
 
