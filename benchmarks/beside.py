@@ -10,17 +10,13 @@ over rounds of torch's time over ours. In the last row the training process comp
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
-from turns import arguments, spread, write
+from turns import arguments, hogs, spread, write
 
 from lightning_fastdata import FastDataLoader
 
@@ -31,6 +27,8 @@ WORKLOADS = (
     (0.025, 128, 90, 0),
     (1.0, 16, 50, 20),
 )
+_BEGIN_S = 0.3
+"""Seconds that the other programs have to begin."""
 OTHERS = ((0, False), (1, False), (2, False), (1, True), (2, True), (4, True))
 """How many other programs there are, and whether each has a session of its own."""
 
@@ -65,20 +63,6 @@ def epoch_s(loader: DataLoader, step_ms: float) -> float:
     return time.perf_counter() - began
 
 
-@contextlib.contextmanager
-def busy(programs: int, *, apart: bool) -> Iterator[None]:
-    """Have other programs compute while the block runs."""
-    command = [sys.executable, "-c", "while True: pass"]
-    started = [subprocess.Popen(command, start_new_session=apart) for _ in range(programs)]
-    time.sleep(0.3)
-    try:
-        yield
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
-
-
 def main() -> None:
     """Print the table."""
     given = arguments(__doc__.splitlines()[0]).parse_args()
@@ -91,7 +75,8 @@ def main() -> None:
         for loader in loaders:
             epoch_s(loader, step_ms)
         for programs, apart in OTHERS:
-            with busy(programs, apart=apart):
+            with hogs(programs, apart=apart):
+                time.sleep(_BEGIN_S)
                 times = [[epoch_s(each, step_ms) for each in loaders] for _ in range(given.rounds)]
             ratios = [one / other for one, other in times]
             torchs, ours = map(statistics.median, zip(*times, strict=True))

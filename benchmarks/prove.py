@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from provable import REAL
-from turns import machine
-from verdicts import environment, hogs
+from turns import hogs, machine
+from verdicts import environment
 
 from lightning_fastdata.prove.trials import AS_IS, FREE, Trial, bound_of, conclude, of_dict
 

@@ -7,7 +7,10 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,19 @@ def spread(values: list[float]) -> str:
     """Return lowest, median and highest."""
     middle = statistics.median(values)
     return f"{min(values):.4g} / {middle:.4g} / {max(values):.4g}"
+
+
+@contextmanager
+def hogs(count: int, *, apart: bool = False) -> Iterator[None]:
+    """Burn so many CPUs meanwhile, by programs of this session, or each of a session of its own."""
+    command = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command, start_new_session=apart) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
 
 
 def write(file: Path | None, name: str, results: Any) -> None:

@@ -29,8 +29,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ from trainings.machine_load import undisturbed
 from trainings.parts import Healthy, Training
 from trainings.registry import TRAININGS
 from trainings.tools import INSTALL_TRACEML, Opinion, simple_profiler, told, traceml
-from turns import write
+from turns import hogs, write
 
 HERE = Path(__file__).parent
 TIME_LIMIT_S = 180
@@ -48,18 +46,6 @@ MOST_OTHERS = 0.3
 """Of one CPU, what other processes may take on average while a training runs."""
 WALL_SHARE, WALL_S = 0.01, 0.05
 """By how much the wall time of the report may differ from a clock around ``fit``."""
-
-
-@contextmanager
-def hogs(count: int) -> Iterator[None]:
-    """Burn so many CPUs meanwhile."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
 
 
 def environment() -> dict[str, str]:

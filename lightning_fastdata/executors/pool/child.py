@@ -297,6 +297,7 @@ class TaskRunner:
     """Whether this is a copy of the training process, with everything at the same addresses."""
     stamped: bool = False
     waker: Waker | None = None
+    """What keeps this process its share of the CPUs; None: nothing has to."""
     layout: SampleLayout | None = None
     maps: dict[int, mmap] = field(default_factory=dict)
     kept: _FirstSample | None = None
