@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
@@ -80,7 +81,19 @@ def test_a_process_wakes_its_thread_while_it_waits_for_longer_than_it_runs(share
         assert counts.made == any(wait_us > run_us for run_us, wait_us in shares)
 
 
-def test_to_wake_a_thread_never_waits_for_it():
-    woken = WokenThread()
-    for _ in range(100_000):
-        woken.wake()
+@pytest.mark.parametrize("gone", [False, True])
+def test_to_wake_a_thread_never_waits_for_it(gone):
+    ends = []
+
+    class Deaf(WokenThread):
+        """A thread that takes no wake."""
+
+        @staticmethod
+        def _wait(there):
+            ends.append(there)
+            if gone:
+                there.close()
+
+    woken = Deaf()
+    for _ in range(10_000):
+        woken.wake()  # it would hang, or raise

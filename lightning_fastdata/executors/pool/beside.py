@@ -41,8 +41,8 @@ class WokenThread:
             pass
 
     def wake(self) -> None:
-        """Wake the thread; without effect while it has not taken many earlier wakes."""
-        with suppress(BlockingIOError):
+        """Wake the thread; without effect while it has not taken many earlier wakes, or is gone."""
+        with suppress(OSError):
             self._end.send(b"\0")
 
 
