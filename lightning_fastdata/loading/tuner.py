@@ -98,6 +98,8 @@ _FEWER: Final = 0.75
 """Share of the workers that have to be enough for the others to be given up."""
 _WRONG: Final = 1.1
 """Ratio of measured to modelled steps from which the model is wrong about what these wait for."""
+_MANY: Final = 2
+"""Workers for each CPU up to which more of them are tried where the model is wrong."""
 _HARDLY: Final = 0.2
 """Share of blocked time in making a batch below which workers are taken to compute."""
 _SURE: Final = 1.25
@@ -616,12 +618,15 @@ def propose(
             best, best_ms = number, step_ms(number)
         if best_ms <= (1 - _LEAST_GAIN) * now_ms:
             return Proposal(best, ratio * best_ms, late)
-        more = next((number for number in numbers if number > now), None)
-        if ratio >= _WRONG and window.wait_share >= _MUCH:
-            if more is None:
-                return None
-            hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
-            return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
+    unexplained = ratio >= _WRONG and window.wait_share >= _MUCH
+    more = next((number for number in numbers if number > now), None)
+    hoped = None
+    if unexplained and more is not None:
+        hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
+        hoped = Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
+    # Many may be too many in a way that the model does not know: they take memory, start slowly.
+    if unexplained and now <= _MANY * here.cpus:
+        return hoped
     fewer = [number for number in numbers if _LEAST_PART * now <= number <= _FEWER * now]
     slower = scaled(dearest or costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
     limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
@@ -635,10 +640,11 @@ def propose(
 
     found = bisect_left(fewer, True, key=suffices)
     if found == len(fewer):
-        return None
+        return hoped
     number = fewer[found]
     why = "fewer workers leave the training more CPUs"
     why = why if gains(number) else "fewer workers make the batches in time"
+    why = f"{late}, but by the model {why}" if unexplained else why
     return Proposal(number, ratio * step_ms(number), why)
 
 

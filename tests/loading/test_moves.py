@@ -92,6 +92,23 @@ def test_where_the_model_is_wrong_one_step_further_is_tried():
     assert propose(seen, costs, with_workers, 2, numbers_to_try(2, most=2)) is None
 
 
+@each("most", [12, 64])
+def test_where_the_model_is_wrong_and_fewer_would_do_by_it_too_many_are_not_made_more(most):
+    idle = [cost(blocked=1.0)] * 8  # by which one worker would do
+    seen_ms = window(idle, 12).step_ms
+    late = Window(24, 2 * seen_ms, seen_ms)
+    found = propose(late, idle, with_workers, 12, numbers_to_try(12, most=most))
+    assert found.workers == 4
+    assert "late" in found.why
+    # They stay away if steps are no longer, and come back otherwise.
+    move = Move(
+        batch=53, before=12, after=4, step_before_ms=late.step_ms, wait_before_ms=late.wait_ms,
+        step_expected_ms=found.step_ms, why=found.why,
+    )  # fmt: skip
+    assert paid(move, late)
+    assert not paid(move, Window(24, 1.1 * late.step_ms, late.wait_ms + 0.1 * late.step_ms))
+
+
 @each(
     ("before", "after", "expected_ms", "seen_ms", "kept"),
     [
