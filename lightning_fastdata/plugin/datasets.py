@@ -316,8 +316,8 @@ def _workers(loader: DataLoader[Any], *, chosen: bool) -> dict[str, object]:
     if stays and not left_open:
         names = _WORKERS if loader.num_workers else _WORKERS[:1]
         taken |= {name: getattr(loader, name) for name in names}
-        if "persistent_workers" in taken:
-            taken["persistent_workers"] = _keeps(loader)
+    if (stream and loader.num_workers) or "persistent_workers" in taken:
+        taken["persistent_workers"] = _keeps(loader)  # a stream may go on where it was
     return taken
 
 

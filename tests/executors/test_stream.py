@@ -79,6 +79,42 @@ def test_batches_and_their_order_and_random_numbers_are_those_of_torch(
     assert alike(mine, epochs_of(DataLoader(Lengths(lengths), **how)))
 
 
+class KeepsItsPlace(IterableDataset):
+    """A stream that goes on in the next pass where the reading of the last one ended."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        worker, workers = share()
+        self.at += 1
+        if self.at % 40 == 0:
+            raise StopIteration
+        return worker + workers * self.at
+
+
+@max_examples(12)
+@given(
+    leave_after=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    batch_size=st.sampled_from((None, 3)),
+    workers=st.integers(1, 3),
+    prefetch=st.sampled_from((None, 1, 3)),
+)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_stream_whose_epochs_are_left_early_goes_on_as_in_workers_of_torch(
+    leave_after, batch_size, workers, prefetch
+) -> None:
+    def read(make: Any, **how: Any) -> list[list[Any]]:
+        how |= {"num_workers": workers, "prefetch_factor": prefetch, "persistent_workers": True}
+        loader = make(KeepsItsPlace(), batch_size, **how)
+        return [[batch for _, batch in zip(range(n), loader, strict=False)] for n in leave_after]
+
+    assert alike(read(FastDataLoader, executor="workers"), read(DataLoader))
+
+
 def test_an_executor_that_needs_an_index_gives_way_to_workers() -> None:
     how = {"batch_size": 3, "num_workers": 1}
     ours = FastDataLoader(Lengths([7]), **how, executor="gather")

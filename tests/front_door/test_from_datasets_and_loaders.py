@@ -494,6 +494,35 @@ def test_workers_that_stay_while_nothing_changes_do_not_stay_in_a_training_that_
     assert model.batches["train"] == [[0, 1, 2, 3], [100, 101, 102, 103]]
 
 
+class GoesOn(Halves):
+    """A stream without end that goes on in the next epoch where the last one was left."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        while True:
+            self.at += 1
+            yield {"x": first + step * self.at}
+
+
+def test_workers_that_stay_with_a_stream_stay_also_where_their_number_is_chosen() -> None:
+    loader = DataLoader(GoesOn(), 3, num_workers=2, persistent_workers=True)
+    seen = {}
+    for number in ("torch", 2, "auto"):
+        data = loader if number == "torch" else FastDataModule.from_loaders(loader)
+        if number == "auto":
+            data = FastDataModule.from_loaders(loader, num_workers=number)
+        model = Seen()
+        run = trainer(max_epochs=2, limit_train_batches=4)
+        run.fit(model, **{"train_dataloaders" if data is loader else "datamodule": data})
+        seen[number] = model.batches["train"]
+    assert seen[2] == seen["torch"]
+    told = [*chain(*seen["auto"])]
+    assert len({*told}) == len(told) == 24  # nothing comes twice
+
+
 class KeepsIt(FastDataModule):
     """Keeps the batch size to itself, and has a pipeline of its own."""
 

@@ -36,7 +36,7 @@ when no task of it is open, and is then delivered, or its error is raised in its
 
 **Generations.** Each epoch has a generation, larger than that of the epoch before. The training
 process writes the present one into the progress memory of every process: a task of a smaller one is
-answered with ``OldEpoch`` and not done.
+answered with ``OldEpoch`` and not done. For a stream it stays at 0: all its tasks are done.
 
 **A process**::
 

@@ -676,7 +676,8 @@ class StreamExecutor(_CrewExecutor):
                 self._crew.discard(child)
                 lane.drop(child.tasks.values())
         self._resume, self._crew.wanted = dict(enumerate(resume or ())), workers
-        self._crew.start_epoch(self._now.generation, epoch)
+        # What was asked for before is read, too, as by torch: a stream may keep its place.
+        self._crew.start_epoch(0, epoch)
         earlier = {id(lane.child) for lane in self._lanes}
         self._lanes = [_Lane(self.children[number]) for number in range(workers)]
         going_on = [n for n, lane in enumerate(self._lanes) if id(lane.child) in earlier]
@@ -734,6 +735,7 @@ class StreamExecutor(_CrewExecutor):
         delivered = self._wait.unpacked(batch.data)
         lane.delivered += 1
         self.history.handed_over(number)
+        self._fill()  # as torch does: whoever leaves the epoch now has had as much read
         return delivered
 
     def _reads(self, child: ChildProcess) -> str | None:
