@@ -248,16 +248,6 @@ def test_too_few_for_the_ranks_are_filled_up_and_that_is_said_or_left_out(length
     ]
 
 
-def test_sixty_four_ranks_share_and_sixteen_go_on():
-    def make():
-        return Drawing(1000)
-
-    order, how = alone(make), {"step": 128, "data": range(1000)}
-    assert joined(steps_of(make, 64, size=2)[:3][0]) == order[:128]
-    state = stopped(make, 64, 3, rank=63, **how)
-    assert after(state, make, 16, **how) == [order[at : at + 128] for at in range(384, 1000, 128)]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4, 64])
 def test_of_a_batch_sampler_each_rank_takes_whole_batches(ranks):
     every = list(InPairs())
