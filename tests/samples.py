@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 
@@ -19,6 +20,20 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
+
+
+class Costly(Dataset):
+    """Each sample is its number, and costs what a function of it does: sleeps, computes, waits."""
+
+    def __init__(self, length: int, cost: Callable[[int], Any] = lambda index: None) -> None:
+        self.length, self.cost = length, cost
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.cost(index)
+        return torch.tensor(index)
 
 
 class Stream(IterableDataset):

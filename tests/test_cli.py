@@ -6,7 +6,7 @@ import re
 
 import pytest
 from misses import each
-from programs import refused, run_program
+from programs import run_program
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli import main
@@ -84,11 +84,6 @@ def test_gpus_and_a_container_s_share_of_the_memory_are_shown():
     )
     assert "A GPU, 10.0 GiB of 16.0 GiB free" in text
     assert "8.0 GiB available in this container, 64.0 GiB on the machine" in text
-
-
-def test_an_error_of_ours_ends_in_one_sentence(tmp_path):
-    with refused(r"^fastdata: .* has no report\.json"):
-        main(["report", str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", ["compair", "tune"])

@@ -38,6 +38,7 @@ LIGHT = (
     "import lightning_fastdata",
     "import lightning_fastdata.errors, lightning_fastdata.host.cpu",
     "import lightning_fastdata.cli",
+    "import lightning_fastdata.host.memory as memory; memory.read_host_memory()",
 )
 """What loads no torch either."""
 ROOMS = (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Rows
+from front_door.test_report_never_harms import HasNoLength
 from misses import each
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
@@ -191,13 +192,6 @@ def test_samples_of_loaders_that_are_zipped_are_those_of_all():
     list(timer.batches(zip(DataLoader(samples(16), 8), DataLoader(samples(8), 4), strict=True)))
     list(timer.batches(DataLoader(samples(5), 5)))
     assert columns(timer)["samples"].tolist() == [12, 12, 5]
-
-
-class HasNoLength:
-    """Says that it is sized, and is not."""
-
-    def __len__(self):
-        raise TypeError("unsized")
 
 
 class HasNoAttributes:

@@ -53,10 +53,6 @@ def test_every_name_is_known_and_a_misspelt_one_is_seen(tmp_path):
         assert f'has no attribute "{module.__all__[0]}s"' in said[0]
 
 
-def test_the_package_says_that_it_is_typed():
-    assert (PACKAGE / "py.typed").is_file()
-
-
 def test_what_loaders_and_datasets_take_is_what_the_constructor_takes():
     taken = inspect.signature(FastDataModule.__init__).parameters
     own = {"self", "batch_size", "num_workers", "shuffle"}

@@ -27,7 +27,7 @@ MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
     *("front_door/test_changing_world.py", "test_docs.py", "front_door/test_prove.py"),
-    *("augment/test_compiled_steps.py", "test_examples.py", "resilience/test_replay.py"),
+    *("test_examples.py", "resilience/test_replay.py"),
     *("executors/test_standby.py", "resilience/test_stream_resume.py"),
     *("resilience/test_bad_samples.py", "front_door/test_other_streams.py"),
     *("resilience/test_preemption.py", "front_door/test_zero_code.py"),
@@ -35,7 +35,7 @@ LONGEST = (
     *("conformance/test_missing_packages.py", "plugin/test_guard_on_ranks.py"),
     *("ext/sources/test_objects.py", "executors/test_kills.py", "caches/test_cached_dataset.py"),
     *("executors/test_stream.py", "caches/test_cached_source.py", "loading/test_facts.py"),
-    *("resilience/test_resumed_again.py",),
+    *("resilience/test_resumed_again.py", "augment/test_compiled_steps.py"),
     *("conformance/test_running.py", "executors/test_fault_races.py", "device/test_late_copies.py"),
     *("front_door/test_several_loaders.py",),
     *("front_door/test_names_inside_reading.py", "plugin/test_prefetching.py"),

@@ -264,13 +264,3 @@ def test_a_report_is_written_to_no_url_and_no_folder_of_its_name(tmp_path, monke
     assert len([one for one in told if "memory://" in str(one.message)]) == 1
     assert callback.report.stages[0].steps == 8
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_report_that_cannot_be_written_is_a_warning_and_not_an_error(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    callback = DataThroughputCallback(summary=False, report=blocked / "report.json")
-    trainer = make_trainer(tmp_path, callbacks=[callback], limit_val_batches=0)
-    with pytest.warns(FastDataWarning, match="report was not written"):
-        trainer.fit(Linear(), datamodule=RowsModule())
-    assert callback.report is not None

@@ -13,28 +13,15 @@ from insight.cut_waits import Cutter, total
 from misses import each
 from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
 from rig.virtual_crew import Costs, VirtualExecutor
+from samples import Costly
 from thoroughness import LONG
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.watches import CrewTrial
 
 SOME = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001)
-
-
-class Numbers(Dataset):
-    """Each sample is its number, and takes what ``cost`` does."""
-
-    def __init__(self, length, cost=lambda index: None):
-        self.length, self.cost = length, cost
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.cost(index)
-        return torch.tensor(index)
 
 
 def fetch_plan(dataset, **how):
@@ -59,7 +46,7 @@ def recorded(
     """Return the stamps of an epoch, whose batches were used one after the other."""
     machine, records = Machine(2), deque()
     with machine.installed():
-        plan = fetch_plan(Numbers(steps * size, cost), **how)
+        plan = fetch_plan(Costly(steps * size, cost), **how)
         pool = VirtualExecutor(machine, plan, costs=costs, processes=workers)
         pool.record(records)
         pool.start_epoch(iter(batches_of(steps, size)), 0)
@@ -76,7 +63,7 @@ def waits(index):
 def test_half_of_the_workers_that_there_are_by_then_are_compared_with_all_also_in_a_later_epoch():
     machine, records, trial = Machine(8), deque(), CrewTrial(2)
     with machine.installed():
-        plan = fetch_plan(Numbers(9600, waits))
+        plan = fetch_plan(Costly(9600, waits))
         for processes in (2, 6):  # workers that are not kept: each epoch has others
             pool = VirtualExecutor(machine, plan, costs=SOME, processes=processes, trial=trial)
             if processes == 2:
@@ -152,7 +139,7 @@ def disturb(seed, chaos):
 
     with machine.installed():
         whole = {"collate_fn": list, "default_collation": False} if seed % 3 == 0 else {}
-        dataset = Numbers(steps * size, cost)
+        dataset = Costly(steps * size, cost)
         plan = fetch_plan(dataset, look_ahead=chance.randint(2, 12), **whole)
         pool = VirtualExecutor(machine, plan, costs=SOME, processes=chance.randint(1, 5))
         machine.start(machine.process(), kills)
@@ -193,7 +180,7 @@ def test_a_sample_that_kills_whoever_reads_it_is_named_after_four_deaths():
             die(signal.SIGKILL)
 
     with machine.installed():
-        plan = fetch_plan(Numbers(64, cost))
+        plan = fetch_plan(Costly(64, cost))
         pool = VirtualExecutor(machine, plan, processes=2)
         pool.start_epoch(iter(batches_of(8, 8)), 0)
         got = torch.cat([next(pool) for _ in range(4)])
@@ -221,7 +208,7 @@ def test_a_worker_that_is_stuck_is_replaced_at_the_deadline_and_its_sample_named
             wait_for_an_answer()
 
     with machine.installed():
-        plan = fetch_plan(Numbers(64, cost), timeout_s=limit_s)
+        plan = fetch_plan(Costly(64, cost), timeout_s=limit_s)
         pool = VirtualExecutor(machine, plan, processes=2)
         pool.start_epoch(iter(batches_of(8, 8)), 0)
         for _ in range(4):
@@ -242,7 +229,7 @@ def test_a_worker_that_is_stuck_is_replaced_at_the_deadline_and_its_sample_named
 def test_a_single_sample_that_is_stuck_is_named_by_its_index():
     machine = Machine(2)
     with machine.installed():
-        dataset = Numbers(9, lambda index: sleep(600) if index == 7 else None)
+        dataset = Costly(9, lambda index: sleep(600) if index == 7 else None)
         single = {"collate_fn": lambda sample: sample, "default_collation": False, "batched": False}
         pool = VirtualExecutor(machine, fetch_plan(dataset, timeout_s=2.0, **single), processes=2)
         pool.start_epoch(iter(range(9)), 0)
@@ -262,7 +249,7 @@ def test_a_single_sample_that_is_stuck_is_named_by_its_index():
 def test_who_is_slow_is_not_stuck(cost):
     machine = Machine(2)
     with machine.installed():
-        pool = VirtualExecutor(machine, fetch_plan(Numbers(16, cost), timeout_s=1.0), processes=1)
+        pool = VirtualExecutor(machine, fetch_plan(Costly(16, cost), timeout_s=1.0), processes=1)
         pool.start_epoch(iter(batches_of(2, 8)), 0)
         assert torch.cat(list(pool)).tolist() == list(range(16))
         assert pool.plan.faults.deaths == 0
@@ -281,7 +268,7 @@ def test_workers_that_wait_for_each_other_in_their_first_sample_all_have_one(wor
                 met.add(machine.current.process)
                 door.wait()
 
-        pool = VirtualExecutor(machine, fetch_plan(Numbers(24, cost)), processes=workers)
+        pool = VirtualExecutor(machine, fetch_plan(Costly(24, cost)), processes=workers)
         pool.start_epoch(iter(batches_of(24 // size, size)), 0)
         assert torch.cat(list(pool)).tolist() == list(range(24))
         pool.close()
@@ -325,7 +312,7 @@ def test_no_trial_is_made_where_it_would_show_nothing(how):
 def test_a_trial_ends_with_its_epoch_which_makes_another_and_with_stamps_that_nobody_takes(again):
     machine, records = Machine(2), deque()
     with machine.installed():
-        plan = fetch_plan(Numbers(4800, waits_unlike))
+        plan = fetch_plan(Costly(4800, waits_unlike))
         pool = VirtualExecutor(machine, plan, costs=SOME, processes=2)
         pool.record(records)
         pool.start_epoch(iter(batches_of(600, 8)), 0)

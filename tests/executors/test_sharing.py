@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from rig.machine import Machine, sleep, work
 from rig.virtual_crew import USUAL, VirtualExecutor, on_machine
-from torch.utils.data import Dataset, default_collate
+from samples import Costly
+from torch.utils.data import default_collate
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -15,18 +15,9 @@ from lightning_fastdata.executors.pool.sharing import TrainingLoad
 STEPS, SIZE, STEP_S = 40, 64, 0.075
 
 
-class Samples(Dataset):
-    """Each sample is its number, and takes 1.3 ms of a CPU; ``used_s`` is what all have taken."""
-
-    def __init__(self, cost=lambda index: work(0.0013)):
-        self.cost = cost
-
-    def __len__(self):
-        return STEPS * SIZE
-
-    def __getitem__(self, index):
-        self.cost(index)
-        return torch.tensor(index)
+def samples(cost=lambda index: work(0.0013)):
+    """Samples that take 1.3 ms of a CPU each, if nothing else is said."""
+    return Costly(STEPS * SIZE, cost)
 
 
 def epoch(step, dataset=None, *, workers=2, cpus=2.0, steps=STEPS, known=True, **how):
@@ -37,7 +28,7 @@ def epoch(step, dataset=None, *, workers=2, cpus=2.0, steps=STEPS, known=True, *
     machine, ahead = Machine(2), []
     with machine.installed():
         plan = FetchPlan(
-            dataset=dataset or Samples(),
+            dataset=dataset or samples(),
             collate_fn=default_collate,
             default_collation=True,
             timeout_s=0,
@@ -83,7 +74,7 @@ def test_fewer_batches_are_ahead_as_an_epoch_ends_where_the_training_computes():
 
 def test_a_loader_knows_how_long_its_epochs_are():
     with on_machine() as machine:
-        loader = FastDataLoader(Samples(), SIZE, shuffle=True, executor="workers", num_workers=2)
+        loader = FastDataLoader(samples(), SIZE, shuffle=True, executor="workers", num_workers=2)
         began_ns = machine.now_ns
         for _ in loader:
             work(STEP_S)
@@ -124,7 +115,7 @@ def test_a_training_that_stops_computing_has_as_many_batches_ahead_as_planned():
     ("workers", "wait_s"), [(2, 0.004), (2, 0.05), (4, 0.004), (4, 0.016), (16, 0.016)]
 )
 def test_samples_that_wait_come_as_soon_as_when_workers_share_them_out(workers, wait_s):
-    waiting = Samples(lambda index: sleep(wait_s))
+    waiting = samples(lambda index: sleep(wait_s))
     how = {"workers": workers, "look_ahead": max(9, 2 * workers)}
     shared = epoch(computes, waiting, cpus=float("inf"), **how)[0]
     assert epoch(computes, waiting, **how)[0] <= 1.03 * shared
@@ -136,7 +127,7 @@ def test_rare_samples_that_wait_hold_up_no_more_than_where_workers_share_them_ou
         work(0.0008)
         sleep(0.5 * (index % 500 == 250))
 
-    how = {"dataset": Samples(cost), "look_ahead": 9, "workers": workers, "steps": 80}
+    how = {"dataset": samples(cost), "look_ahead": 9, "workers": workers, "steps": 80}
     assert epoch(computes, **how)[0] <= 1.01 * epoch(computes, cpus=float("inf"), **how)[0]
 
 

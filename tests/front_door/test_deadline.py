@@ -86,5 +86,3 @@ def test_there_is_a_deadline_by_default_and_it_can_be_turned_off():
     assert FastDataLoader([0], timeout=0).timeout == 0
     with pytest.raises(OptionsError, match="timeout is -1"):
         FastDataLoader([0], timeout=-1)
-    with pytest.raises(OptionsError, match="timeout is 'never'"):
-        LoaderOptions(timeout="never")

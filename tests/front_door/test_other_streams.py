@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import albumentations as A
@@ -26,6 +25,7 @@ from front_door.other_streams import (
     importable,
     pixels,
 )
+from front_door.test_independent_draws import as_rank
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from trainers import Learner, quiet_trainer
@@ -268,22 +268,11 @@ def test_two_ranks_read_each_sample_once(library, files, tmp_path):
             assert all(len(rank[case]["told"]) == uneven for rank in ranks)
 
 
-@contextmanager
-def as_one_of_two_ranks(rank=0):
-    """Be in a process group of two ranks, of which there is this one."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=fake.FakeStore())
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_workers_that_are_started_anew_read_the_part_of_their_rank(tmp_path):
     webdataset(tmp_path, 6)
     read = []
     for rank in range(2):
-        with as_one_of_two_ranks(rank):
+        with as_rank(rank):
             stream = LIBRARIES["WebDataset"].opened(tmp_path, False, as_it_is)
             how = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
             loader = FastDataLoader(stream, BATCH, num_workers=1, **how)
@@ -298,7 +287,7 @@ def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path
     for splitter, told in ((None, 1), (wds.split_by_node, 0)):
         stream = wds.WebDataset(urls, shardshuffle=False, nodesplitter=splitter).decode()
         loader = FastDataLoader(stream.to_tuple("number.cls"), BATCH, num_workers=0)
-        with as_one_of_two_ranks(), warnings.catch_warnings(record=True) as caught:
+        with as_rank(0), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             read = sum(len(batch[0]) for batch in loader)
         texts = [str(each.message) for each in caught if each.category is FastDataWarning]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 
 import pytest
 import torch
@@ -86,8 +85,7 @@ def is_plain(text):
 def test_any_name_of_a_file_is_shown_spelled_and_kept_whole_in_the_json(tmp_path, capsys, name):
     callback = DataThroughputCallback(report=tmp_path / "report.json")
     logger = TensorBoardLogger(tmp_path, name="board")
-    with warnings.catch_warnings(), on_machine():
-        warnings.simplefilter("error", FastDataWarning)
+    with on_machine():
         fit(tmp_path, callback, dataset=Slow(name, slow_s=0.25), logger=logger)
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     slow = told["stages"]["train"]["causes"]["slow_samples"]
@@ -133,9 +131,7 @@ def test_a_report_in_a_folder_has_its_usual_name_and_a_page_one_of_its_own(
 ):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastDataWarning)
-        fit(tmp_path / "run", DataThroughputCallback(report=given, summary=False))
+    fit(tmp_path / "run", DataThroughputCallback(report=given, summary=False))
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.[jh]*")}
     assert files == written
     for name in written:
@@ -175,19 +171,15 @@ class WritesAlone:
 def test_the_summary_is_written_to_whatever_is_set_as_the_output(tmp_path, monkeypatch):
     for output in (WritesAlone(), None):
         monkeypatch.setattr(sys, "stdout", output)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FastDataWarning)
-            fit(tmp_path, DataThroughputCallback(report=False))
+        fit(tmp_path, DataThroughputCallback(report=False))
         assert output is None or "samples/s in a step" in output.text
 
 
 def test_a_warning_that_is_made_an_error_keeps_its_text(tmp_path):
     (tmp_path / "file").touch()
     callback = DataThroughputCallback(report=tmp_path / "file" / "r.json", summary=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastDataWarning)
-        with pytest.raises(FastDataWarning) as raised:
-            trained(DataLoader(range(60)), folder=tmp_path, callbacks=[callback])
+    with pytest.raises(FastDataWarning) as raised:
+        trained(DataLoader(range(60)), folder=tmp_path, callbacks=[callback])
     assert str(raised.value).startswith("The report was not written: ")
     assert str(raised.value).count("The training itself is not affected") == 1
 
@@ -314,7 +306,5 @@ def test_any_loader_may_be_measured_and_none_is_harmed(tmp_path):
 @pytest.mark.parametrize("samples", [torch.zeros(8), [HasNoLength()] * 8], ids=["0-d", "unsized"])
 def test_batches_of_any_kind_are_steps_that_are_measured(tmp_path, samples):
     callback = DataThroughputCallback(summary=False, report=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastDataWarning)
-        trained(DataLoader(samples, batch_size=None), folder=tmp_path, callbacks=[callback])
+    trained(DataLoader(samples, batch_size=None), folder=tmp_path, callbacks=[callback])
     assert callback.report.stages[0].steps == 8

@@ -70,7 +70,7 @@ def test_a_folder_with_several_reports_or_none_names_what_there_is(tmp_path, tra
     os.remove(tmp_path / "version_0" / "report.json")
     main(["report", str(tmp_path)])
     os.remove(tmp_path / "version_1" / "report.json")
-    with refused(r"no report\.json"):
+    with refused(r"^fastdata: .* has no report\.json"):
         main(["report", str(tmp_path)])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from alike import alike
 from insight.cut_waits import Cutter, total
 from torch.utils.data import (
     Dataset,
@@ -94,23 +95,8 @@ def epochs(dataset, *, stamp, times=2, step_s=0.0, **options):
     return batches, list(records), torch.rand(1).item()
 
 
-def same(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            same(x, y)
-    elif isinstance(a, StagedBatch):
-        same([a.batch, a.stage], [b.batch, b.stage])
-    else:
-        assert a == b
+def opened(batch):
+    return [batch.batch, batch.stage] if isinstance(batch, StagedBatch) else batch
 
 
 WORKERS = [
@@ -140,7 +126,7 @@ def test_batches_order_and_draws_are_the_same_with_stamps(dataset, options, work
         pytest.skip("one data set is enough for what takes seconds to start")
     plain, none, after = epochs(dataset, stamp=False, **options, **workers)
     stamped, records, after_stamped = epochs(dataset, stamp=True, **options, **workers)
-    same(plain, stamped)
+    assert alike([*map(opened, plain)], [*map(opened, stamped)])
     assert after == after_stamped
     assert none == []
     assert len(records) == len(stamped)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from alike import alike
+from loading.test_cycled import Numbers
 from misses import Misses, each
 from processes import until
 from thoroughness import LONG
@@ -413,20 +414,12 @@ def test_batched_fetching_is_honoured_also_below_wrappers(wrap, executor) -> Non
     assert alike(ours, theirs)
 
 
-class Counting(IterableDataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Any:
-        return iter(range(self.length))
-
-
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 @pytest.mark.parametrize("chained", [False, True])
 def test_streams_and_chains_of_them_are_read_as_by_torch(executor, batch_size, chained) -> None:
-    dataset = ChainDataset([Counting(7), Counting(2)]) if chained else Counting(8)
+    dataset = ChainDataset([Numbers(7), Numbers(2)]) if chained else Numbers(8)
     ours, theirs = both(executor, lambda: {"batch_size": batch_size}, dataset)
     assert alike(ours, theirs)
 
@@ -439,7 +432,7 @@ def test_the_length_is_that_of_torch(executor: str) -> None:
     with pytest.raises(TypeError):
         len(FastDataLoader(ROWS, sampler=EveryThird(), executor=executor))
     with pytest.raises(TypeError):
-        len(FastDataLoader(Counting(3), executor=executor))
+        len(FastDataLoader(Numbers(3), executor=executor))
 
 
 class Unmeasured(Made):
@@ -498,9 +491,9 @@ BAD: dict[str, dict[str, Any]] = {
     "kept workers without workers": {"persistent_workers": True},
     "context without workers": {"multiprocessing_context": "fork"},
     "no such context": {"multiprocessing_context": "fok", "num_workers": 1},
-    "stream with a sampler": {"dataset": Counting(3), "sampler": [1]},
-    "stream shuffled": {"dataset": Counting(3), "shuffle": True},
-    "stream with batches": {"dataset": Counting(3), "batch_sampler": [[1]]},
+    "stream with a sampler": {"dataset": Numbers(3), "sampler": [1]},
+    "stream shuffled": {"dataset": Numbers(3), "shuffle": True},
+    "stream with batches": {"dataset": Numbers(3), "batch_sampler": [[1]]},
 }
 
 

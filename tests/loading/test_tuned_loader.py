@@ -16,6 +16,7 @@ import torch
 from loading.planned import Stream
 from rig.machine import VirtualLock, sleep, work
 from rig.virtual_crew import on_machine
+from samples import Costly
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
@@ -36,20 +37,6 @@ class Drawn(Dataset):
     def __getitem__(self, index):
         drawn = torch.rand(2), torch.tensor([random.random(), np.random.rand()])
         return torch.cat([torch.full((3,), float(index)), *drawn])
-
-
-class Costly(Dataset):
-    """Each sample costs what is said of its index, by sleeping, computing or waiting for others."""
-
-    def __init__(self, length, cost):
-        self.length, self.cost = length, cost
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.cost(index)
-        return torch.tensor(index)
 
 
 def waits(seconds):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from alike import alike
 from conformance.pieces import Images, Pixels
 from device.host_streams import OnStreams
 from lightning.pytorch.plugins import MixedPrecision
@@ -187,16 +188,6 @@ def state_of(trainer, module):
     }
 
 
-def same(one, other):
-    if isinstance(one, (torch.Tensor, np.ndarray)):
-        return type(one) is type(other) and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 class Run:
     """A fit of a module behind the guard, on a device that is counted."""
 
@@ -242,7 +233,7 @@ class Run:
     def assert_restored(self):
         before, after = self.states
         for name, value in before.items():
-            assert same(value, after[name]), name
+            assert alike(value, after[name]), name
 
 
 # --- everything is as before -------------------------------------------------------------------
@@ -272,7 +263,7 @@ def test_training_after_the_guard_is_the_training_without_it(tmp_path):
         metrics = Path(where, "metrics.csv").read_text()
         parameters = state_of(run.trainer, run.module)["parameters"]
         runs.append([parameters, run.module.losses, metrics])
-    assert same(*runs)
+    assert alike(*runs)
     assert len(runs[0][1]) == ROWS // BATCH
 
 

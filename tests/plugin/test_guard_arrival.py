@@ -9,6 +9,7 @@ import albumentations as A
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
+from alike import alike
 from conformance.pieces import Images, Rows
 from device.host_streams import OnStreams, made_ahead
 from misses import each
@@ -124,12 +125,6 @@ def train(memory, way="off", *, pictures=False, guard="warn", function=doubled):
     return model.seen, [text for text in texts if "memory" in text]
 
 
-def assert_same(ours, theirs):
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 @pytest.fixture(scope="module")
 def calm():
     return {pictures: train(Memory(), pictures=pictures)[0] for pictures in (False, True)}
@@ -146,7 +141,7 @@ def test_memory_that_runs_out_once_changes_nothing(calm, way, place):
         calls += memory.failed
         if place == "step":
             seen = [rejoined(parts) for parts in of_batches(seen)]
-        assert_same(seen, calm[pictures])
+        assert alike(seen, calm[pictures])
     assert calls == 3
 
 
@@ -170,7 +165,7 @@ def rejoined(parts):
 def test_batches_that_never_fit_come_in_parts_that_are_joined(calm, way, place):
     memory = Memory(place, fits=2)
     seen, told = train(memory, way)
-    assert_same(seen, calm[False])
+    assert alike(seen, calm[False])
     # Once it is known what fits, nothing is tried in vain again. First what is ahead is dropped.
     assert memory.failed == (3 if way == "auto" else 2)
     assert "parts of 3" in told[-2]
@@ -182,7 +177,7 @@ def test_draws_that_the_device_has_no_memory_for_are_carried_out_on_the_host(cal
     # On its side stream, where there is one, and then on that of the steps.
     memory = Memory("pipeline", calls=range(1 if way == "off" else 2))
     seen, told = train(memory, way, pictures=True)
-    assert_same(seen, calm[True])
+    assert alike(seen, calm[True])
     assert "in host memory" in told[-1]
     assert "a batch ahead" in told[0] or way == "off"
 
@@ -191,7 +186,7 @@ def test_a_batch_that_was_sent_ahead_goes_before_a_step_is_taken_in_parts(calm):
     memory = Memory("step", calls=[2])
     seen, told = train(memory, "auto")
     assert memory.failed == 1
-    assert_same(seen, calm[False])
+    assert alike(seen, calm[False])
     assert len(told) == 1
     assert "no memory for a batch ahead" in told[0]
 

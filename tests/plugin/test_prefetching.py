@@ -9,6 +9,7 @@ import albumentations as A
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
+from alike import alike
 from conformance.pieces import Images, Linear, Rows, make_trainer
 from device.host_streams import HostStreams, OnStreams
 from lightning.fabric import Fabric
@@ -109,14 +110,7 @@ def trained(tmp_path, module, model=None, **about):
 
 
 def assert_same(ours, theirs):
-    for stage, batches in ours.seen.items():
-        assert len(batches) == len(theirs.seen[stage])
-        for one, other in zip(batches, theirs.seen[stage], strict=True):
-            for x, y in zip(one, other, strict=True):
-                assert x.dtype == y.dtype
-                assert torch.equal(x, y)
-    assert torch.equal(torch.stack(ours.losses), torch.stack(theirs.losses))
-    assert torch.equal(ours.scale, theirs.scale)
+    assert alike([ours.seen, ours.losses, ours.scale], [theirs.seen, theirs.losses, theirs.scale])
 
 
 @pytest.mark.cases(3)

@@ -232,10 +232,6 @@ def test_another_version_of_the_package_is_named():
     assert "0.0.1" in text
 
 
-def test_nothing_is_said_where_nothing_has_changed():
-    assert told_of(left_after(3), loader="workers-2") == []
-
-
 @each("state", [{}, {"epoch": 1}, None, [1], "state"])
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(OptionsError, match="state_dict"):
