@@ -158,8 +158,14 @@ class StageMeter:
             for task in batch.tasks
             if task.process < 0
         ]
+        used = self._cpu.used()
+        # What waits for batches lost to other programs is among what was waited.
+        queued_ns = sum(batch.own.runqueue_ns or 0 for batch in stamps)
+        in_waits_s = queued_ns / 1e9 / max(1, len(stamps)) * summary.steps
         return TrainingTimes(
-            **self._cpu.used()._asdict(),
+            cpu_s=used.cpu_s,
+            wall_s=used.wall_s,
+            runqueue_s=max(0.0, used.runqueue_s - in_waits_s),
             waited_s=waited_ms / 1e3,
             loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
         )
