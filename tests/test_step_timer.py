@@ -6,6 +6,7 @@ import collections
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -231,6 +232,8 @@ SIZES = {
     "a dict of nested": (lambda: {"a": ragged()}, 2),
     "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), 2),
     "no length": (HasNoLength, 0),
+    "an object": (lambda: SimpleNamespace(points=3), 0),
+    "one graph": (lambda: SimpleNamespace(num_graphs=1), 1),
     "no attributes": (HasNoAttributes, 0),
     "no items": (lambda: HasNoItems(a=1), 0),
     "within itself": (within_itself, 0),

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
+from numbers import Number
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,7 +29,7 @@ from lightning_fastdata.loading.simulate import WORKERS, LoaderSetup, TrainingTi
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tree import Path, at_path
+from lightning_fastdata.tree import Path, at_path, leaves
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class StageMeter:
         """Return the samples of a batch; 0: not known."""
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
             parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
-            return sum(map(batch_samples, parts or [batch]))
+            return sum(map(_samples_in, parts or [batch]))
         return 0
 
     def step_ended(self, samples: int) -> None:
@@ -169,6 +170,14 @@ class StageMeter:
             waited_s=waited_ms / 1e3,
             loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
         )
+
+
+def _samples_in(batch: Batch) -> int:
+    """Return the samples of a batch of one loader; 0 where it is an object of unknown content."""
+    found = batch_samples(batch)
+    told = isinstance(batch, Sized | Number) or hasattr(batch, "ndim")
+    told = told or hasattr(batch, "num_graphs") or next(leaves(batch), None) is not batch
+    return found if told else 0
 
 
 class ReadChanges:
