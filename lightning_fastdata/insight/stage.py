@@ -111,7 +111,7 @@ class StageMeter:
             device=self._device.type,
         )
         causes = self.stamps.summary(without=_long_waits(summary))
-        return dataclasses.replace(summary, causes=causes)
+        return dataclasses.replace(summary, causes=_with_starts(causes, summary))
 
     def late_batches(
         self, summary: StageSummary, loader: LoaderFacts, *, machine: MachineSeen = NO_MACHINE
@@ -124,6 +124,7 @@ class StageMeter:
         if slowest is None:
             return late_batches_of(summary, loader, machine=machine)
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
+        causes = _with_starts(causes, summary, share)
         stamps, setups = list(slowest.newest), slowest.setups()
         times = self._training_times(summary, stamps)
         cpus = float(loader.usable_cpus or 1)
@@ -228,6 +229,22 @@ def _look(loader: object, *, with_globals: bool = True) -> Fingerprint | None:
 def _long_waits(summary: StageSummary) -> int:
     """Return how many of the long steps, which are left out of the means, are long waits."""
     return sum((t.stall_ms or 0.0) > (t.compute_ms or 0.0) for t in summary.long_steps)
+
+
+def _with_starts(
+    causes: WaitCauses | None, summary: StageSummary, share: float = 1.0
+) -> WaitCauses | None:
+    """Return causes with what starts of epochs took, where each step was the first of its epoch.
+
+    Such steps wait for workers to start as well, before these do anything for the batch. ``share``:
+    share of the waits that is for the batches of ``causes``, 0 to 1.
+    """
+    if causes is None or summary.steps > summary.cold_steps:
+        return causes
+    waited_ms = share * (summary.cold_wait_ms or 0.0) * summary.cold_steps
+    started_ms = waited_ms / causes.batches - causes.wait.total_ms
+    idle_ms = causes.wait.idle_ms + max(0.0, started_ms)
+    return dataclasses.replace(causes, wait=dataclasses.replace(causes.wait, idle_ms=idle_ms))
 
 
 _MEANS: Final = {

@@ -48,6 +48,25 @@ def test_slow_samples_have_the_files_of_their_own_loader():
     assert paths == {"/b/23.jpg", "/c/23.jpg", None}
 
 
+def test_where_all_steps_are_first_ones_their_causes_are_of_the_whole_wait(virtual):
+    loader = FastDataLoader(Files("a", 4, 0.001), batch_size=4, num_workers=0, executor="torch")
+    meter = StageMeter("train", torch.device("cpu"))
+    meter.stamps.watch([loader])
+    for _ in range(6):
+        meter.timeline.epoch_began()
+        meter.wait_began()
+        clock.sleep(0.05)  # as workers start
+        next(iter(loader))
+        meter.timeline.wait_ended()
+        virtual.work(0.01)
+        meter.step_ended(4)
+    found = meter.summary()
+    assert found.cold_wait_ms == pytest.approx(54)
+    for causes in (found.causes, meter.late_batches(found, LoaderFacts()).causes):
+        assert causes.wait.total_ms == pytest.approx(54)
+        assert causes.wait.idle_ms == pytest.approx(50)
+
+
 class Queued(Dataset):
     """Samples for which the reading thread is ready, but has no CPU for a while."""
 
