@@ -305,6 +305,11 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def cpus_text(cpus: float, which: str = "") -> str:
+    """Return ``1 CPU`` or ``2 usable CPUs``."""
+    return f"{cpus:g} {which}CPU{'' if cpus == 1 else 's'}"
+
+
 def steps_text(steps: int) -> str:
     """Return ``1 step`` or ``1200 steps``."""
     return f"{steps} step{'' if steps == 1 else 's'}"
