@@ -270,7 +270,7 @@ FAMILIES: Final = {
     "slow samples": "FD302",
     "costly transforms": "FD305",
     "full CPUs": "FD306 FD315",
-    "costly hand-over": "FD307 FD308 FD323 FD324",
+    "collation, sampler, hand-over": "FD307 FD308 FD323 FD324",
     "copy, augmentation, padding": "FD312 FD313 FD337",
     "validation": "FD318",
     "beside the steps": "FD310 FD320",

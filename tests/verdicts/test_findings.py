@@ -16,7 +16,14 @@ from thoroughness import max_examples
 
 import lightning_fastdata
 from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall
-from lightning_fastdata.insight.finding import KEEP, SMALL_COSTS, LoaderFacts, gain_text
+from lightning_fastdata.insight.finding import (
+    KEEP,
+    SMALL_COSTS,
+    Finding,
+    Gain,
+    LoaderFacts,
+    gain_text,
+)
 from lightning_fastdata.insight.machine import MachineSeen
 from lightning_fastdata.insight.ranks import RankTiming
 from lightning_fastdata.insight.verdict import COSTS, findings
@@ -319,6 +326,11 @@ def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to(
     }
     assert {"FD000", "FD001", "FD104", *CODES} <= given
     assert given == {page.stem for page in DOCS.glob("FD*.md")}
+
+
+def test_what_people_see_beside_a_code_does_not_name_another_cause():
+    for code, word in (("FD307", "collation"), ("FD308", "hand-over"), ("FD323", "sampler")):
+        assert word in Finding(code=code, severity="high", cause="").family
 
 
 def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
