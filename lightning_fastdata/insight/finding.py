@@ -287,6 +287,8 @@ def costs_much(stall_ms: float, share: float) -> bool:
 
 def gain_text(gain: Gain) -> str:
     """Return a gain in words, e.g. ``1.52x (78.0 -> 51.3 ms a step, simulated)``."""
+    if not math.isfinite(gain.factor):
+        return f"at most all {gain.before_ms:.1f} ms of a step"
     most = "at most " if gain.basis in ("floor", "independent") else ""
     basis = "" if gain.basis == "floor" else f", {_BASIS.get(gain.basis, gain.basis)}"
     steps = f"{gain.before_ms:.1f} -> {gain.after_ms:.1f} ms a step"

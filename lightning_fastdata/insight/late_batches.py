@@ -619,7 +619,7 @@ def _neighbours(e: LateBatches) -> Finding | None:
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
-        e.times.without(min(e.stall_ms, runqueue * (e.times.step_ms or 0.0))),
+        e.times.without(lost_ms),
         "more workers: they would wait, too",
     )
 

@@ -434,6 +434,17 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
         assert findings(evidence_with(TABLE["FD315"][0], machine=machine))[0].code == code
 
 
+def test_without_other_programs_a_model_on_the_cpus_is_faster_too():
+    parts = {"read_cpu_ms": 3.0, "read_runqueue_ms": 3.0}
+    known = {"step_ms": 40.0, "wait_ms": 6.0, "stall_ms": 6.0, "runqueue_share": 0.6, **CPU}
+    for device, after_ms in (("cpu", 16.0), ("cuda", 34.0)):
+        found = findings(evidence_with(late(parts), device=device, **known))
+        (gain,) = (each.gain for each in found if each.code == "FD315")
+        assert gain.after_ms == pytest.approx(after_ms)
+    gone = Gain(before_ms=40.0, after_ms=0.0, basis="floor")
+    assert gain_text(gone) == "at most all 40.0 ms of a step"
+
+
 @pytest.mark.parametrize(("blocked", "wanted"), [(0.0, "0.6"), (40.0, "0.3")])
 def test_the_own_work_of_a_training_that_reads_itself_is_what_it_reads(blocked, wanted):
     parts = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
