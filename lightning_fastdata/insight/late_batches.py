@@ -611,6 +611,8 @@ def _neighbours(e: LateBatches) -> Finding | None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {cpus_text(e.setup.cpus)}")
     if (e.machine.other_cpus or 0.0) >= _OTHERS_LOW:
         facts.append(f"other programs use {e.machine.other_cpus:.1f} CPUs of this machine")
+    # Workers of a training that reads by itself, or that wait for storage, may well gain.
+    waits = here or largest(e)[0] not in ("", "read_cpu")
     lost_ms = runqueue * (e.times.step_ms or 0.0)
     if e.summary.device != "cpu":  # else the model, too, computes on the CPUs that others have
         lost_ms = min(e.stall_ms, lost_ms)
@@ -620,7 +622,7 @@ def _neighbours(e: LateBatches) -> Finding | None:
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
         e.times.without(lost_ms),
-        "more workers: they would wait, too",
+        "" if waits else "more workers: they would wait, too",
     )
 
 

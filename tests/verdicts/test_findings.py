@@ -445,6 +445,16 @@ def test_without_other_programs_a_model_on_the_cpus_is_faster_too():
     assert gain_text(gone) == "at most all 40.0 ms of a step"
 
 
+def test_nobody_is_told_to_add_workers_and_to_leave_them_alone():
+    short = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
+    waits = {"read_blocked_ms": 20.0, "read_runqueue_ms": 4.0}
+    for parts, workers, leaves in ((short, 2, True), (waits, 2, False), (short, 0, False)):
+        known = {"costs": costs(blocked=40.0, cpu=4.0), "setup": setup(workers, cpus=8.0)}
+        found = findings(late(parts, runqueue_share=0.6, **known))
+        (told,) = (each for each in found if each.code == "FD315")
+        assert ("more workers" in told.leave_alone) is leaves
+
+
 @pytest.mark.parametrize(("blocked", "wanted"), [(0.0, "0.6"), (40.0, "0.3")])
 def test_the_own_work_of_a_training_that_reads_itself_is_what_it_reads(blocked, wanted):
     parts = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
