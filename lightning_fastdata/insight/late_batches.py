@@ -396,7 +396,9 @@ def _more_workers(
     if "num_workers" in e.loader.closed:
         leave = f"the number of workers, {e.loader.closed['num_workers']}"
     elif wanted.workers > now.workers:
-        gain = e.gain(wanted)
+        gain, most = e.gain(wanted), e.gain_without(1.0)
+        if gain is not None and most is not None:  # more workers make no step compute faster
+            gain = replace(gain, after_ms=max(gain.after_ms, most.after_ms))
         if gain is not None and gain.worthwhile:
             gain = replace(gain, basis="independent") if together else gain
             more = _advised(now, wanted, gain)

@@ -445,6 +445,14 @@ def test_without_other_programs_a_model_on_the_cpus_is_faster_too():
     assert gain_text(gone) == "at most all 40.0 ms of a step"
 
 
+def test_no_number_of_workers_is_said_to_make_a_step_shorter_than_it_computes():
+    # By the recorded batches a step computes for 1 ms; it was measured to do so for 16.
+    known = {"costs": costs(blocked=40.0, step=1.0), "setup": setup(1, cpus=2.0)}
+    found, *_ = findings(late({"read_blocked_ms": 24.0}, **known))
+    assert (found.code, "num_workers=" in found.remedy) == ("FD303", True)
+    assert found.gain.after_ms == pytest.approx(16.0)
+
+
 def test_nobody_is_told_to_add_workers_and_to_leave_them_alone():
     short = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
     waits = {"read_blocked_ms": 20.0, "read_runqueue_ms": 4.0}
