@@ -274,8 +274,9 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
         file = Path(folder, "trial.json")
         settings = ProveSettings(script=script, file=str(file), budget_s=budget_s)
+        within = f"{budget} s" if budget.strip()[-1].isdigit() else budget
         sys.stderr.write(
-            f"fastdata: {script} is run as a trial, which ends at most {budget} after its training "
+            f"fastdata: {script} is run as a trial, which ends at most {within} after its training "
             "has begun. It logs nowhere and saves nothing; what it prints is kept from the "
             "terminal.\n"
         )

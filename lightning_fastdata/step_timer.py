@@ -156,6 +156,7 @@ class StepTimer:
             first, val = stages[0], measured.get("val") if "train" in measured else None
             val_facts = self._stages["val"].facts if val is not None else LoaderFacts()
             verdict = first.verdict(measured[first.stage], val, val_facts)
+        late = [each for each in stages if measured[each.stage].stalls]
         if "train" in measured:
             trained = [each for each in stages if each.stage in ("train", "val")]
             waited = sum(each.timeline.history.stalled_s() for each in trained) / 60
@@ -164,7 +165,7 @@ class StepTimer:
             verdict=verdict,
             device_minutes_waited=waited,
             recent={each.stage: each.timeline.history.newest() for each in stages},
-            notes=tuple(dict.fromkeys(note for each in stages for note in each.not_known())),
+            notes=tuple(dict.fromkeys(note for each in late for note in each.not_known())),
             versions=read_versions(),
             machine=describe_machine(self.device),
         )

@@ -6,6 +6,7 @@ import collections
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,6 +226,8 @@ SIZES = {
     "a dict of nested": (lambda: {"a": ragged()}, 2),
     "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), 2),
     "no length": (HasNoLength, 0),
+    "an object": (lambda: SimpleNamespace(points=3), 0),
+    "one graph": (lambda: SimpleNamespace(num_graphs=1), 1),
     "no attributes": (HasNoAttributes, 0),
     "no items": (lambda: HasNoItems(a=1), 0),
     "within itself": (within_itself, 0),
@@ -388,6 +391,13 @@ def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
     assert report.notes == (
         "Why batches were late is not known: a DataLoader does not tell, FastDataLoader does.",
     )
+
+
+def test_of_batches_that_were_not_late_nobody_has_to_know_why():
+    timer = StepTimer("cpu")
+    for _ in timer.batches([torch.zeros(2)] * 8):
+        pass_ms(10)
+    assert timer.report().notes == ()
 
 
 class Own(DataLoader):

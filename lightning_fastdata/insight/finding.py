@@ -270,7 +270,7 @@ FAMILIES: Final = {
     "slow samples": "FD302",
     "costly transforms": "FD305",
     "full CPUs": "FD306 FD315",
-    "costly hand-over": "FD307 FD308 FD323 FD324",
+    "collation, sampler, hand-over": "FD307 FD308 FD323 FD324",
     "copy, augmentation, padding": "FD312 FD313 FD337",
     "validation": "FD318",
     "beside the steps": "FD310 FD320",
@@ -287,6 +287,8 @@ def costs_much(stall_ms: float, share: float) -> bool:
 
 def gain_text(gain: Gain) -> str:
     """Return a gain in words, e.g. ``1.52x (78.0 -> 51.3 ms a step, simulated)``."""
+    if not math.isfinite(gain.factor):
+        return f"at most all {gain.before_ms:.1f} ms of a step"
     most = "at most " if gain.basis in ("floor", "independent") else ""
     basis = "" if gain.basis == "floor" else f", {_BASIS.get(gain.basis, gain.basis)}"
     steps = f"{gain.before_ms:.1f} -> {gain.after_ms:.1f} ms a step"
@@ -303,6 +305,11 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def cpus_text(cpus: float, which: str = "") -> str:
+    """Return ``1 CPU`` or ``2 usable CPUs``."""
+    return f"{cpus:g} {which}CPU{'' if cpus == 1 else 's'}"
 
 
 def steps_text(steps: int) -> str:

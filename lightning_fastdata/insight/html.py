@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.finding import Gain, duration_text, gain_text
-from lightning_fastdata.insight.report import RunReport
+from lightning_fastdata.insight.report import RunReport, of_rank
 from lightning_fastdata.insight.steps import MOST_RECENT, PHASES, Columns, Values, mean_ms
 from lightning_fastdata.insight.waits import PART_WORDS, WaitParts
 from lightning_fastdata.insight.wall import PART_NAMES, STEP_PARTS
@@ -56,7 +56,7 @@ def _rates(report: RunReport) -> list[tuple[str | None, str]]:
     # Where the model computes on CPUs, nobody knows what it would do with those that load.
     free = first.samples_per_s_if_data_were_free if on_device else None
     waited = report.device_minutes_waited if on_device else None
-    whole = STAGE_WORDS.get(first.stage, first.stage)
+    whole = STAGE_WORDS.get(first.stage, first.stage) + of_rank(report)
     return [
         (_written(None if wall is None else wall.samples_per_s), f"samples/s in the whole {whole}"),
         (_written(first.samples_per_s), "samples/s in a step"),

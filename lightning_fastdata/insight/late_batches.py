@@ -21,6 +21,7 @@ from lightning_fastdata.insight.finding import (
     LoaderFacts,
     Rule,
     StepTimes,
+    cpus_text,
     make_finding,
 )
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
@@ -395,7 +396,9 @@ def _more_workers(
     if "num_workers" in e.loader.closed:
         leave = f"the number of workers, {e.loader.closed['num_workers']}"
     elif wanted.workers > now.workers:
-        gain = e.gain(wanted)
+        gain, most = e.gain(wanted), e.gain_without(1.0)
+        if gain is not None and most is not None:  # more workers make no step compute faster
+            gain = replace(gain, after_ms=max(gain.after_ms, most.after_ms))
         if gain is not None and gain.worthwhile:
             gain = replace(gain, basis="independent") if together else gain
             more = _advised(now, wanted, gain)
@@ -573,7 +576,7 @@ def _few_cpus(e: LateBatches) -> Finding | None:
     if now is not None:
         workers = "1 worker" if now.workers == 1 else f"{now.workers} workers"
         if now.workers:
-            facts.append(f"{workers} and the training share {now.cpus:g} CPUs")
+            facts.append(f"{workers} and the training share {cpus_text(now.cpus)}")
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
@@ -607,16 +610,21 @@ def _neighbours(e: LateBatches) -> Finding | None:
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
-        facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
+        facts.append(f"own work needs {e.wanted_cpus:.1f} of {cpus_text(e.setup.cpus)}")
     if (e.machine.other_cpus or 0.0) >= _OTHERS_LOW:
         facts.append(f"other programs use {e.machine.other_cpus:.1f} CPUs of this machine")
+    # Workers of a training that reads by itself, or that wait for storage, may well gain.
+    waits = here or largest(e)[0] not in ("", "read_cpu")
+    lost_ms = runqueue * (e.times.step_ms or 0.0)
+    if e.summary.device != "cpu":  # else the model, too, computes on the CPUs that others have
+        lost_ms = min(e.stall_ms, lost_ms)
     return make_finding(
         e.times.stall_share,
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
-        e.times.without(min(e.stall_ms, runqueue * (e.times.step_ms or 0.0))),
-        "more workers: they would wait, too",
+        e.times.without(lost_ms),
+        "" if waits else "more workers: they would wait, too",
     )
 
 

@@ -256,7 +256,7 @@ def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
     gain = first.speedup_possible if on_device else None
     if wall is not None and wall.samples_per_s is not None and first.samples_per_s is not None:
         whole = STAGE_WORDS.get(first.stage, first.stage)
-        yield f" {wall.samples_per_s:.0f} samples/s in the whole {whole}"
+        yield f" {wall.samples_per_s:.0f} samples/s in the whole {whole}{of_rank(report)}"
     if first.samples_per_s is not None:
         rates = [f"{first.samples_per_s:.0f} samples/s in a step"]
         if gain is not None and first.samples_per_s_if_data_were_free is not None:
@@ -268,6 +268,11 @@ def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
         yield from _words("", wall_text(wall, first.stage), width)
     if on_device and report.device_minutes_waited:
         yield from _words("", f"{report.device_minutes_waited:.1f} GPU minutes waited", width)
+
+
+def of_rank(report: RunReport) -> str:
+    """Return words for a rate of one rank of several; empty: the rate is that of the whole run."""
+    return " of this rank" if len(report.ranks) > 1 else ""
 
 
 def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[str]:

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
+from numbers import Number
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,7 +29,7 @@ from lightning_fastdata.loading.simulate import WORKERS, LoaderSetup, TrainingTi
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.sources.files import files_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tree import Path, at_path
+from lightning_fastdata.tree import Path, at_path, leaves
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class StageMeter:
         """Return the samples of a batch; 0: not known."""
         with suppress(Exception):  # a batch may be anything, and its own methods may raise
             parts = [part for path in self.parts if (part := at_path(batch, path)) is not None]
-            return sum(map(batch_samples, parts or [batch]))
+            return sum(map(_samples_in, parts or [batch]))
         return 0
 
     def step_ended(self, samples: int) -> None:
@@ -110,7 +111,7 @@ class StageMeter:
             device=self._device.type,
         )
         causes = self.stamps.summary(without=_long_waits(summary))
-        return dataclasses.replace(summary, causes=causes)
+        return dataclasses.replace(summary, causes=_with_starts(causes, summary))
 
     def late_batches(
         self, summary: StageSummary, loader: LoaderFacts, *, machine: MachineSeen = NO_MACHINE
@@ -123,6 +124,7 @@ class StageMeter:
         if slowest is None:
             return late_batches_of(summary, loader, machine=machine)
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
+        causes = _with_starts(causes, summary, share)
         stamps, setups = list(slowest.newest), slowest.setups()
         times = self._training_times(summary, stamps)
         cpus = float(loader.usable_cpus or 1)
@@ -158,11 +160,25 @@ class StageMeter:
             for task in batch.tasks
             if task.process < 0
         ]
+        used = self._cpu.used()
+        # What waits for batches lost to other programs is among what was waited.
+        queued_ns = sum(batch.own.runqueue_ns or 0 for batch in stamps)
+        in_waits_s = queued_ns / 1e9 / max(1, len(stamps)) * summary.steps
         return TrainingTimes(
-            **self._cpu.used()._asdict(),
+            cpu_s=used.cpu_s,
+            wall_s=used.wall_s,
+            runqueue_s=max(0.0, used.runqueue_s - in_waits_s),
             waited_s=waited_ms / 1e3,
             loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
         )
+
+
+def _samples_in(batch: Batch) -> int:
+    """Return the samples of a batch of one loader; 0 where it is an object of unknown content."""
+    found = batch_samples(batch)
+    told = isinstance(batch, Sized | Number) or hasattr(batch, "ndim")
+    told = told or hasattr(batch, "num_graphs") or next(leaves(batch), None) is not batch
+    return found if told else 0
 
 
 class ReadChanges:
@@ -213,6 +229,22 @@ def _look(loader: object, *, with_globals: bool = True) -> Fingerprint | None:
 def _long_waits(summary: StageSummary) -> int:
     """Return how many of the long steps, which are left out of the means, are long waits."""
     return sum((t.stall_ms or 0.0) > (t.compute_ms or 0.0) for t in summary.long_steps)
+
+
+def _with_starts(
+    causes: WaitCauses | None, summary: StageSummary, share: float = 1.0
+) -> WaitCauses | None:
+    """Return causes with what starts of epochs took, where each step was the first of its epoch.
+
+    Such steps wait for workers to start as well, before these do anything for the batch. ``share``:
+    share of the waits that is for the batches of ``causes``, 0 to 1.
+    """
+    if causes is None or summary.steps > summary.cold_steps:
+        return causes
+    waited_ms = share * (summary.cold_wait_ms or 0.0) * summary.cold_steps
+    started_ms = waited_ms / causes.batches - causes.wait.total_ms
+    idle_ms = causes.wait.idle_ms + max(0.0, started_ms)
+    return dataclasses.replace(causes, wait=dataclasses.replace(causes.wait, idle_ms=idle_ms))
 
 
 _MEANS: Final = {

@@ -26,6 +26,7 @@ from lightning_fastdata.insight.finding import (
     LoaderFacts,
     Rule,
     costs_much,
+    cpus_text,
     duration_text,
     make_finding,
     passed,
@@ -236,9 +237,9 @@ def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
         evidence.append(f"{which}number of workers not known")
     else:
         workers = f"{loader.num_workers} worker{'' if loader.num_workers == 1 else 's'}"
-        cpus = "" if loader.usable_cpus is None else f"{loader.usable_cpus} "
-        unknown = "" if cpus else " not known"
-        evidence.append(f"{which}{workers}, {cpus}usable CPUs{unknown}")
+        cpus = loader.usable_cpus
+        usable = "usable CPUs not known" if cpus is None else cpus_text(cpus, "usable ")
+        evidence.append(f"{which}{workers}, {usable}")
     if loader.augment_on is not None:
         where = "CPU" if loader.augment_on == "cpu" else "device"
         evidence.append(f"transforms run on the {where}")
@@ -339,7 +340,8 @@ COSTS: Final = (
 
 def _more_workers(e: LateBatches, wanted: int) -> Advice:
     cpus = e.loader.usable_cpus
-    free, taken = f"{cpus} CPUs are usable", e.machine.taken_of(cpus)
+    are = "is" if cpus == 1 else "are"
+    free, taken = f"{cpus_text(cpus or 0)} {are} usable", e.machine.taken_of(cpus)
     if round(taken):
         free += f", of which other programs use {taken:.1f}"
     text = f"num_workers {e.loader.num_workers} -> {wanted}  ({free})"

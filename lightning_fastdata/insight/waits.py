@@ -183,7 +183,11 @@ class WaitCutter:
                     worst = task
             elif task.ended_ns <= start:
                 break
-        queued = min(handover, batch.own.runqueue_ns or 0)
+        queued_ns: float = batch.own.runqueue_ns or 0
+        if last.process < 0:  # nothing is handed over, and reading may have queued already
+            handover, ns[_HANDOVER] = handover + ns[_HANDOVER], 0.0
+            queued_ns = max(0, queued_ns - ns[_RUNQUEUE])
+        queued = min(handover, queued_ns)
         ns[_QUEUED] += queued
         ns[_HANDOVER] += handover - queued
         # No worker can begin with samples that the sampler has not drawn yet.

@@ -445,7 +445,7 @@ def _without_a_change(trial: Trial, unsure: tuple[str, Gain] | None) -> tuple[Ou
             f"Nothing to gain: the model takes {share:.0%} of the time, and free "
             f"data would bring {max(bound.factor, 1.0):.2f}x at most."
         )
-    free = f"free data would bring {bound.factor:.2f}x"
+    free = f"free data would bring {bound.factor:.2f}x at most"
     if unsure is not None and unsure[1].factor > LEAST_GAIN:
         name, gain = unsure
         return "not known", (
@@ -457,7 +457,7 @@ def _without_a_change(trial: Trial, unsure: tuple[str, Gain] | None) -> tuple[Ou
     known = {block.arm for block in trial.blocks} | trial.failed.keys()
     if untried := [name for name in trial.remedies if name not in known]:
         names = ", ".join(untried)
-        return "not known", f"Not decided: {free}, and the time did not do for {names}."
+        return "not known", f"Not decided: {free}, and there was no time to try {names}."
     if not trial.remedies:
         return "not known", f"Nothing tried: {free}, and there is no change to try on this loader."
     return "nothing found", f"Nothing found: {free}, and no change that was tried brings 3 %."

@@ -286,9 +286,10 @@ def test_how_a_script_ends_before_anything_is_known_is_told_with_what_it_printed
     tmp_path, script, why, shown
 ):
     (tmp_path / "train.py").write_text(script)
-    done = prove(tmp_path, "--json", "found.json", "train.py", code=2)
+    done = prove(tmp_path, "--budget", "20", "--json", "found.json", "train.py", code=2)
     assert why in done.stdout
     assert shown in done.stderr
+    assert "ends at most 20 s after its training" in done.stderr
     assert why in json.loads((tmp_path / "found.json").read_text())["stopped"]
 
 

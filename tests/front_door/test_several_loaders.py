@@ -139,7 +139,9 @@ def test_no_loader_is_told_of_what_another_one_does(tmp_path):
     report = fit(tmp_path, train)
     # Of all that is waited for, two thirds is collating, but not of the waits for images.
     assert report.stages[0].causes.wait.collate_ms > 0.6 * report.stages[0].causes.wait.total_ms
-    (cause,) = [f.cause for f in report.verdict.findings if f.cause.startswith("loader 'images'")]
+    # On a busy machine other programs are told as well.
+    found = [each for each in report.verdict.findings if each.code != "FD315"]
+    (cause,) = [each.cause for each in found if each.cause.startswith("loader 'images'")]
     assert "collating" not in cause
     # And to read them costs half of a step, as the other half is spent on the text.
     step, own_ms = report.stages[0].step.mean_ms, 24.0

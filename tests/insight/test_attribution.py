@@ -179,6 +179,16 @@ def test_what_the_training_process_does_after_a_batch_was_made_is_no_hand_over()
     assert sum(found.values()) == pytest.approx(18)
 
 
+def test_a_training_process_that_loads_and_loses_its_cpu_hands_nothing_over():
+    # The kernel was asked about the second task only, as the one before the first was short.
+    for known in ({"cpu": None, "queued": None}, {"cpu": 1, "queued": 27}):
+        alone = task(0, 28, read=0.5, collate=0.5, process=-1, **known)
+        found = parts(owned(0, 28, alone, queued=27.0))
+        assert found.get("handover", 0) <= 0.5
+        assert found["queued"] + found.get("read_runqueue", 0) == pytest.approx(27)
+        assert sum(found.values()) == pytest.approx(28)
+
+
 def test_what_it_does_while_workers_still_work_holds_up_nothing():
     made = task(0, 20, read=20, cpu=20)
     found = parts(owned(10, 21, made, sampled=[(10, 19)], unpacked=[(11, 12)]))

@@ -22,6 +22,7 @@ from lightning_fastdata.insight.ranks import (
 )
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.verdict import findings
+from lightning_fastdata.insight.wall import WallTime
 
 MS = st.none() | st.floats(0, 1e4)
 
@@ -117,6 +118,16 @@ def test_what_outsiders_see_of_this_rank_is_told_too(stalls, codes):
     facts = LoaderFacts(num_workers=0, usable_cpus=4)
     verdict = judge(summary(stalls[0]), facts, evidence(*stalls))
     assert [each.code for each in verdict.findings] == codes
+
+
+def test_a_rate_of_one_rank_is_not_called_that_of_the_whole_training():
+    ran = WallTime(total_s=10.0, parts_s={"compute": 10.0}, steps=20, samples=1280)
+    report = RunReport(stages=(summary(1.0),), wall=ran)
+    assert " 128 samples/s in the whole training\n" in report.text()
+    assert (
+        " 128 samples/s in the whole training of this rank\n"
+        in replace(report, ranks=ranks(1.0, 21.0)).text()
+    )
 
 
 def test_the_report_holds_every_rank_and_one_line_on_them():

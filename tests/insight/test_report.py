@@ -35,6 +35,13 @@ def run_report(**measured):
     return RunReport(stages=(first, summary(name="val")), verdict=judge(first, facts))
 
 
+def test_one_cpu_is_no_cpus():
+    facts = LoaderFacts(num_workers=0, usable_cpus=1)
+    verdict = judge(summary(), facts)
+    assert "0 workers, 1 usable CPU" in verdict.evidence
+    assert verdict.findings[0].remedy == "num_workers 0 -> 1  (1 CPU is usable)"
+
+
 def test_window_means_agree_with_numpy_and_leave_out_cold_steps():
     rng = np.random.default_rng(0)
     stalls, computes = rng.uniform(1, 40, 30), rng.uniform(20, 60, 30)

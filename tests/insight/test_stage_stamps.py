@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.stage import StageStamps
+from lightning_fastdata.insight.finding import LoaderFacts
+from lightning_fastdata.insight.stage import StageMeter, StageStamps
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 
 pytestmark = pytest.mark.usefixtures("virtual")
@@ -45,6 +46,57 @@ def test_slow_samples_have_the_files_of_their_own_loader():
     # The file of the one that is gone is not known any more.
     paths = {sample.path for sample in stamps.summary().slow_samples}
     assert paths == {"/b/23.jpg", "/c/23.jpg", None}
+
+
+def test_where_all_steps_are_first_ones_their_causes_are_of_the_whole_wait(virtual):
+    loader = FastDataLoader(Files("a", 4, 0.001), batch_size=4, num_workers=0, executor="torch")
+    meter = StageMeter("train", torch.device("cpu"))
+    meter.stamps.watch([loader])
+    for _ in range(6):
+        meter.timeline.epoch_began()
+        meter.wait_began()
+        clock.sleep(0.05)  # as workers start
+        next(iter(loader))
+        meter.timeline.wait_ended()
+        virtual.work(0.01)
+        meter.step_ended(4)
+    found = meter.summary()
+    assert found.cold_wait_ms == pytest.approx(54)
+    for causes in (found.causes, meter.late_batches(found, LoaderFacts()).causes):
+        assert causes.wait.total_ms == pytest.approx(54)
+        assert causes.wait.idle_ms == pytest.approx(50)
+
+
+class Queued(Dataset):
+    """Samples for which the reading thread is ready, but has no CPU for a while."""
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, i):
+        clock.sleep(0.001)
+        self.clock.queue(0.008)
+        return torch.zeros(2)
+
+
+def test_a_cpu_that_reading_lacked_is_not_taken_off_the_time_of_the_steps(virtual):
+    dataset = Queued()
+    dataset.clock = virtual
+    loader = FastDataLoader(dataset, batch_size=4, num_workers=0, executor="torch")
+    meter = StageMeter("train", torch.device("cpu"))
+    meter.stamps.watch([loader])
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        meter.wait_began()
+        next(batches)
+        meter.timeline.wait_ended()
+        virtual.work(0.01)
+        virtual.advance(10_000_000)
+        virtual.queue(0.004)
+        meter.step_ended(4)
+    facts = LoaderFacts(num_workers=0, usable_cpus=2)
+    late = meter.late_batches(meter.summary(), facts)
+    assert late.setup.step_cpus == pytest.approx(0.5)
 
 
 def test_what_ran_before_a_restart_tells_nothing():

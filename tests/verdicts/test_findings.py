@@ -16,7 +16,14 @@ from thoroughness import max_examples
 
 import lightning_fastdata
 from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall
-from lightning_fastdata.insight.finding import KEEP, SMALL_COSTS, LoaderFacts, gain_text
+from lightning_fastdata.insight.finding import (
+    KEEP,
+    SMALL_COSTS,
+    Finding,
+    Gain,
+    LoaderFacts,
+    gain_text,
+)
 from lightning_fastdata.insight.machine import MachineSeen
 from lightning_fastdata.insight.ranks import RankTiming
 from lightning_fastdata.insight.verdict import COSTS, findings
@@ -321,6 +328,11 @@ def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to(
     assert given == {page.stem for page in DOCS.glob("FD*.md")}
 
 
+def test_what_people_see_beside_a_code_does_not_name_another_cause():
+    for code, word in (("FD307", "collation"), ("FD308", "hand-over"), ("FD323", "sampler")):
+        assert word in Finding(code=code, severity="high", cause="").family
+
+
 def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
     index, rules = (DOCS / "index.md").read_text(), {rule.code: rule for rule in reversed(RULES)}
     costs = {rule.code: rule.title for rule in COSTS}
@@ -420,6 +432,35 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
     for others, code in ((1.0, "FD315"), (0.3, "FD306")):
         machine = MachineSeen(machine_cpus=2.0, other_cpus=others)
         assert findings(evidence_with(TABLE["FD315"][0], machine=machine))[0].code == code
+
+
+def test_without_other_programs_a_model_on_the_cpus_is_faster_too():
+    parts = {"read_cpu_ms": 3.0, "read_runqueue_ms": 3.0}
+    known = {"step_ms": 40.0, "wait_ms": 6.0, "stall_ms": 6.0, "runqueue_share": 0.6, **CPU}
+    for device, after_ms in (("cpu", 16.0), ("cuda", 34.0)):
+        found = findings(evidence_with(late(parts), device=device, **known))
+        (gain,) = (each.gain for each in found if each.code == "FD315")
+        assert gain.after_ms == pytest.approx(after_ms)
+    gone = Gain(before_ms=40.0, after_ms=0.0, basis="floor")
+    assert gain_text(gone) == "at most all 40.0 ms of a step"
+
+
+def test_no_number_of_workers_is_said_to_make_a_step_shorter_than_it_computes():
+    # By the recorded batches a step computes for 1 ms; it was measured to do so for 16.
+    known = {"costs": costs(blocked=40.0, step=1.0), "setup": setup(1, cpus=2.0)}
+    found, *_ = findings(late({"read_blocked_ms": 24.0}, **known))
+    assert (found.code, "num_workers=" in found.remedy) == ("FD303", True)
+    assert found.gain.after_ms == pytest.approx(16.0)
+
+
+def test_nobody_is_told_to_add_workers_and_to_leave_them_alone():
+    short = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
+    waits = {"read_blocked_ms": 20.0, "read_runqueue_ms": 4.0}
+    for parts, workers, leaves in ((short, 2, True), (waits, 2, False), (short, 0, False)):
+        known = {"costs": costs(blocked=40.0, cpu=4.0), "setup": setup(workers, cpus=8.0)}
+        found = findings(late(parts, runqueue_share=0.6, **known))
+        (told,) = (each for each in found if each.code == "FD315")
+        assert ("more workers" in told.leave_alone) is leaves
 
 
 @pytest.mark.parametrize(("blocked", "wanted"), [(0.0, "0.6"), (40.0, "0.3")])
