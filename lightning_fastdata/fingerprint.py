@@ -680,8 +680,9 @@ def _of_file(path: str) -> tuple[int, int] | None:
 
 def _of_process(_: None) -> tuple[object, ...]:
     """Return the settings of this process, with which new processes start."""
-    device = torch.get_default_device()
-    return os.getcwd(), torch.get_default_dtype(), device, torch.is_grad_enabled()  # noqa: PTH109
+    numbers = torch.get_default_dtype(), torch.get_default_device()
+    casts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    return os.getcwd(), *numbers, torch.is_grad_enabled(), casts  # noqa: PTH109
 
 
 def _gradient_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -357,6 +357,7 @@ def test_of_globals_that_hold_other_things_numbers_texts_and_keys_are_compared(
         lambda: torch.set_default_dtype(torch.float64),
         lambda: torch.set_default_device("meta"),
         lambda: torch.set_grad_enabled(False),
+        lambda: torch.set_autocast_enabled("cpu", True),
     ],
 )
 def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, monkeypatch):
@@ -370,6 +371,7 @@ def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, 
     finally:
         torch.set_default_dtype(dtype)
         torch.set_default_device(None)
+        torch.set_autocast_enabled("cpu", False)
 
 
 @each(
