@@ -489,29 +489,34 @@ class _Digesting(pickle.Pickler):
         """Return the code and the plain data among the attributes of a module or a class.
 
         Of containers that hold other objects, too, the numbers, texts and keys count; of all other
-        objects only their classes, and none of these objects is kept.
+        objects only which ones they are, and none of these objects is kept.
         """
         namespace: Mapping[str, Any] = owner if isinstance(owner, dict) else vars(owner)
         self.looks.watch(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
         self.looks.watch(_kinds, namespace)
         found: dict[str, object] = {}
         others: list[str] = []
+        strange: list[str] = []
         for name, value in list(namespace.items()):
             if not name.startswith("__") or isinstance(value, FunctionType):
                 told = self._of_global(value, method=isinstance(owner, type))
                 if told is not None:
                     found[name] = told
-                elif _holds_others(type(value)):
-                    others.append(name)
+                else:
+                    (others if _holds_others(type(value)) else strange).append(name)
+
+        def which(names: Mapping[str, Any]) -> list[int]:
+            return [id(names[each]) for each in strange]
 
         def parts(names: Mapping[str, Any]) -> list[tuple[object, ...]]:
             # An object that is not plain data may become it; none of them is kept.
             return [(_is_plain(names[each]), _plain_part(names[each])) for each in others]
 
         of_others = self.looks.fact(parts, namespace) if others else []
+        ids = self.looks.fact(which, namespace) if strange else []
         if found:
             self.looks.watch(itemgetter(*found, next(iter(found))), namespace)
-        return (*found.items(), *zip(others, of_others, strict=True))
+        return (*found.items(), *zip(others, of_others, strict=True), *ids)
 
     def _of_global(self, value: Any, *, method: bool) -> object:
         """Return the value by which an attribute of a module or class is compared; None: none."""
@@ -680,8 +685,9 @@ def _of_file(path: str) -> tuple[int, int] | None:
 
 def _of_process(_: None) -> tuple[object, ...]:
     """Return the settings of this process, with which new processes start."""
-    device = torch.get_default_device()
-    return os.getcwd(), torch.get_default_dtype(), device, torch.is_grad_enabled()  # noqa: PTH109
+    numbers = torch.get_default_dtype(), torch.get_default_device()
+    casts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    return os.getcwd(), *numbers, torch.is_grad_enabled(), casts  # noqa: PTH109
 
 
 def _gradient_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -730,7 +736,7 @@ def _is_plain_throughout(items: Iterable[object], depth: int) -> bool:
 
 
 def _plain_part(value: object) -> tuple[object, ...]:
-    """Return length, numbers and texts of a container, with their keys; () if it is none.
+    """Return length, numbers and texts of a container, with their keys, and which others it holds.
 
     Of a large container only the first ones count. Objects of the user's classes are no containers
     here: most of those that hold other than plain data are at work, and count what they do.
@@ -752,7 +758,7 @@ def _plain_part(value: object) -> tuple[object, ...]:
         elif type(value) in _MAPPINGS:
             items = list(islice(value.items(), _FIRST))  # type: ignore[attr-defined]
         else:
-            return ()
+            return (id(value),)
         parts = [(key, part(each, depth - 1)) for key, each in items]
         told = [(repr(key), of) for key, of in parts if of or type(key) in _NUMBERS_AND_TEXTS]
         return len(value), *told  # type: ignore[arg-type]

@@ -411,7 +411,9 @@ class Planner:
             return ExecutorChoice("inline", facts.here)
         if spec.worker_init_fn is not None:
             return self._aside("its worker_init_fn is called in them alone")
-        if facts.rows and spec.options.persistent_workers is not True:
+        if spec.options.persistent_workers is True:  # they have the dataset of the first epoch
+            return self._aside("persistent_workers=True asks for them")
+        if facts.rows:
             much = f"a forked process has {facts.own_bytes / 2**20:,.0f} MiB as they are"
             large = facts.own_bytes > copy_limit_bytes()
             return self._cheap("gather", _ROWS, much if large else None)
@@ -441,8 +443,7 @@ class Planner:
             start_ms=start_ms,
             keyed=keyed,
         )
-        # Workers would begin each epoch anew, with nothing kept.
-        if again is not None and spec.options.persistent_workers is not True:
+        if again is not None:  # workers would begin each epoch anew, with nothing kept
             again_ms = alone_ms(again, batch_size, keyed=keyed)
             if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
                 return ExecutorChoice(

@@ -88,6 +88,30 @@ def test_samples_that_cost_next_to_nothing_are_read_by_the_training_process(data
         assert readers(loader) == {os.getpid()}
 
 
+class Level(Dataset):
+    """Rows of a number that the training raises."""
+
+    number = 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("settings", [{}, {"collate_fn": list}], ids=["copied", "as they are"])
+def test_workers_that_the_program_keeps_read_what_the_first_epoch_began_with(settings):
+    data = Level()
+    for loader in loaders(data, persistent_workers=True, **settings):
+        first = data.number
+        for _ in range(3):
+            for batch in loader:
+                assert set(map(int, batch)) == {first}
+                data.number += 1
+        loader.close()
+
+
 def test_a_collate_fn_that_may_hand_out_the_datasets_memory_gives_copies_whoever_calls_it() -> None:
     data = Reads()
     with on_machine():  # on which samples cost nothing, however long this one makes them wait

@@ -299,6 +299,13 @@ class Base(abc.ABC):  # noqa: B024 - as settings are
         self.value = 0
 
 
+class Keeps(Base):
+    """Of the user's, with something that is no plain data."""
+
+    def __init__(self) -> None:
+        self.kept = torch.nn.Linear(1, 1)
+
+
 def changed(name: str, value: object) -> Callable[[ModuleType], None]:
     return lambda module: setattr(module, name, value)
 
@@ -317,6 +324,10 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(b=module.at["a"])),
         ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(b=module.at.pop("a"))),
         ("at = [Linear(1, 1)] * 300", lambda module: module.at.append(module.at[0])),
+        ("at = {'a': Linear(1, 1)}", lambda module: module.at.update(a=torch.nn.Linear(1, 1))),
+        ("at = {'deep': [{'a': len}]}", lambda module: module.at["deep"][0].update(a=max)),
+        ("at = Linear(1, 1)", changed("at", torch.nn.Linear(1, 1))),
+        ("at = Keeps()", changed("at", Keeps())),
         ("at = Point(1)", changed("at", Point(2))),
         ("at = Base()", lambda module: setattr(module.at, "value", 1)),
         ("at = Path('a')", changed("at", Path("b"))),
@@ -334,14 +345,14 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         (f"at = np.array(['a', 'b'], {TEXTS})", lambda module: operator.setitem(module.at, 0, "c")),
     ],
 )
-def test_of_globals_that_hold_other_things_numbers_texts_and_keys_are_compared(
+def test_of_globals_that_are_or_hold_other_things_it_is_compared_which_ones_and_what_is_plain(
     text, change, monkeypatch
 ):
     module = ModuleType("users_settings")
     here = {"Namespace": argparse.Namespace, "Path": Path, "torch": torch, "Decimal": Decimal}
     here |= {"Linear": torch.nn.Linear, "Point": Point, "Base": Base, "timedelta": timedelta}
     here |= {"Counter": Counter, "ChainMap": ChainMap, "UserDict": UserDict, "UserList": UserList}
-    here |= {"array": array, "np": np}
+    here |= {"array": array, "np": np, "Keeps": Keeps}
     monkeypatch.setitem(sys.modules, module.__name__, module)
     vars(module).update(here)
     exec(f"{text}\ndef read(own, index):\n    return at\n", vars(module))
@@ -357,6 +368,7 @@ def test_of_globals_that_hold_other_things_numbers_texts_and_keys_are_compared(
         lambda: torch.set_default_dtype(torch.float64),
         lambda: torch.set_default_device("meta"),
         lambda: torch.set_grad_enabled(False),
+        lambda: torch.set_autocast_enabled("cpu", True),
     ],
 )
 def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, monkeypatch):
@@ -370,6 +382,7 @@ def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, 
     finally:
         torch.set_default_dtype(dtype)
         torch.set_default_device(None)
+        torch.set_autocast_enabled("cpu", False)
 
 
 @each(
