@@ -92,7 +92,8 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
     mask = fields.mask
-    if mask is None and mapping and item.get("mask") is not None and "mask" not in fields.stays:
+    other = "mask" in (fields.image, *fields.stays)
+    if mask is None and mapping and item.get("mask") is not None and not other:
         mask = "mask"
     if fields.image is not None:
         return Found(fields.image, mask)
