@@ -92,7 +92,8 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
     mask = fields.mask
-    if mask is None and mapping and item.get("mask") is not None and "mask" not in fields.stays:
+    other = "mask" in (fields.image, *fields.stays)
+    if mask is None and mapping and item.get("mask") is not None and not other:
         mask = "mask"
     if fields.image is not None:
         return Found(fields.image, mask)
@@ -260,8 +261,7 @@ def to_hwc(value: object) -> np.ndarray:
 
     Args:
         value: PIL image; array ``[H, W]`` or ``[H, W, C]``; tensor ``[H, W]``, ``[C, H, W]`` or
-            ``[H, W, C]``. The smaller of a tensor's first and last dimension is its channels, the
-            first in doubt.
+            ``[H, W, C]``, as :func:`channels_first` tells.
 
     Returns:
         An array ``[H, W]`` or ``[H, W, C]``; arrays and tensors keep their dtype.
@@ -349,9 +349,12 @@ def _dtype_name(value: object) -> str:
 def channels_first(shape: tuple[int, ...]) -> bool:
     """Whether a shape ``[a, b, c]`` is read as ``[C, H, W]``, not as ``[H, W, C]``.
 
-    The smaller of its first and last dimension is taken for the channels; if equal, the first.
+    Two last dimensions that are equal are height and width, unless images usually have so many
+    channels: pictures with more bands than rows are squares. Else the smaller of its first and last
+    dimension is taken for the channels; if equal, the first.
     """
-    return shape[0] <= shape[2]
+    square = shape[1] == shape[2] and shape[2] not in CHANNELS
+    return square or shape[0] <= shape[2]
 
 
 def describe(item: Batch, depth: int = 0) -> str:

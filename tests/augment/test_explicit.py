@@ -147,6 +147,15 @@ def test_masks_with_channels_keep_their_layout_unless_the_pipeline_turns_them(tr
         same(aug(IMAGES, given_masks, key=KEY)[1], turned)
 
 
+@each("bands", [8, 20])
+def test_a_square_may_have_more_bands_than_rows(bands) -> None:
+    compose = A.Compose([A.HorizontalFlip(p=0.5), A.CoarseDropout(p=1)])
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (COUNT, 6, 6, bands)))
+    images = images.byte()
+    made = explicit(compose)(chw(images), key=KEY)
+    same(made, chw(oracle(compose, image=images)["image"]))
+
+
 def test_without_a_key_each_sample_draws_once_from_torchs_seed() -> None:
     aug = explicit(PIPELINE)
     before = aug(IMAGES)

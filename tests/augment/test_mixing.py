@@ -73,6 +73,14 @@ def test_cutmix_pastes_as_torchvision_does():
     assert (made != images).any()
 
 
+def test_cutmix_cuts_all_bands_of_a_square_that_has_more_of_them_than_rows():
+    images, step = torch.rand(6, 20, 9, 9), CutMix()
+    made, shares = step.mix(images, drawn(step, 6)[0], torch.arange(6).roll(1))
+    cut = made != images
+    assert torch.equal(cut.any(1), cut.all(1))
+    assert torch.equal(1 - cut[:, 0].double().mean((1, 2)), shares)
+
+
 def test_cutmix_rectangles_have_torchvisions_distribution():
     torch.manual_seed(0)
     reference = v2.CutMix(num_classes=CLASSES)

@@ -241,6 +241,13 @@ def test_a_mask_that_only_another_stage_has_is_told_what_helps(way):
     assert way(as_batch_transform(moves()), IMAGE).shape[0] == 1
 
 
+@each("way", WAYS)
+def test_an_image_that_is_called_mask_is_no_mask(way):
+    compose = A.Compose([A.HorizontalFlip(p=1), A.Normalize(), A.ToTensorV2()])
+    made = way(as_batch_transform(compose, image="mask"), {"mask": IMAGE, "label": 3})
+    assert torch.equal(made["mask"][0], compose(image=IMAGE)["image"])
+
+
 ELSEWHERE = {
     "mask": ({"mask": 0}, {}, True),
     "mask from the end": ({"mask": -2}, {}, True),

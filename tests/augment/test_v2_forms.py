@@ -155,6 +155,22 @@ def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
         assert float(gaps.max()) <= (1e-6 if dtype.is_floating_point else 0)
 
 
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [(9, 12), (60, 70)])
+def test_a_pixel_that_is_no_number_spreads_as_far_as_in_torchvision(odd, size):
+    boxes = [(0, 0, 40, 44), (5, 9, 20, 31), (1, 2, 9, 20), (8, 8, 9, 12)]
+    batch = torch.stack([one["image"] for one in photos(len(boxes), torch.float32)])
+    batch[:, :, ::11, ::13] = odd
+    wanted = [
+        v2.functional.resized_crop(one, *box, list(size), antialias=True)
+        for one, box in zip(batch, boxes, strict=True)
+    ]
+    numbers = [window_numbers(box, (40, 44), size, "antialias", floats=True) for box in boxes]
+    arrays = {key: torch.from_numpy(np.stack([one[key] for one in numbers])) for key in numbers[0]}
+    made = resized_crop(batch, {}, arrays)
+    torch.testing.assert_close(made, torch.stack(wanted), rtol=0, atol=1e-6, equal_nan=True)
+
+
 LEFT = {
     "noise": v2.RandomErasing(1, value="random"),
     "quarters": v2.RandomRotation((90, 90)),

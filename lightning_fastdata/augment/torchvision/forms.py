@@ -648,7 +648,8 @@ def _averages(
     """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
 
     All windows of a batch have the same number of taps. ``smooth``: whether pixels are averaged
-    (antialiased) where the window is made smaller.
+    (antialiased) where the window is made smaller. The weights of floats are NaN where torch does
+    not read, as a pixel of NaN times 0 is NaN.
     """
     kind: Any = np.float32 if floats else np.float64
     scale = kind(length) / kind(size)
@@ -662,9 +663,11 @@ def _averages(
     start = np.minimum(first + begin, whole - taps)
     at = (start - first + np.arange(taps)[:, None]).astype(kind)
     away = np.abs(((at - center + half) * kind(1.0 / np.float64(wide))).astype(kind))
-    inside = (at >= begin) & (at < end) & (away < 1.0)
-    weights = np.where(inside, kind(1.0) - away, kind(0.0))
-    return start, weights / np.add.accumulate(weights)[-1]
+    read = (at >= begin) & (at < end)
+    weights = np.where(read & (away < 1.0), kind(1.0) - away, kind(0.0))
+    weights /= np.add.accumulate(weights)[-1]
+    read &= (length != size) | (weights > 0)  # an axis that keeps its length is copied
+    return start, np.where(read, weights, kind(np.nan)) if floats else weights
 
 
 def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
@@ -685,10 +688,13 @@ def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
     one[axis] = made[axis] = places.shape[-1]
     first = places.view(one).expand(made)
     total = planes.new_zeros(()) if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
+    unread = weights.isnan() if rounding is None else None
+    weights = weights if unread is None else weights.nan_to_num()
     for tap in range(weights.shape[1]):
         # A later tap reads at the place of the first one, in a batch that begins that much later.
-        later = planes.narrow(axis, tap, planes.shape[axis] - tap)
-        total = _multiply_add(total, weights[:, tap].view(one), later.gather(axis, first))
+        later = planes.narrow(axis, tap, planes.shape[axis] - tap).gather(axis, first)
+        later = later if unread is None else later.masked_fill_(unread[:, tap].view(one), 0.0)
+        total = _multiply_add(total, weights[:, tap].view(one), later)
     if rounding is None:
         return total
     # The weights for bytes add up to nearly one, so that no sum is above 255.
