@@ -687,7 +687,8 @@ def _of_process(_: None) -> tuple[object, ...]:
     """Return the settings of this process, with which new processes start."""
     numbers = torch.get_default_dtype(), torch.get_default_device()
     casts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-    return os.getcwd(), *numbers, torch.is_grad_enabled(), casts  # noqa: PTH109
+    errors = np.geterr(), torch.are_deterministic_algorithms_enabled()
+    return os.getcwd(), *numbers, torch.is_grad_enabled(), casts, *errors  # noqa: PTH109
 
 
 def _gradient_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -369,6 +369,8 @@ def test_of_globals_that_are_or_hold_other_things_it_is_compared_which_ones_and_
         lambda: torch.set_default_device("meta"),
         lambda: torch.set_grad_enabled(False),
         lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: np.seterr(divide="raise"),
+        lambda: torch.use_deterministic_algorithms(True),
     ],
 )
 def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, monkeypatch):
@@ -377,12 +379,13 @@ def test_settings_with_which_new_processes_start_are_compared(change, tmp_path, 
     monkeypatch.setenv("OF_THE_USER", "1")
     dtype = torch.get_default_dtype()
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), np.errstate():
             check_that_it_is_seen(lambda own, index: index, change)
     finally:
         torch.set_default_dtype(dtype)
         torch.set_default_device(None)
         torch.set_autocast_enabled("cpu", False)
+        torch.use_deterministic_algorithms(False)
 
 
 @each(
