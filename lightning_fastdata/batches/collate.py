@@ -162,7 +162,8 @@ def _runs_no_user_code(value: object) -> bool:
 
 def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
     first = samples[0]
-    late = all(
+    # A single sample may be given, of whose rows torch makes no batch.
+    late = not isinstance(samples, torch.Tensor) and all(
         type(sample) is torch.Tensor
         and is_plain(sample)
         and sample.dtype == first.dtype
@@ -187,7 +188,7 @@ def _collate_but_notes(samples: Sequence[Any], collate_fields: Collate) -> Batch
 def _collate(samples: Sequence[Any]) -> Batch:
     first = samples[0]
     if not _holds_dataclass(first):
-        return _default(list(samples))
+        return _default(samples)
     if is_dataclass(first) and not isinstance(first, type):
         columns = {f.name: _collate([getattr(s, f.name) for s in samples]) for f in fields(first)}
         return type(first)(**columns)

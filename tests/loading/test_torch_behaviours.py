@@ -41,6 +41,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
     random_split,
 )
@@ -336,6 +337,22 @@ def test_leaves_of_every_kind_are_collated_as_by_torch(executor: str) -> None:
 @pytest.mark.parametrize("executor", ENGINE)
 def test_single_samples_of_every_kind_are_converted_as_by_torch(executor: str) -> None:
     check_kinds(executor, SINGLE, None)
+
+
+@each("executor", ENGINE)
+@each("sample", [torch.arange(3), torch.eye(2), "text", np.arange(3), [1, 2], {"x": 1}, 7])
+def test_single_samples_that_are_to_be_collated_are_what_torch_makes_of_them(
+    executor, sample
+) -> None:
+    def batches(loader: Any, **arguments: Any) -> Any:
+        given = {"batch_size": None, "collate_fn": default_collate, **arguments}
+        try:
+            return list(loader(Made(lambda _: sample, 3), **given))
+        except (TypeError, KeyError, BatchError):
+            return "none can be made"
+
+    ours = batches(FastDataLoader, num_workers=1, executor=executor)
+    assert alike(ours, batches(DataLoader))
 
 
 @each("executor", ENGINE)
