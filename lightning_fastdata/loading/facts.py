@@ -37,6 +37,7 @@ from torch.utils.data import (
     ChainDataset,
     Dataset,
     DistributedSampler,
+    IterDataPipe,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -51,18 +52,26 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.columns import rows_of
 from lightning_fastdata.executors.kinds import OPEN_CONNECTION, open_handles
 from lightning_fastdata.executors.pool.watches import death
-from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock, system_calls
 from lightning_fastdata.host.clock import Clocks
 from lightning_fastdata.host.memory import read_pages
 from lightning_fastdata.order.epoch_order import dataset_length, rank_now
 from lightning_fastdata.order.samplers import BlockShuffleSampler, ShuffleSampler
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
-from lightning_fastdata.randomness.seeds import own_states
+from lightning_fastdata.randomness.seeds import lasting, own_states
 from lightning_fastdata.sources.shared import held_objects
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.torch_internals import set_worker_info, watch_worker_info
-from lightning_fastdata.tree import bytes_in, find_instances, held, held_by, is_a, loaded_classes
+from lightning_fastdata.tree import (
+    bytes_in,
+    find_composes,
+    find_instances,
+    held,
+    held_by,
+    is_a,
+    loaded_classes,
+)
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.plan_for import LoaderSpec
@@ -113,6 +122,7 @@ _OF_LITDATA: Final = ("StreamingDataset", "CombinedStreamingDataset", "ParallelS
 _STREAM_SAMPLES: Final = 32
 _STREAM_BUDGET_S: Final = 1.0
 _STREAM_DEADLINE_S: Final = 10.0
+_STREAM_COMPARED_S: Final = 0.1
 # Both of a pair have to be asked for: one of them alone seeds a generator, refuses workers, or has
 # a file for each of a given number of workers. A worker_init_fn gets its number as an argument.
 _NAMES: Final = ("num_workers", "id", "dataset")
@@ -178,6 +188,8 @@ class StreamSplit:
     """Most workers that find a shard to read; None: there is no such bound."""
     here: bool = False
     """Whether the stream's library reads in processes of its own, which workers could not reach."""
+    keeps: bool = False
+    """Whether each sample that was read in a trial has changed the stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -782,19 +794,23 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
         return tried.values, "" if failure is None or late else failure.what
 
     first, failed = read(0, 2)
+    splits, why = False, f"{name} asks get_worker_info() for its part"
     if failed:
-        return _no(f"{name}, tried as one of two workers, {failed}")
-    if not any(first.keys() >= each for each in _SHARES):
-        return _no(f"{name}, tried, did not ask get_worker_info() for its part")
-    if "samples" in first:
+        why = f"{name}, tried as one of two workers, {failed}"
+    elif not any(first.keys() >= each for each in _SHARES):
+        why = f"{name}, tried, did not ask get_worker_info() for its part"
+    elif "samples" not in first:
+        splits = True
+    else:
         (second, failed), (alone, _) = read(1, 2), read(0, 1)
         together = first["samples"] + second.get("samples", 0)
-        if failed or "samples" not in second or together != alone.get("samples"):
-            return _no(
+        splits = not failed and "samples" in second and together == alone.get("samples")
+        if not splits:
+            why = (
                 f"two workers of {name}, tried, give {together} samples, and one alone "
                 f"{alone.get('samples')}{failed and f': the second {failed}'}"
             )
-    return StreamSplit(splits=True, why=f"{name} asks get_worker_info() for its part")
+    return StreamSplit(splits=splits, why=why, keeps="keeps" in first)
 
 
 def read_as_worker(
@@ -806,7 +822,8 @@ def read_as_worker(
 ) -> None:
     """Read the first samples of a stream, and tell what it asked, and how many it gave to its end.
 
-    Runs where nothing else uses the stream.
+    Also whether that has changed the stream: what it opens for its first sample is no change. Runs
+    where nothing else uses the stream.
     """
     told = set[str]()
 
@@ -822,11 +839,25 @@ def read_as_worker(
     # The others are read only where the first of two has ended, and then to their ends: whoever
     # reads alone has the samples, and so the time, of both.
     most = _STREAM_SAMPLES if (number, workers) == (0, 2) else None
+    late, opened = False, None
+
+    def state() -> Fingerprint | None:
+        # Pipelines draw by keys, and DataPipes count what they give in a pass.
+        apart: dict[int, object] = dict(lasting(find_composes(stream)))
+        apart |= {id(pipe): None for pipe in find_instances(stream, (IterDataPipe,))}
+        within_s = _STREAM_COMPARED_S
+        return fingerprint(stream, within_s=within_s, with_globals=False, instead=apart)
+
     for _ in islice(stream, most):
         samples += 1
-        if clock.monotonic() - began_s > _STREAM_BUDGET_S * 2 / workers:
-            return
-    if samples != most:
+        if samples == 1:
+            opened = state()
+        late = clock.monotonic() - began_s > _STREAM_BUDGET_S * 2 / workers
+        if late:
+            break
+    if opened is not None and state() not in (None, opened):
+        tell("keeps", True)
+    if not late and samples != most:
         tell("samples", samples)
 
 

@@ -82,6 +82,12 @@ _ONE_STREAM: Final = (
     "(torch.utils.data.get_worker_info), set num_workers={count}, or split=True; otherwise set "
     "split=False, and this message goes away."
 )
+_BEGINS_ANEW: Final = (
+    "each sample that is read changes {kind} (where it is in its data, a generator, a count), but "
+    "workers begin each epoch with a copy of what it is here, as torch's do: an epoch that is left "
+    "early may read the same samples again. Set persistent_workers=True to have it go on in them, "
+    "num_workers=0 to have it go on here, or persistent_workers=False if it is right as it is."
+)
 _OF_WORKERS: Final = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 """Options that torch refuses where there are no workers."""
 
@@ -354,6 +360,9 @@ class Planner:
         untuned = self._why_untuned(chosen, executor, count)
         tuning = f"not tuned: {untuned}" if untuned else "tuned as the steps show what pays"
         kept = count > 0 and spec.keeps and spec.stage in ("train", "val") and ours
+        goes_on = stream is not None and stream.keeps and spec.stage == "train"
+        if goes_on and count and options.persistent_workers == "auto":
+            limits = [*limits, _BEGINS_ANEW.format(kind=type(spec.dataset).__name__)]
         found: dict[str, tuple[object, str]] = {
             "num_workers": (count, f"{why}; {tuning}"),
             "pin_memory": (reads_page_locked(self.machine.accelerator), _PIN),

@@ -8,9 +8,11 @@ import warnings
 from typing import Any
 
 import albumentations as A
+import numpy as np
 import pytest
 from front_door.other_streams import write_webdataset
 from lightning.pytorch import Trainer
+from misses import each
 from torch.utils.data import (
     ChainDataset,
     DataLoader,
@@ -21,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 from trainers import trained
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 from lightning_fastdata.errors import OptionsError
 
 COUNT = 23
@@ -215,3 +217,41 @@ def test_ranks_are_told_before_the_first_batch_that_parts_may_be_uneven(argument
         warnings.simplefilter("always")
         data.train_dataloader()
     assert sum("others wait for it for ever" in str(each.message) for each in caught) == told
+
+
+class KeepsItsPlace(IterableDataset):
+    """Goes on where the last pass over it was left; or only opens its data, and draws by a key."""
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.at, self.keeps, self.data = 0, keeps, None
+        self.pipeline = A.Compose([A.RandomBrightnessContrast(p=1)])
+
+    def __iter__(self) -> Any:
+        self.data = self.data or np.full((4, 4, 3), 90, np.uint8)
+        for at in itertools.count(self.at):
+            self.at = at + 1 if self.keeps else 0
+            yield self.pipeline(image=self.data)
+
+
+@each(
+    ("stream", "arguments", "warned"),
+    [
+        ({}, {}, True),
+        ({}, {"split": False}, False),  # nothing is tried
+        ({"keeps": False}, {}, False),
+        ({}, {"persistent_workers": True}, False),
+        ({}, {"persistent_workers": False}, False),
+        ({}, {"num_workers": 0}, False),
+    ],
+)
+def test_a_stream_that_keeps_its_place_is_warned_of_where_workers_would_begin_anew(
+    stream, arguments, warned
+) -> None:
+    options = LoaderOptions(**arguments)
+    data = FastDataModule.from_datasets(KeepsItsPlace(**stream), batch_size=2, options=options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        data.train_dataloader()
+    texts = [str(one.message) for one in told if "each sample that is read changes" in str(one)]
+    assert len(texts) == warned
+    assert all("KeepsItsPlace" in text and "persistent_workers=True" in text for text in texts)
