@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -152,24 +151,6 @@ class Talkative(Model):
         return loss
 
 
-class Littering(Model):
-    """A model that keeps many small objects, which full collections go through."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__(0.01)
-        self.every, self.seen = every, [[number] for number in range(500_000)]
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        if number % self.every == 0:
-            gc.collect()
-        return super().training_step(batch, number)
-
-
-def littered(_: Path, form: Any, every: int) -> Made:
-    load = Load(dataset=Rows(16 * 100, 200), form=form, options={"num_workers": 1})
-    return Made(load=load, model=Littering(every))
-
-
 def logged(folder: Path, form: Any, every: int, seconds: float, batches: int = 150) -> Made:
     logger = RemoteLogger(folder)
     logger.answer_s = seconds
@@ -293,13 +274,6 @@ LOOPING = [
                 "form": "own", "hook": "on_train_epoch_end", "seconds": 0.2, "batches": 30,
                 "epochs": 5,
             },
-        },
-    ),
-    *several(
-        "garbage collector", held_up("gc.freeze"), littered,
-        {
-            "each 4th step, torch's loader": {"form": "torch", "every": 4},
-            "each 10th step": {"form": "fast", "every": 10},
         },
     ),
     *several(
