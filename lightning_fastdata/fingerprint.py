@@ -489,24 +489,24 @@ class _Digesting(pickle.Pickler):
         """Return the code and the plain data among the attributes of a module or a class.
 
         Of containers that hold other objects, too, the numbers, texts and keys count; of all other
-        objects only which ones they are, and none of these objects is kept. In classes that does
-        not count, either: cloudpickle gives a class other ones whenever it unpickles it by value.
+        objects only which ones they are, and none of these objects is kept. Descriptors of a class
+        do not count: cloudpickle gives a class other ones whenever it unpickles it by value.
         """
         namespace: Mapping[str, Any] = owner if isinstance(owner, dict) else vars(owner)
         self.looks.watch(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
         self.looks.watch(_kinds, namespace)
-        known = not isinstance(owner, type)
+        in_class = isinstance(owner, type)
         found: dict[str, object] = {}
         others: list[str] = []
         strange: list[str] = []
         for name, value in list(namespace.items()):
             if not name.startswith("__") or isinstance(value, FunctionType):
-                told = self._of_global(value, method=not known)
+                told = self._of_global(value, method=in_class)
                 if told is not None:
                     found[name] = told
                 elif _holds_others(type(value)):
                     others.append(name)
-                elif known:
+                elif is_data(name, value) or not in_class:
                     strange.append(name)
 
         def which(names: Mapping[str, Any]) -> list[int]:
@@ -514,8 +514,7 @@ class _Digesting(pickle.Pickler):
 
         def parts(names: Mapping[str, Any]) -> list[tuple[object, ...]]:
             # An object that is not plain data may become it; none of them is kept.
-            values = [names[each] for each in others]
-            return [(_is_plain(value), _plain_part(value, known=known)) for value in values]
+            return [(_is_plain(names[each]), _plain_part(names[each])) for each in others]
 
         of_others = self.looks.fact(parts, namespace) if others else []
         ids = self.looks.fact(which, namespace) if strange else []
@@ -741,10 +740,9 @@ def _is_plain_throughout(items: Iterable[object], depth: int) -> bool:
     return all(_is_plain(each, depth - 1) for each in islice(items, _LOOKED_AT))
 
 
-def _plain_part(value: object, *, known: bool) -> tuple[object, ...]:
-    """Return length, numbers and texts of a container, with their keys.
+def _plain_part(value: object) -> tuple[object, ...]:
+    """Return length, numbers and texts of a container, with their keys, and which others it holds.
 
-    If objects are ``known`` by their address, also which others it holds.
     Of a large container only the first ones count. Objects of the user's classes are no containers
     here: most of those that hold other than plain data are at work, and count what they do.
     """
@@ -765,7 +763,7 @@ def _plain_part(value: object, *, known: bool) -> tuple[object, ...]:
         elif type(value) in _MAPPINGS:
             items = list(islice(value.items(), _FIRST))  # type: ignore[attr-defined]
         else:
-            return (id(value),) if known else ()
+            return (id(value),)
         parts = [(key, part(each, depth - 1)) for key, each in items]
         told = [(repr(key), of) for key, of in parts if of or type(key) in _NUMBERS_AND_TEXTS]
         return len(value), *told  # type: ignore[arg-type]

@@ -850,7 +850,7 @@ def read_as_worker(
 
     for _ in islice(stream, most):
         samples += 1
-        if samples == 1:
+        if samples == 1 and most is not None:
             opened = state()
         late = clock.monotonic() - began_s > _STREAM_BUDGET_S * 2 / workers
         if late:

@@ -329,6 +329,8 @@ def changed(name: str, value: object) -> Callable[[ModuleType], None]:
         ("at = {'deep': [{'a': len}]}", lambda module: module.at["deep"][0].update(a=max)),
         ("at = Linear(1, 1)", changed("at", torch.nn.Linear(1, 1))),
         ("at = Keeps()", changed("at", Keeps())),
+        ("class at:\n pipe = Linear(1, 1)", lambda m: setattr(m.at, "pipe", torch.nn.Linear(1, 1))),
+        ("class at:\n kinds = {'a': len}", lambda module: module.at.kinds.update(a=max)),
         ("at = Point(1)", changed("at", Point(2))),
         ("at = Base()", lambda module: setattr(module.at, "value", 1)),
         ("at = Path('a')", changed("at", Path("b"))),
