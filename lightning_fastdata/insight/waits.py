@@ -13,7 +13,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Final, SupportsInt
 
 import numpy as np
@@ -299,8 +299,9 @@ class CauseTotals:
         self._warm, self._cold, self._told = np.zeros((3, len(PARTS) + 1))
         """Sums over batches within an epoch, over first batches of epochs, and of the former when
         the last window was taken: ns of each part, number of batches."""
-        self._longest: list[NDArray[np.float64]] = []
-        """Longest waits of single batches within an epoch, as in ``_warm``, the longest first."""
+        self._longest: list[tuple[float, NDArray[np.float64]]] = []
+        """ns of the longest waits of single batches within an epoch, the longest first, and their
+        parts, as in ``_warm``."""
         self._slow: dict[tuple[int, object], SlowSample] = {}
         self._lines = LineTotals()
 
@@ -332,7 +333,7 @@ class CauseTotals:
             self._cold += wait
         else:
             self._warm += wait
-            longest = sorted([*self._longest, wait], key=lambda each: -each[:-1].sum())
+            longest = sorted([*self._longest, (sum(ns), wait)], key=itemgetter(0), reverse=True)
             self._longest = longest[:_MOST_LONGEST]
         if slowest is not None:
             self._note_slow(loader, slowest, typical_ms)
@@ -382,7 +383,7 @@ class CauseTotals:
         total = self._cold
         if warm := int(self._warm[-1]):
             left_out = self._longest[: max(0, min(without, warm - 1))]
-            total = self._warm - np.sum(left_out, axis=0)
+            total = self._warm - np.sum([parts for _, parts in left_out], axis=0)
         if not total[-1]:
             return None
         return WaitCauses(

@@ -105,6 +105,8 @@ _LOOK_FOR: Final = (
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
 _FEWEST_SAMPLES: Final = 14
+_DRAWING_SAMPLES: Final = 64
+"""Number of samples after which it counts as known whether reading draws, where all else is."""
 _DEAR_BATCH_MS: Final = 30  # a hundred times what it takes to hand a batch over
 _ALIKE: Final = 2
 _AHEAD_BUDGETS: Final = 4
@@ -365,13 +367,18 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
         collate = collate_samples if spec.default_collation else spec.collate_fn
         size = spec.batch_size or 1
         measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
+        if spec.reads_here:  # what a sample costs decides nothing
+            drawn, cost = own(), measure(at_most=_DRAWING_SAMPLES)
+            tell("draws", watch.drew() or own() != drawn)
+            tell("cost", cost)
+            return
         drawn, before, cost, after = own(), state(), measure(), state()
         changes = before is None or before != after
         tell("draws", watch.drew() or own() != drawn)
         tell("changes", changes)
         tell("cost", cost)
         if cost is not None and changes:
-            again = measure(read=cost.samples)
+            again = measure(at_most=cost.samples)
             if again is not None and _keeps(cost, again):
                 tell("cost_again", again)
         pages, objects = read_pages(os.getpid()), held_objects(spec.dataset)
@@ -584,7 +591,7 @@ def measure_samples(
     batch_size: int = 1,
     collate: Callable[[list[Any]], object] | None = None,
     budget_s: float = _BUDGET_S,
-    read: int | None = None,
+    at_most: int | None = None,
 ) -> SampleCost | None:
     """Read samples of a map-style dataset as one process alone would, and return what one costs.
 
@@ -592,8 +599,8 @@ def measure_samples(
     many each time up to whole batches, until there are 1,024, or as many as in four batches, or the
     budget is spent; of a dataset that reads ahead, three whole batches, the quickest of which
     counts. It ends after fifteen samples that take long, and alike. The first one is left out if
-    there are others, because it opens files and imports. ``read``: number of samples that were read
-    before, and are read once more.
+    there are others, because it opens files and imports. ``at_most``: greatest number of samples
+    that are read; they are the same ones each time.
 
     Returns:
         None: there is no sample, or one could not be read, which raises when training reads it.
@@ -604,7 +611,7 @@ def measure_samples(
     timed = Clocks().of
     at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
     most = 3 * batch_size if ahead else max(_MOST_SAMPLES, 4 * batch_size)
-    remaining = _drawn_indices(dataset_length(dataset) or 0, most)[:read]
+    remaining = _drawn_indices(dataset_length(dataset) or 0, most)[:at_most]
     if ahead:
         budget_s *= _AHEAD_BUDGETS
     ends_s, size = clock.monotonic() + budget_s, 1

@@ -331,6 +331,7 @@ class Recording:
         self.in_transfer = self.optimizer_stepped = False
         self._fetching: StageMeter | None = None
         self._moving: StageMeter | None = None
+        self._augmenting: StageMeter | None = None
         self.batches_stepped = 0
         device = trainer.strategy.root_device
         self.meters = tuple(StageMeter(stage, device) for stage in self.stages)
@@ -458,8 +459,10 @@ class Recording:
 
     def _augment_began(self) -> None:
         if self._moving is not None and self.augments(self._moving.stage):
-            self._moving.timeline.augment_began()
+            self._augmenting = self._moving
+            self._augmenting.timeline.augment_began()
 
     def _augment_ended(self) -> None:
-        if self._moving is not None and self.augments(self._moving.stage):
-            self._moving.timeline.augment_ended()
+        if self._augmenting is not None:
+            self._augmenting.timeline.augment_ended()
+            self._augmenting = None

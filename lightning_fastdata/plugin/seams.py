@@ -234,10 +234,10 @@ def overridden_hook(owner: object, name: str) -> Callable[..., Any] | None:
 
 
 def _written_in_class(cls: type[object], name: str) -> bool:
-    definer = next((base for base in cls.__mro__ if name in vars(base)), None)
-    if definer is None or definer.__name__ not in _BASES:
-        return definer is not None
-    return not definer.__module__.startswith(PACKAGES)
+    for base in cls.__mro__:
+        if name in vars(base):
+            return base.__name__ not in _BASES or not base.__module__.startswith(PACKAGES)
+    return False
 
 
 def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -248,6 +249,28 @@ def test_a_dataset_that_keeps_what_it_reads_is_read_where_it_stays_kept():
     assert [each.cost_again is not None for each in facts] == [False, True, False]
     assert epochs == 2 * [list(range(0, 800, 2))]
     assert keeping.reads == len(keeping)
+
+
+class Counted(Dataset):
+    """Draws, and counts in memory that processes share how often it is read."""
+
+    def __init__(self):
+        self.reads = torch.zeros(1).share_memory_()
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return random.random()
+
+
+@pytest.mark.parametrize("collate_fn", [None, list])
+def test_few_samples_are_read_where_their_cost_decides_nothing(collate_fn):
+    data = Counted()
+    facts = inspect(data, Questions(cost=True), num_workers=0, collate_fn=collate_fn)
+    assert facts.draws
+    assert 0 < data.reads <= 64
 
 
 class Forked:
