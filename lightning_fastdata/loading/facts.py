@@ -104,6 +104,9 @@ _LOOK_FOR: Final = (
 # Bounds for measuring samples
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
+_MANY_SAMPLES, _MANY_S = 256, 0.05
+"""So many samples are enough once reading them has taken so many seconds: samples that take less
+are hardly measured before the caches of the CPU hold what they use."""
 _FEWEST_SAMPLES: Final = 14
 _DRAWING_SAMPLES: Final = 64
 """Number of samples after which it counts as known whether reading draws, where all else is."""
@@ -372,7 +375,10 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
             tell("draws", watch.drew() or own() != drawn)
             tell("cost", cost)
             return
-        drawn, before, cost, after = own(), state(), measure(), state()
+        drawn, before = own(), state()
+        if not questions.sample:
+            measure(at_most=1)  # it may import, and open files, for longer than there is time
+        cost, after = measure(), state()
         changes = before is None or before != after
         tell("draws", watch.drew() or own() != drawn)
         tell("changes", changes)
@@ -598,7 +604,7 @@ def measure_samples(
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there are 1,024, or as many as in four batches, or the
     budget is spent; of a dataset that reads ahead, three whole batches, the quickest of which
-    counts. It ends after fifteen samples that take long, and alike. The first one is left out if
+    counts. It ends after fifteen samples that take long, and alike, and after 256 that take 50 ms. The first one is left out if
     there are others, because it opens files and imports. ``at_most``: greatest number of samples
     that are read; they are the same ones each time.
 
@@ -610,7 +616,8 @@ def measure_samples(
     """
     timed = Clocks().of
     at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
-    most = 3 * batch_size if ahead else max(_MOST_SAMPLES, 4 * batch_size)
+    many_samples = max(_MANY_SAMPLES, 4 * batch_size)
+    most = 3 * batch_size if ahead else max(_MOST_SAMPLES, many_samples)
     remaining = _drawn_indices(dataset_length(dataset) or 0, most)[:at_most]
     if ahead:
         budget_s *= _AHEAD_BUDGETS
@@ -638,7 +645,9 @@ def measure_samples(
         # The next samples are expected to take as long each, but to wait as long together.
         left_ms = 1000 * (ends_s - clock.monotonic())
         each_ms = ((cpu_ms if ahead else wall_ms) + collate_ms) / count
-        if left_ms <= 0 or sum(group.size for group in groups) >= most:
+        done = sum(group.size for group in groups)
+        many = done >= many_samples and left_ms <= 1000 * (budget_s - _MANY_S)
+        if left_ms <= 0 or done >= most or many:
             break
         if not ahead and _is_dear(groups[1:], batch_size, at_once=at_once):
             break

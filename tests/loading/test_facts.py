@@ -66,8 +66,7 @@ def inspect(dataset, questions=EVERYTHING, *, num_workers="auto", started="auto"
         dataset=dataset,
         name="Photos.train_dataset()",
         options=LoaderOptions(num_workers=num_workers, multiprocessing_context=started),
-        batch_size=1,
-        **about,
+        **{"batch_size": 1, **about},
     )
     return inspect_dataset(spec, questions)
 
@@ -230,12 +229,22 @@ class Opening(Dataset):
         return index
 
 
-def test_what_the_first_sample_opens_is_not_taken_for_samples_that_are_kept():
+def test_what_the_first_sample_opens_is_not_taken_for_its_cost_or_for_samples_that_are_kept():
     with virtual_time() as time:
         facts = inspect(Opening(time), Questions(cost=True))
     assert facts.changes
-    assert facts.cost.samples == 1
+    assert facts.cost.samples > 1
+    assert facts.cost.wall_ms == pytest.approx(5)
     assert facts.cost_again is None
+
+
+@pytest.mark.parametrize(("takes_ms", "samples"), [(0.1, 399), (0.5, 256), (8.0, 14)])
+def test_no_more_samples_are_tried_than_tell_what_one_costs(takes_ms, samples):
+    with virtual_time() as time:
+        data = Keeping(time, keeps=False, takes_s=takes_ms / 1000)
+        facts = inspect(data, Questions(cost=True), batch_size=4)
+    assert facts.cost.samples == pytest.approx(samples, abs=4)
+    assert facts.cost.wall_ms == pytest.approx(takes_ms)
 
 
 def test_a_dataset_that_keeps_what_it_reads_is_read_where_it_stays_kept():
