@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_fastdata.caches.folders import (
     CacheFolder,
     cache_root,
+    datasets_in,
     identity,
     is_there,
     made_by_one,
@@ -48,7 +49,7 @@ from lightning_fastdata.randomness.seeds import (
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import find_instances, has_method, held
-from lightning_fastdata.types import Batch, MapDataset
+from lightning_fastdata.types import Batch, MapDataset, has_own_order
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,8 +111,8 @@ class CachedDataset(Dataset[Any]):
     Raises:
         OptionsError: An argument has an impossible value, there is no such memory, or the folder of
             the cache belongs to another user, is a link, or cannot be written to.
-        DatasetError: The dataset has no length, cannot be recognised in another run, or draws at
-            random; or what is in the folder is damaged.
+        DatasetError: The dataset has no length, cannot be recognised in another run, draws at
+            random, or has an order of its own; or what is in the folder is damaged.
 
     Example:
         >>> photos = ImageFolder("photos", Resize(256))  # doctest: +SKIP
@@ -144,6 +145,13 @@ class CachedDataset(Dataset[Any]):
         fine = most is None or is_whole(most, 1)
         check("max_bytes", max_bytes, fine, "None, for the default, and whole numbers from 1")
         check_callable("transform", transform, "a sample and returns one")
+        ordered = [part for part in datasets_in(dataset) if has_own_order(part)]
+        if ordered and not always_same:
+            name = type(ordered[0]).__name__
+            raise DatasetError(
+                f"A {name} has other samples at each index in each epoch, so that they cannot be "
+                f"kept. Give a cache to what the {name} is made of: CachedDataset(part)."
+            )
         CachedDataset.made = True
         self.dataset = dataset
         self.transform = transform

@@ -386,7 +386,7 @@ def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
     file in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
-    for part in _parts(dataset):
+    for part in datasets_in(dataset):
         groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
@@ -399,7 +399,7 @@ def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
 
 
-def _parts(dataset: object) -> Iterator[object]:
+def datasets_in(dataset: object) -> Iterator[object]:
     """Yield a dataset and the datasets and sources within it."""
     waiting, seen = [dataset], set[int]()
     while waiting:

@@ -530,3 +530,16 @@ def test_a_cache_is_as_long_as_its_dataset(tmp_path, folder, varies):
 def test_what_is_no_whole_number_is_no_index(tmp_path, folder, index):
     with pytest.raises(TypeError, match="interpreted as an integer"):
         ld.CachedDataset(Made(folder), tmp_path / "cache")[index]
+
+
+@each(
+    "ordered",
+    [
+        lambda: ld.Mixture({"one": list(range(20)), "other": list(range(100, 110))}),
+        lambda: ld.pack([[number] * 3 for number in range(20)], tokens=6),
+    ],
+)
+def test_what_has_an_order_of_its_own_is_refused_in_any_wrapper(tmp_path, ordered):
+    for data in (ordered(), Subset(ordered(), range(8)), ConcatDataset([ordered()])):
+        with pytest.raises(DatasetError, match="other samples at each index in each epoch"):
+            ld.CachedDataset(data, tmp_path)
