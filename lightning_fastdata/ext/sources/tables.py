@@ -132,12 +132,7 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         self.columns = None if columns is None else list(each_of("columns", columns, "names", str))
         groups = []
         for number, path in enumerate(self.paths):
-            try:
-                about = _parquet().read_metadata(path)
-            except (OSError, ValueError) as error:
-                raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
-            _check_columns(path, self.columns or (), about.schema)
-            rows = (about.row_group(group).num_rows for group in range(about.num_row_groups))
+            rows = self._rows_of_groups(path, _opened_by_pyarrow(path).metadata)
             groups += [(number, group, count) for group, count in enumerate(rows)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._ends = np.cumsum(self._groups[:, 2])
@@ -152,9 +147,20 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         return starts
 
     def open(self) -> Callable[[int], pyarrow.Table]:
-        """Return a function that reads a group in this process, and keeps the last groups."""
-        files = [_parquet().ParquetFile(path) for path in self.paths]
+        """Return a function that reads a group in this process, and keeps the last groups.
+
+        Raises:
+            DatasetError: A file has other groups of rows than when the source was made.
+        """
+        files = [_opened_by_pyarrow(path) for path in self.paths]
         groups, columns = self._groups, self.columns
+        for number, (path, file) in enumerate(zip(self.paths, files, strict=True)):
+            then = groups[groups[:, 0] == number, 2].tolist()
+            if self._rows_of_groups(path, file.metadata)[: len(then)] != then:
+                raise DatasetError(
+                    f"{path} has other groups of rows than when the source was made: it has "
+                    "changed since. Make the source anew."
+                )
 
         @lru_cache(_KEPT)
         def read(group: int) -> pyarrow.Table:
@@ -162,6 +168,10 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
             return files[file].read_row_group(number, columns=columns)
 
         return read
+
+    def _rows_of_groups(self, path: str, about: pyarrow.FileMetaData) -> list[int]:
+        _check_columns(path, self.columns or (), about.schema)
+        return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows."""
@@ -203,8 +213,12 @@ def _check_columns(path: str, columns: Sequence[str], schema: pyarrow.ParquetSch
             )
 
 
-def _parquet() -> Any:
-    return imported("pyarrow.parquet", "ParquetSource")
+def _opened_by_pyarrow(path: str) -> Any:
+    library = imported("pyarrow.parquet", "ParquetSource")
+    try:
+        return library.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
 
 
 class _Rows(OpenedInEachProcess[Handle]):
