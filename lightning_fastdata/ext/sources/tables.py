@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 _KEPT: Final = 8
 """Number of groups of rows, or of chunks of each array, that are kept: the last ones read."""
 _MOST_FILES: Final = 20_000
-_environments: dict[str, tuple[int, lmdb.Environment | None]] = {}
-"""Open LMDB environments by path, each with the number of the process that opened it."""
+_environments: dict[tuple[int, int], tuple[int, lmdb.Environment | None]] = {}
+"""Open LMDB environments by device and inode of their data, each with the number of the process
+that opened it. While one is open, no other file gets its number."""
 
 
 class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
@@ -65,10 +66,14 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
     def open(self) -> lmdb.Environment:
         """Return the environment of this process, read-only and without locks.
 
-        lmdb opens a database once in a process, so sources of one path share it.
+        lmdb opens a database once in a process, so sources of one database share it. One that was
+        written anew at the same path is another database.
         """
         library = imported("lmdb", "LmdbSource")
-        process, environment = _environments.get(self.path, (0, None))
+        file = self._data_file()
+        status = file.stat() if file.exists() else None  # of what is not there, lmdb says why
+        known = (0, 0) if status is None else (status.st_dev, status.st_ino)
+        process, environment = _environments.get(known, (0, None))
         if process == os.getpid() and environment is not None:
             return environment
         if environment is not None:
@@ -84,7 +89,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         except library.Error as error:
             raise DatasetError(f"{self.path} cannot be read as LMDB: {error}.") from error
         opened: lmdb.Environment = environment
-        _environments[self.path] = os.getpid(), opened
+        _environments[known] = os.getpid(), opened
         return opened
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
@@ -105,8 +110,11 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what identifies these values: size and time of the database, and the keys."""
+        return named_status(self._data_file()), self.keys
+
+    def _data_file(self) -> Path:
         place = Path(self.path)
-        return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
+        return place / "data.mdb" if place.is_dir() else place
 
 
 class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -317,6 +318,28 @@ def test_lists_may_be_iterators_arrays_and_paths(tmp_path):
         assert len(sources.TarSource(paths, np.array(["bin"]))) == COUNT
     assert sources.FileSource(path for path in [tmp_path / "0.tar"]).name_of(0).endswith("0.tar")
     assert len(sources.FileSource([])) == 0
+
+
+def test_a_database_that_was_written_anew_is_read_by_a_source_made_anew(tmp_path):
+    lmdb = pytest.importorskip("lmdb")
+
+    def made_of(value):
+        shutil.rmtree(tmp_path / "db", ignore_errors=True)
+        written = lmdb.open(str(tmp_path / "db"), map_size=1 << 20)
+        with written, written.begin(write=True) as transaction:
+            transaction.put(b"key", value)
+        return sources.LmdbSource(tmp_path / "db")
+
+    old = made_of(b"old")
+    assert old.get_bytes([0]) == [b"old"]
+    assert made_of(b"new").get_bytes([0]) == [b"new"]
+    assert old.get_bytes([0]) == [b"old"]  # as of any file that is open
+
+
+def test_a_database_has_one_environment_by_whichever_path(tmp_path):
+    source = in_database(tmp_path)
+    (tmp_path / "link").symlink_to(source.path)
+    assert sources.LmdbSource(tmp_path / "link").get_bytes([3]) == source.get_bytes([3])
 
 
 def test_lmdb_keys_that_are_missing_are_named(tmp_path):
