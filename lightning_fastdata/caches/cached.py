@@ -6,6 +6,7 @@ import copy
 import math
 import operator
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -18,11 +19,15 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_fastdata.caches.folders import (
     CacheFolder,
+    NamedFile,
     cache_root,
+    datasets_in,
+    first_changed,
     identity,
     is_there,
     made_by_one,
     name_of_key,
+    named_files,
     room_bytes,
 )
 from lightning_fastdata.caches.sample_file import Form, SampleFile, taken_apart
@@ -48,13 +53,16 @@ from lightning_fastdata.randomness.seeds import (
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import find_instances, has_method, held
-from lightning_fastdata.types import Batch, MapDataset
+from lightning_fastdata.types import Batch, MapDataset, has_own_order
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
 
+_FILES_AT_ONCE: Final = 100
+_FILES_WITHIN_S: Final = 0.02
+"""Time for which named files are looked at as an epoch begins; 100 of them always are."""
 _FORMS_TRIED: Final = 16
 """Number of samples whose forms decide whether all samples are stored as rows of columns."""
 _FILLED_AT_ONCE: Final = 32
@@ -110,8 +118,8 @@ class CachedDataset(Dataset[Any]):
     Raises:
         OptionsError: An argument has an impossible value, there is no such memory, or the folder of
             the cache belongs to another user, is a link, or cannot be written to.
-        DatasetError: The dataset has no length, cannot be recognised in another run, or draws at
-            random; or what is in the folder is damaged.
+        DatasetError: The dataset has no length, cannot be recognised in another run, draws at
+            random, or has an order of its own; or what is in the folder is damaged.
 
     Example:
         >>> photos = ImageFolder("photos", Resize(256))  # doctest: +SKIP
@@ -144,11 +152,20 @@ class CachedDataset(Dataset[Any]):
         fine = most is None or is_whole(most, 1)
         check("max_bytes", max_bytes, fine, "None, for the default, and whole numbers from 1")
         check_callable("transform", transform, "a sample and returns one")
+        ordered = [part for part in datasets_in(dataset) if has_own_order(part)]
+        if ordered and not always_same:
+            name = type(ordered[0]).__name__
+            raise DatasetError(
+                f"A {name} has other samples at each index in each epoch, so that they cannot be "
+                f"kept. Give a cache to what the {name} is made of: CachedDataset(part)."
+            )
         CachedDataset.made = True
         self.dataset = dataset
         self.transform = transform
         root = cache_root(folder)
-        self._identity = identity(self.dataset) if key is None else _identity_if_any(self.dataset)
+        files = [*named_files(dataset)]
+        known_by = identity if key is None else _identity_if_any
+        self._identity = known_by(self.dataset, files)
         """Identity by which the dataset is recognised; None: it has none, only a key is given."""
         self.folder = root / (str(self._identity) if key is None else name_of_key(key))
         self._max_bytes = None if most is None else int(most)
@@ -168,6 +185,9 @@ class CachedDataset(Dataset[Any]):
         self._given_up = False
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
+        # If time is short, those that are looked at come from all over the dataset.
+        self._files = random.Random(0).sample(files, len(files))
+        """Files that the dataset names, as they were when the cache was made."""
         self._noticed: int | None = None
         """Id of the process that has looked for a change; None: none has."""
         self._there: NDArray[np.bool_] | None = None
@@ -239,7 +259,9 @@ class CachedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         of_this_process = {"_file": None, "_columns": None, "_state": None, "_there": None}
-        return {**self.__dict__, **of_this_process, "_compared": False, "_noticed": None}
+        # Where no state is known, the whole identity is compared, which files belong to.
+        unknown: dict[str, Any] = {"_compared": False, "_noticed": None, "_files": []}
+        return {**self.__dict__, **of_this_process, **unknown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CachedDataset.made = True
@@ -433,7 +455,11 @@ class CachedDataset(Dataset[Any]):
         self._noticed = os.getpid()
         file = self._seen()
         there = None if file is None else file.there()
-        if (now is not None and now == self._state) or self._is_recognised(now):
+        # Between two steps there is no time for files, beside few that are named alone.
+        named = self._files if within_s == math.inf else []
+        other = first_changed(named, _FILES_AT_ONCE, _FILES_WITHIN_S)
+        as_before = (now is not None and now == self._state) or self._is_recognised(now)
+        if as_before and other is None:
             self._state, self._there = now, there
             return
         if file is not None and there is not None:
@@ -441,8 +467,9 @@ class CachedDataset(Dataset[Any]):
             file.take_out(np.flatnonzero(there & ~before))
         self._file = self._columns = None
         self._given_up = True
-        said = _CHANGED.format(name=type(self.dataset).__name__, folder=self.folder)
-        self._tell_once(self._length + 3, said)
+        what = f" ({other} is no longer as it was)" if other is not None else ""
+        name = f"{type(self.dataset).__name__}{what}"
+        self._tell_once(self._length + 3, _CHANGED.format(name=name, folder=self.folder))
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
         """Return whether another run would recognise the dataset in its present state.
@@ -490,11 +517,11 @@ def was_given_up(dataset: object) -> bool:
     return any(cache._given_up for cache in caches_in(dataset))
 
 
-def _identity_if_any(dataset: object) -> str | None:
+def _identity_if_any(dataset: object, files: Sequence[NamedFile] | None = None) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caller decides whether a key is needed
         try:
-            return identity(dataset)
+            return identity(dataset, files)
         except DatasetError:
             return None
 

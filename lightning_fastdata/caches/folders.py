@@ -38,6 +38,7 @@ import torch
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.fingerprint import is_data
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
 from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
@@ -223,8 +224,10 @@ def _used(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def identity(dataset: object) -> str:
+def identity(dataset: object, files: Iterable[NamedFile] | None = None) -> str:
     """Return 32 hexadecimal digits that identify the samples of a dataset, without reading any.
+
+    ``files``: what :func:`named_files` returned for it; None: it is called now.
 
     Raises:
         DatasetError: The dataset holds something that cannot be compared between runs.
@@ -239,8 +242,8 @@ def identity(dataset: object) -> str:
             "it a key of your own, which you change when the samples change: "
             'CachedDataset(..., key="photos-1").'
         ) from error
-    for path, status in _named_files(dataset):
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
+    for path, size, changed_ns in named_files(dataset) if files is None else files:
+        digest.update(f"{path}\0{size}\0{changed_ns}\n".encode(errors="replace"))
     return digest.hexdigest()
 
 
@@ -379,14 +382,18 @@ def _source_of_method(value: object) -> str:
 # -- the files that a dataset names ----------------------------------------------------------------
 
 
-def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files that a dataset names, with their status.
+NamedFile: TypeAlias = tuple[str, int, int]
+"""Path, size in bytes and time of change in ns of a file."""
+
+
+def named_files(dataset: object) -> Iterator[NamedFile]:
+    """Yield the files that a dataset names, as they are now.
 
     A name may be a path, or a path within a folder that the dataset names, too, or the name of a
     file in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
-    for part in _parts(dataset):
+    for part in datasets_in(dataset):
         groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
@@ -399,7 +406,7 @@ def _named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
 
 
-def _parts(dataset: object) -> Iterator[object]:
+def datasets_in(dataset: object) -> Iterator[object]:
     """Yield a dataset and the datasets and sources within it."""
     waiting, seen = [dataset], set[int]()
     while waiting:
@@ -473,12 +480,27 @@ def _in_folders(folders: list[str], names: list[str]) -> list[str]:
     return [named[number] for number in _evenly(len(named))]
 
 
-def _regular(paths: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+def first_changed(files: Iterable[NamedFile], at_once: int, within_s: float) -> str | None:
+    """Return the path of a file that is no longer as it was; None: ``at_once`` at least are.
+
+    More of them are looked at for as long as that takes no more than ``within_s`` in all. A file
+    that is gone is no other one.
+    """
+    began_s = clock.monotonic()
+    for number, file in enumerate(files):
+        if number >= at_once and clock.monotonic() - began_s > within_s:
+            break
+        if next(_regular([file[0]]), file) != file:
+            return file[0]
+    return None
+
+
+def _regular(paths: Iterable[str]) -> Iterator[NamedFile]:
     for path in paths:
         try:
-            status = Path(path).stat()
+            status = os.stat(path)  # noqa: PTH116  # a Path would take as long as the system
         except (OSError, ValueError):
             continue  # a text that names no file
         # Folders do not count: their status changes with anything that is written to them.
         if stat.S_ISREG(status.st_mode):
-            yield path, status
+            yield path, status.st_size, status.st_mtime_ns

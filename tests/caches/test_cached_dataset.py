@@ -530,3 +530,43 @@ def test_a_cache_is_as_long_as_its_dataset(tmp_path, folder, varies):
 def test_what_is_no_whole_number_is_no_index(tmp_path, folder, index):
     with pytest.raises(TypeError, match="interpreted as an integer"):
         ld.CachedDataset(Made(folder), tmp_path / "cache")[index]
+
+
+@each(
+    "ordered",
+    [
+        lambda: ld.Mixture({"one": list(range(20)), "other": list(range(100, 110))}),
+        lambda: ld.pack([[number] * 3 for number in range(20)], tokens=6),
+    ],
+)
+def test_what_has_an_order_of_its_own_is_refused_in_any_wrapper(tmp_path, ordered):
+    for data in (ordered(), Subset(ordered(), range(8)), ConcatDataset([ordered()])):
+        with pytest.raises(DatasetError, match="other samples at each index in each epoch"):
+            ld.CachedDataset(data, tmp_path)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_workers):
+    class Numbers(Dataset):
+        def __init__(self):
+            self.paths = [str(tmp_path / f"{number}.npy") for number in range(40)]
+
+        def __len__(self):
+            return len(self.paths)
+
+        def __getitem__(self, index):
+            return int(np.load(self.paths[index]))
+
+    for number in range(40):
+        np.save(tmp_path / f"{number}.npy", number)
+    data = Numbers()
+    loader = ld.FastDataLoader(ld.CachedDataset(data, tmp_path), 8, num_workers=num_workers)
+    assert torch.cat([*loader, *loader]).tolist() == [*range(40), *range(40)]
+    np.save(tmp_path / "other.npy", np.full((), 99))
+    (tmp_path / "other.npy").replace(data.paths[7])
+    os.utime(data.paths[7], ns=(1, 1))  # a clock may not have moved on
+    with pytest.warns(ld.FastDataWarning, match=r"Numbers \(.*7\.npy is no longer as it was"):
+        assert torch.cat(list(loader)).tolist() == [*range(7), 99, *range(8, 40)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ld.FastDataWarning)
+        assert torch.cat(list(loader)).tolist() == [*range(7), 99, *range(8, 40)]

@@ -10,7 +10,7 @@ import signal
 import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -68,7 +68,8 @@ class FileSource:
 class TarSource(OpenedInEachProcess[list[int]]):
     """The files in uncompressed tar archives, WebDataset's shards among them.
 
-    The archives are read once, header by header, to find where each file begins.
+    The archives are read once, header by header, to find where each file begins. Of one that has
+    changed since they are read again, and a file that is elsewhere by then is an error.
 
     Args:
         paths: Paths of the archives.
@@ -93,7 +94,12 @@ class TarSource(OpenedInEachProcess[list[int]]):
             self.parts = tuple(each_of("parts", parts, "extensions", str))
             if not self.parts:
                 raise OptionsError("parts is empty; give extensions, or leave it out.")
-        found = [each for number, path in enumerate(self.paths) for each in _members(number, path)]
+        found: list[Any] = []
+        self._states: list[tuple[int, int]] = []
+        for number, path in enumerate(self.paths):
+            before = _state(path) if Path(path).is_file() else (0, 0)
+            found += _members(number, path)
+            self._states.append(before)
         if self.parts is not None:
             found = _grouped(found, self.parts, self.paths)
         self._names = PackedStrings(name for name, _ in found)
@@ -118,7 +124,7 @@ class TarSource(OpenedInEachProcess[list[int]]):
         """Return the bytes of files, or dicts of them by extension.
 
         Raises:
-            DatasetError: An archive has become shorter.
+            DatasetError: An archive has changed, and has a file no longer where it was.
         """
         if self.parts is None:
             return [self._read(index) for index in indices]
@@ -136,17 +142,40 @@ class TarSource(OpenedInEachProcess[list[int]]):
         return range(index * self._each, (index + 1) * self._each)
 
     def _read(self, place: int) -> bytes:
-        file, offset, length = self._slices[place].tolist()
-        data = os.pread(self.opened()[file], length, offset)
+        file, offset, length = at = tuple(self._slices[place].tolist())
+        descriptor = self.opened()[file]
+        data = os.pread(descriptor, length, offset)
         if len(data) < length:
             raise DatasetError(
                 f"{self._name(place)} ends early: {len(data)} of {length} bytes are there. The "
                 "archive has changed since it was opened; make the source anew."
             )
+        state = _state(descriptor)  # behind the reading: by now it may be written anew in place
+        if state != self._states[file]:
+            path = self.paths[file]
+            if (self._names[place], at) not in _members_now(file, path, state):
+                raise DatasetError(
+                    f"{self._name(place)} is no longer where it was: the archive has changed since "
+                    "the source was made. Make the source anew."
+                )
         return data
 
     def _name(self, place: int) -> str:
         return f"{self.paths[int(self._slices[place, 0])]}:{self._names[place]}"
+
+
+def _state(file: str | int) -> tuple[int, int]:
+    """Return size and time of change of a file, by which it is seen that it was written anew."""
+    status = os.stat(file)  # noqa: PTH116  # a descriptor, or a path
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _members_now(
+    number: int, path: str, _state: tuple[int, int]
+) -> frozenset[tuple[str, tuple[int, int, int]]]:
+    """Return the members of an archive in a later state than when its source was made."""
+    return frozenset(_members(number, path))
 
 
 def _members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]]]:

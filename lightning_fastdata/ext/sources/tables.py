@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 _KEPT: Final = 8
 """Number of groups of rows, or of chunks of each array, that are kept: the last ones read."""
 _MOST_FILES: Final = 20_000
-_environments: dict[str, tuple[int, lmdb.Environment | None]] = {}
-"""Open LMDB environments by path, each with the number of the process that opened it."""
+_environments: dict[tuple[int, int], tuple[int, lmdb.Environment | None]] = {}
+"""Open LMDB environments by device and inode of their data, each with the number of the process
+that opened it. While one is open, no other file gets its number."""
 
 
 class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
@@ -65,10 +66,14 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
     def open(self) -> lmdb.Environment:
         """Return the environment of this process, read-only and without locks.
 
-        lmdb opens a database once in a process, so sources of one path share it.
+        lmdb opens a database once in a process, so sources of one database share it. One that was
+        written anew at the same path is another database.
         """
         library = imported("lmdb", "LmdbSource")
-        process, environment = _environments.get(self.path, (0, None))
+        file = self._data_file()
+        status = file.stat() if file.exists() else None  # of what is not there, lmdb says why
+        known = (0, 0) if status is None else (status.st_dev, status.st_ino)
+        process, environment = _environments.get(known, (0, None))
         if process == os.getpid() and environment is not None:
             return environment
         if environment is not None:
@@ -84,7 +89,7 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
         except library.Error as error:
             raise DatasetError(f"{self.path} cannot be read as LMDB: {error}.") from error
         opened: lmdb.Environment = environment
-        _environments[self.path] = os.getpid(), opened
+        _environments[known] = os.getpid(), opened
         return opened
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
@@ -105,8 +110,11 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what identifies these values: size and time of the database, and the keys."""
+        return named_status(self._data_file()), self.keys
+
+    def _data_file(self) -> Path:
         place = Path(self.path)
-        return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
+        return place / "data.mdb" if place.is_dir() else place
 
 
 class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
@@ -132,12 +140,7 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         self.columns = None if columns is None else list(each_of("columns", columns, "names", str))
         groups = []
         for number, path in enumerate(self.paths):
-            try:
-                about = _parquet().read_metadata(path)
-            except (OSError, ValueError) as error:
-                raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
-            _check_columns(path, self.columns or (), about.schema)
-            rows = (about.row_group(group).num_rows for group in range(about.num_row_groups))
+            rows = self._rows_of_groups(path, _opened_by_pyarrow(path).metadata)
             groups += [(number, group, count) for group, count in enumerate(rows)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._ends = np.cumsum(self._groups[:, 2])
@@ -152,9 +155,20 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
         return starts
 
     def open(self) -> Callable[[int], pyarrow.Table]:
-        """Return a function that reads a group in this process, and keeps the last groups."""
-        files = [_parquet().ParquetFile(path) for path in self.paths]
+        """Return a function that reads a group in this process, and keeps the last groups.
+
+        Raises:
+            DatasetError: A file has other groups of rows than when the source was made.
+        """
+        files = [_opened_by_pyarrow(path) for path in self.paths]
         groups, columns = self._groups, self.columns
+        for number, (path, file) in enumerate(zip(self.paths, files, strict=True)):
+            then = groups[groups[:, 0] == number, 2].tolist()
+            if self._rows_of_groups(path, file.metadata)[: len(then)] != then:
+                raise DatasetError(
+                    f"{path} has other groups of rows than when the source was made: it has "
+                    "changed since. Make the source anew."
+                )
 
         @lru_cache(_KEPT)
         def read(group: int) -> pyarrow.Table:
@@ -162,6 +176,10 @@ class ParquetSource(OpenedInEachProcess["Callable[[int], pyarrow.Table]"]):
             return files[file].read_row_group(number, columns=columns)
 
         return read
+
+    def _rows_of_groups(self, path: str, about: pyarrow.FileMetaData) -> list[int]:
+        _check_columns(path, self.columns or (), about.schema)
+        return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows."""
@@ -203,8 +221,12 @@ def _check_columns(path: str, columns: Sequence[str], schema: pyarrow.ParquetSch
             )
 
 
-def _parquet() -> Any:
-    return imported("pyarrow.parquet", "ParquetSource")
+def _opened_by_pyarrow(path: str) -> Any:
+    library = imported("pyarrow.parquet", "ParquetSource")
+    try:
+        return library.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
 
 
 class _Rows(OpenedInEachProcess[Handle]):

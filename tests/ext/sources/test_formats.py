@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -128,6 +130,50 @@ def test_an_archive_that_has_become_shorter_is_named(tmp_path):
     os.truncate(tmp_path / "1.tar", 2000)
     with pytest.raises(DatasetError, match=r"1\.tar:deep/047\.bin ends early"):
         pickle.loads(pickle.dumps(source)).get_bytes([47])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_of_an_archive_that_was_written_anew_each_file_is_read_or_named(tmp_path, in_place):
+    path, other = tmp_path / "s.tar", tmp_path / "other.tar"
+
+    def write(members):
+        if in_place:
+            in_archive(path, members)
+        else:
+            os.replace(in_archive(other, members), path)
+        os.utime(path, ns=(next(times), next(times)))  # a clock may not have moved on
+
+    members, times = [(name, name.encode()) for name in "abcd"], itertools.count(1)
+    source = sources.TarSource(in_archive(path, members))
+    if in_place:
+        assert source.get_bytes([0]) == [b"a"]  # it is open from here on
+    write([("a", b"A"), ("b", b"B"), ("c", b"cc"), ("0", 600 * b"-"), ("d", b"d"), ("e", b"e")])
+    assert source.get_bytes([1, 0]) == [b"B", b"A"]
+    for index, name in ((2, "c"), (3, "d")):
+        with pytest.raises(DatasetError, match=rf"s\.tar:{name} is no longer where it was"):
+            source.get_bytes([index])
+    write(members)
+    anew = source if in_place else pickle.loads(pickle.dumps(source))
+    assert anew.get_bytes(range(4)) == [b"a", b"b", b"c", b"d"]
+
+
+def test_a_table_that_was_written_anew_in_other_groups_is_named(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    def write(rows, group):
+        pa.parquet.write_table(pa.table({"x": rows}), tmp_path / "t.parquet", row_group_size=group)
+
+    def read():
+        return pickle.loads(pickle.dumps(source)).get_bytes(range(10))
+
+    write(range(10), 5)
+    source = sources.ParquetSource(tmp_path / "t.parquet")
+    write(range(100, 115), 5)
+    assert read() == [{"x": value} for value in range(100, 110)]
+    write(range(100, 120), 10)
+    with pytest.raises(DatasetError, match=r"t\.parquet has other groups of rows"):
+        read()
 
 
 @pytest.mark.parametrize(("cut_at", "left"), [(3072, 2), (3100, 2), (4608, 3)])
@@ -272,6 +318,28 @@ def test_lists_may_be_iterators_arrays_and_paths(tmp_path):
         assert len(sources.TarSource(paths, np.array(["bin"]))) == COUNT
     assert sources.FileSource(path for path in [tmp_path / "0.tar"]).name_of(0).endswith("0.tar")
     assert len(sources.FileSource([])) == 0
+
+
+def test_a_database_that_was_written_anew_is_read_by_a_source_made_anew(tmp_path):
+    lmdb = pytest.importorskip("lmdb")
+
+    def made_of(value):
+        shutil.rmtree(tmp_path / "db", ignore_errors=True)
+        written = lmdb.open(str(tmp_path / "db"), map_size=1 << 20)
+        with written, written.begin(write=True) as transaction:
+            transaction.put(b"key", value)
+        return sources.LmdbSource(tmp_path / "db")
+
+    old = made_of(b"old")
+    assert old.get_bytes([0]) == [b"old"]
+    assert made_of(b"new").get_bytes([0]) == [b"new"]
+    assert old.get_bytes([0]) == [b"old"]  # as of any file that is open
+
+
+def test_a_database_has_one_environment_by_whichever_path(tmp_path):
+    source = in_database(tmp_path)
+    (tmp_path / "link").symlink_to(source.path)
+    assert sources.LmdbSource(tmp_path / "link").get_bytes([3]) == source.get_bytes([3])
 
 
 def test_lmdb_keys_that_are_missing_are_named(tmp_path):
