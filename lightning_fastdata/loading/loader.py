@@ -65,7 +65,7 @@ from lightning_fastdata.order.samplers import (
     is_in_blocks,
     rows_in,
 )
-from lightning_fastdata.randomness.seeds import EpochCell, global_seed
+from lightning_fastdata.randomness.seeds import EpochCell, global_seed, is_lightnings_start
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tree import find_composes
 from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
@@ -604,6 +604,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         taken = copy.copy(self)
         if self.training.is_over:
             vars(taken).update(staged=None, on_device=False)
+        by_key = not (isinstance(self.dataset, IterableDataset) or reads_with_torch(self))
+        if is_lightnings_start(self.worker_init_fn) and (by_key or not workers_of(self)):
+            vars(taken)["worker_init_fn"] = None  # each sample seeds the generators anew
         vars(taken).update(
             dict.fromkeys(_OF_WHO_TAKES),
             training=self.training.of_source(),
@@ -629,7 +632,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         inner, rests_on = self._inner, (*settings._rests_on(), stamped)
         if inner is None or self._inner_settings != rests_on:
             wants_workers = self.num_workers > 0 or self.training.chosen
-            if self.worker_init_fn is not None and wants_workers and not workers_of(self):
+            if settings.worker_init_fn is not None and wants_workers and not workers_of(self):
                 text = _NOT_CALLED.format(self.executor)
                 warnings.warn(text, FastDataWarning, stacklevel=2)
             stamps = self._ledger.wait if stamped else None

@@ -134,6 +134,17 @@ def global_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
+def is_lightnings_start(start: object) -> bool:
+    """Return whether a ``worker_init_fn`` is the one of ``seed_everything(workers=True)``.
+
+    Lightning gives it to each loader that has none. It seeds the global generators, and does
+    nothing else.
+    """
+    function = getattr(start, "func", start)
+    told = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
+    return told.endswith("fabric.utilities.seed.pl_worker_init_function")
+
+
 def derived_seed(seed: int, *apart: object) -> int:
     """Return a seed whose draws are independent of those of the seed that it comes from.
 

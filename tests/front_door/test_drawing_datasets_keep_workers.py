@@ -209,3 +209,23 @@ def test_what_the_program_draws_from_the_pipeline_of_augment_changes_nothing(wor
         seen.append([image for image, *_ in model.seen])
     assert all(map(torch.equal, *seen))
     assert len(seen[0]) == EPOCHS * LENGTH // 2
+
+
+@pytest.mark.filterwarnings("error::lightning_fastdata.FastDataWarning")
+@pytest.mark.parametrize("executor", ["workers", "inline"])
+def test_a_loader_whose_workers_lightning_would_seed_is_read_as_without(
+    executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``seed_everything(workers=True)`` has Lightning give each loader a ``worker_init_fn``."""
+    seen = []
+    for workers in ("0", "1"):
+        monkeypatch.setenv("PL_SEED_WORKERS", workers)
+        model = Learner(list)
+        options = LoaderOptions(executor=executor, num_workers=1)
+        module = FastDataModule.from_datasets(
+            Photos(*KEPT["a pipeline"]), batch_size=2, collate_fn=own_rows, seed=3, options=options
+        )
+        quiet_trainer(max_epochs=EPOCHS).fit(model, datamodule=module)
+        assert processes(model.seen) == 1
+        seen.append(values(model.seen))
+    assert seen[0] == seen[1]
