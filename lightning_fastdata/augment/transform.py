@@ -17,7 +17,6 @@ from lightning_fastdata.augment.albumentations.collated_batches import (
     check_images,
     check_samples,
     places_of,
-    replay_all,
     run_each,
 )
 from lightning_fastdata.augment.albumentations.plan import (
@@ -385,8 +384,7 @@ class BatchTransform(PipelineTransform):
             recorder = None
             if image.device.type != "cpu" or self._on_cpu == "torch":
                 recorder = self._recorder(compose, tensors)
-            replayed = None if recorder is None else replay_all(tensors, key, recorder, self.ops)
-            made, is_chw = replayed or run_each(tensors, key, compose)
+            made, is_chw = run_each(tensors, key, compose, recorder, self.ops)
             made = channels_as_given(made, turned, compose, images_are_chw=is_chw)
             return put_fields(batch, {places[name]: made[name] for name in places})
 
