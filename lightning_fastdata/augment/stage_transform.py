@@ -234,6 +234,32 @@ class PipelineTransform(StageTransform):
         """Return a table: operation, where it runs, why."""
         return table(self.plan.placements)
 
+    def for_samples(self, samples: Iterable[Batch]) -> Self:
+        """Return the transform for a dataset, given samples from all over it."""
+        seen: list[Any] = []
+        for sample in samples:
+            try:
+                seen.append(self._look_at(sample))
+            except BatchError:
+                if not seen:
+                    raise
+                break  # Training reports it, if it reads that sample.
+        if not seen:
+            return self
+        fitted = copy.copy(self)
+        fitted._unfitted = self
+        fitted._fit(seen)
+        fitted.take_in()
+        return fitted
+
+    def _look_at(self, sample: Batch) -> Any:
+        """Return what of a sample decides what a device can do; BatchError if it holds no image."""
+        raise NotImplementedError
+
+    def _fit(self, seen: Sequence[Any]) -> None:
+        """Note what is known of a dataset, before it is planned for."""
+        raise NotImplementedError
+
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""
         return (self.pipeline,)

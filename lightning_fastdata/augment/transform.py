@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 import warnings
@@ -283,7 +282,7 @@ class BatchTransform(PipelineTransform):
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or a field that would not move with it."""
-        self.in_worker(on_device=False).form_of(sample)
+        self._look_at(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -301,34 +300,18 @@ class BatchTransform(PipelineTransform):
         plan = self.plan if on_device and self.plan.defers else None
         return ComposeWorker(self.compose, self._fields, plan, self._registered)
 
-    def for_samples(self, samples: Iterable[Batch]) -> Self:
-        """Return the transform for a dataset, given samples from all over it.
+    def _look_at(self, sample: Batch) -> SampleForm | None:
+        return self.in_worker(on_device=False).form_of(sample)
 
-        What a device can do depends on channels and dtypes of the images.
-        """
-        worker = ComposeWorker(self.compose, self._fields, None)
-        found: list[SampleForm | None] = []
-        for sample in samples:
-            try:
-                found.append(worker.form_of(sample))
-            except BatchError:
-                if not found:
-                    raise
-                break  # Training reports it, if it reads that sample.
-        if not found:
-            return self
-        fitted = copy.copy(self)
-        fitted._unfitted = self
-        if forms := [form for form in found if form is not None]:
+    def _fit(self, seen: Sequence[SampleForm | None]) -> None:
+        if forms := [form for form in seen if form is not None]:
             first = forms[0]
-            fitted._images = first.channels, first.images["image"]
-            fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
+            self._images = first.channels, first.images["image"]
+            self._why_not = why_no_forms(first.images.values(), first.masks.values())
             if any(form.images.items() - first.images.items() for form in forms):
-                fitted._why_not = "the samples hold images of several dtypes"
+                self._why_not = "the samples hold images of several dtypes"
         else:
-            fitted._why_not = "the samples hold no image, but frames or volumes"
-        fitted.take_in()
-        return fitted
+            self._why_not = "the samples hold no image, but frames or volumes"
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Compute what was drawn, on images ``[n, H, W, C]`` or ``[n, H, W]`` from the workers.
