@@ -139,21 +139,18 @@ class BatchTransform(PipelineTransform):
     def __init__(self, compose: Node, fields: Fields, *, on_cpu: OnCpu = "albumentations") -> None:
         import albumentations
 
-        self.name = type(compose).__name__
-        if not isinstance(compose, albumentations.Compose):
-            compose = albumentations.Compose([compose])
-        self.pipeline = compose
+        whole = isinstance(compose, albumentations.Compose)
         self._registered: dict[str, DeviceOp] = {}
         if on_cpu not in get_args(OnCpu):
             choices = ", ".join(get_args(OnCpu))
             raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {choices}.")
         self._on_cpu = on_cpu
-        self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Number of channels (None: ``[H, W]``) and dtype of the images that the plan is for."""
         self._why_not: str | None = None
         """Reason why no operation runs on a device; None: some may."""
-        self.take_in()
+        super().__init__(compose if whole else albumentations.Compose([compose]), fields)
+        self.name = type(compose).__name__
 
     @classmethod
     def from_albumentations(
