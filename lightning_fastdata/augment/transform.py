@@ -115,11 +115,10 @@ def as_batch_transform(
     if is_a(transform, "albumentations"):
         return BatchTransform(transform, fields)
     if "torchvision.transforms" in sys.modules:
-        try:
-            from lightning_fastdata.augment.torchvision.transform import stage_transform
-        except ImportError:  # torchvision is older than v2
-            return CallableTransform(transform, fields)
-        return stage_transform(transform, fields) or CallableTransform(transform, fields)
+        from lightning_fastdata.augment.torchvision.transform import stage_transform
+
+        if (made := stage_transform(transform, fields)) is not None:
+            return made
     return CallableTransform(transform, fields)
 
 

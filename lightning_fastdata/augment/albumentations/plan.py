@@ -380,11 +380,8 @@ def argument_names(compose: BaseCompose) -> frozenset[str]:
     Boxes and keypoints are among them only if the pipeline knows their format.
     """
     kinds = {name: name for name in ("masks", *compose.available_keys)} | _added(compose)
-    # A version of Albumentations without `processors` runs whole on the CPU.
-    known = getattr(compose, "processors", kinds) if is_container(compose) else kinds
-    return frozenset(
-        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in known
-    )
+    unknown = {"bboxes", "keypoints"} - compose.processors.keys()
+    return frozenset(name for name, kind in kinds.items() if kind not in unknown)
 
 
 def _added(node: Node) -> dict[str, Role]:
@@ -408,7 +405,7 @@ _MASK_FILLS: Final = ("fill_mask", "mask_drop_value")
 """Attributes of dropouts with the value to write to a mask; None there: the mask is unchanged."""
 
 
-def mover_of(compose: Node) -> Mover | None:
+def mover_of(compose: BaseCompose) -> Mover | None:
     """Return the first transform of a pipeline that moves pixels; None: no transform does."""
     import albumentations
 
@@ -420,8 +417,7 @@ def mover_of(compose: Node) -> Mover | None:
         ):
             continue
         if all(vars(transform).get(name, name) is not None for name in _MASK_FILLS):
-            boxes = is_container(compose) and "bboxes" in getattr(compose, "processors", ())
-            return Mover(type(transform).__name__, boxes)
+            return Mover(type(transform).__name__, "bboxes" in compose.processors)
     return None
 
 
