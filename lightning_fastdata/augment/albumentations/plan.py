@@ -293,16 +293,13 @@ def _padded(transform: BasicTransform, before: Size) -> Size:
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
 CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
 """Transforms whose purpose is to change the dtype or the layout of images."""
-_OF_FLOATS: Final = frozenset(
+_OF_BYTES: Final = frozenset(
     {
-        *("CenterCrop", "D4", "HorizontalFlip", "NoOp", "PadIfNeeded", "RandomCrop"),
-        *("RandomRotate90", "ToTensorV2", "Transpose", "VerticalFlip"),
-        *("Affine", "Rotate", "ShiftScaleRotate"),
-        *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
-        *("CoarseDropout", "Erasing", "Normalize", "ToFloat"),
+        *("ColorJitter", "HueSaturationValue", "RandomBrightnessContrast", "RandomGamma", "ToGray"),
+        *("Blur", "GaussianBlur", "MotionBlur"),
     }
 )
-"""Transforms whose device forms take float32 as well as uint8; colours and blurs do not."""
+"""Transforms, of colours and blurs, whose device forms do not take float32, but uint8 alone."""
 
 BYTES: Final = np.dtype(np.uint8)
 FLOATS: Final = np.dtype(np.float32)
@@ -315,8 +312,7 @@ MASKS: Final = frozenset(
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
     """Return whether a device form takes images of a dtype."""
-    of_floats = op.owner is not None or op.name in _OF_FLOATS
-    return dtype == BYTES or (dtype == FLOATS and of_floats)
+    return dtype == BYTES or (dtype == FLOATS and op.name not in _OF_BYTES)
 
 
 def why_no_forms(images: Iterable[DType], masks: Iterable[DType]) -> str | None:
