@@ -103,10 +103,10 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
         others = from_start(
             item, (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
         )
-        # Other dtypes come last, as masks and tables have them, too; 3 dimensions before 2.
         rest = [at for at in range(len(item)) if at not in others]
-        for looks in (looks_like_image, _has_channels, may_be_image):
-            fits = [at for at in rest if looks(item[at], batched=batched)]
+        ranks = {at: _rank(item[at], batched=batched) for at in rest}
+        for rank in range(3):
+            fits = [at for at in rest if ranks[at] == rank]
             deep = [at for at in fits if getattr(item[at], "ndim", 3) - batched == 3]
             if deep and deep[0] != fits[0]:  # a table, a mask or boxes before an image, say
                 raise UnsureError(
@@ -115,7 +115,7 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
                 )
             if fits:
                 return Found(fits[0], mask)
-    elif may_be_image(item, batched=batched):
+    elif _rank(item, batched=batched) is not None:
         return Found(None, None)
     raise BatchError(
         f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
@@ -211,34 +211,20 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
     return rebuilt(item, elements)
 
 
-def looks_like_image(value: object, *, batched: bool = False) -> bool:
-    """Whether a value can be an image: PIL, or uint8 or float32 with 2 or 3 dimensions.
+def _rank(value: object, *, batched: bool) -> int | None:
+    """Return how little a value looks like an image; None: it cannot be one.
 
-    Tensors in half precision have 3.
+    0: a PIL image, or uint8 or float32 with 2 or 3 dimensions, or half precision with 3. 1 and 2:
+    numbers of another NumPy dtype with 3 or 2 dimensions, as masks and tables have them, too.
     """
     if not isinstance(value, np.ndarray | torch.Tensor):
-        return not batched and isinstance(value, PilImage)
-    if value.dtype in _HALF_DTYPES:
-        return value.ndim - batched == 3
-    return _dtype_name(value) in _USUAL and value.ndim - batched in {2, 3}
-
-
-def may_be_image(value: object, *, batched: bool = False) -> bool:
-    """Whether a value is a PIL image, or has numbers of any NumPy dtype in 2 or 3 dimensions."""
-    if looks_like_image(value, batched=batched):
-        return True
-    return _dimensions(value) - batched in {2, 3}
-
-
-def _has_channels(value: object, *, batched: bool) -> bool:
-    return _dimensions(value) - batched == 3
-
-
-def _dimensions(value: object) -> int:
-    """Return the number of dimensions of numbers; 0 for anything else."""
-    if isinstance(value, np.ndarray | torch.Tensor) and has_numpy_dtype(value):
-        return value.ndim
-    return 0
+        return 0 if not batched and isinstance(value, PilImage) else None
+    ndim = value.ndim - batched
+    if ndim not in {2, 3}:
+        return None
+    if _dtype_name(value) in _USUAL or (ndim == 3 and value.dtype in _HALF_DTYPES):
+        return 0
+    return 4 - ndim if has_numpy_dtype(value) else None
 
 
 def has_numpy_dtype(value: object) -> bool:
@@ -277,7 +263,7 @@ def to_hwc(value: object) -> np.ndarray:
         raise BatchError(
             f"The image is {describe(value)}. Expected a PIL image, an array or a tensor."
         )
-    if _dimensions(value) not in {2, 3}:
+    if not has_numpy_dtype(value) or value.ndim not in {2, 3}:
         raise BatchError(
             f"The image is {describe(value)}. Expected numbers, such as uint8 or float32 in "
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."

@@ -29,7 +29,6 @@ from lightning_fastdata.augment.fields import (
     put_fields,
     size_of,
 )
-from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.augment.stage_transform import (
     PipelineTransform,
@@ -222,7 +221,7 @@ class Mixer:
 
     def alone(self, batch: Batch, drawn: Sequence[Any], device: torch.device) -> Batch:
         """Return a collated batch, of which nothing waits, with its samples mixed as was drawn."""
-        draws = self.pack(drawn, _Untouched(), [None] * len(drawn))
+        draws = self.pack(drawn, WorkerTransform(), [None] * len(drawn))
         return self.carry_out(batch, draws.to(device, non_blocking=True))
 
     def carry_out(self, batch: Batch, draws: Draws) -> Batch:
@@ -494,22 +493,6 @@ class MixedTransform(StageTransform):
         return table([*rows, *steps])
 
 
-class _Untouched(WorkerTransform):
-    """Leaves samples as they are, where no pipeline comes before the mixing."""
-
-    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, None]:  # noqa: ARG002
-        """Return the sample; there is no tape."""
-        return sample, None
-
-    def pipelines(self) -> tuple[object, ...]:
-        """Return that there is no pipeline."""
-        return ()
-
-    def finished(self, sample: Batch, tape: Tape) -> Batch:  # noqa: ARG002
-        """Return the sample, for which nothing is left to do."""
-        return sample
-
-
 class MixedWorker(WorkerTransform):
     """The part of a mixed transform that runs on each sample; picklable.
 
@@ -520,7 +503,7 @@ class MixedWorker(WorkerTransform):
 
     def __init__(self, inner: WorkerTransform | None, mixer: Mixer) -> None:
         super().__init__()
-        self._inner = inner or _Untouched()
+        self._inner = inner or WorkerTransform()
         self._mixer = mixer
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:

@@ -68,8 +68,8 @@ class Placements:
 class WorkerTransform:
     """The part of a stage transform that runs on each sample in the side process; picklable.
 
-    It notes on a tape what a device has still to do. The state that each thread keeps in ``_local``
-    is not pickled.
+    It notes on a tape what a device has still to do; this one leaves samples as they are. The state
+    that each thread keeps in ``_local`` is not pickled.
     """
 
     needs_batches = False
@@ -86,21 +86,21 @@ class WorkerTransform:
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _local=threading.local())
 
-    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:  # noqa: ARG002
         """Return the sample as the worker leaves it, and what was drawn for it."""
-        raise NotImplementedError
+        return sample, None
 
     def pipelines(self) -> tuple[object, ...]:
         """Return what of a pipeline runs on samples in this process, and may keep a state."""
-        raise NotImplementedError
+        return ()
 
     def waiting(self, sample: Batch, names: Collection[Any]) -> Mapping[Any, torch.Tensor]:
         """Return the tensors of a sample that tapes know by these names."""
         raise NotImplementedError
 
-    def finished(self, sample: Batch, tape: Tape) -> Batch:
+    def finished(self, sample: Batch, tape: Tape) -> Batch:  # noqa: ARG002
         """Return a sample after the operations on its tape."""
-        raise NotImplementedError
+        return sample
 
     def collate(
         self, drawn: Sequence[Any], beside: Mapping[str, np.ndarray] | None = None
@@ -233,6 +233,32 @@ class PipelineTransform(StageTransform):
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""
         return table(self.plan.placements)
+
+    def for_samples(self, samples: Iterable[Batch]) -> Self:
+        """Return the transform for a dataset, given samples from all over it."""
+        seen: list[Any] = []
+        for sample in samples:
+            try:
+                seen.append(self._look_at(sample))
+            except BatchError:
+                if not seen:
+                    raise
+                break  # Training reports it, if it reads that sample.
+        if not seen:
+            return self
+        fitted = copy.copy(self)
+        fitted._unfitted = self
+        fitted._fit(seen)
+        fitted.take_in()
+        return fitted
+
+    def _look_at(self, sample: Batch) -> Any:
+        """Return what of a sample decides what a device can do; BatchError if it holds no image."""
+        raise NotImplementedError
+
+    def _fit(self, seen: Sequence[Any]) -> None:
+        """Note what is known of a dataset, before it is planned for."""
+        raise NotImplementedError
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 import warnings
@@ -17,7 +16,6 @@ from lightning_fastdata.augment.albumentations.collated_batches import (
     check_images,
     check_samples,
     places_of,
-    replay_all,
     run_each,
 )
 from lightning_fastdata.augment.albumentations.plan import (
@@ -117,11 +115,10 @@ def as_batch_transform(
     if is_a(transform, "albumentations"):
         return BatchTransform(transform, fields)
     if "torchvision.transforms" in sys.modules:
-        try:
-            from lightning_fastdata.augment.torchvision.transform import stage_transform
-        except ImportError:  # torchvision is older than v2
-            return CallableTransform(transform, fields)
-        return stage_transform(transform, fields) or CallableTransform(transform, fields)
+        from lightning_fastdata.augment.torchvision.transform import stage_transform
+
+        if (made := stage_transform(transform, fields)) is not None:
+            return made
     return CallableTransform(transform, fields)
 
 
@@ -141,21 +138,18 @@ class BatchTransform(PipelineTransform):
     def __init__(self, compose: Node, fields: Fields, *, on_cpu: OnCpu = "albumentations") -> None:
         import albumentations
 
-        self.name = type(compose).__name__
-        if not isinstance(compose, albumentations.Compose):
-            compose = albumentations.Compose([compose])
-        self.pipeline = compose
+        whole = isinstance(compose, albumentations.Compose)
         self._registered: dict[str, DeviceOp] = {}
         if on_cpu not in get_args(OnCpu):
             choices = ", ".join(get_args(OnCpu))
             raise OptionsError(f"on_cpu is {on_cpu!r}; choose one of {choices}.")
         self._on_cpu = on_cpu
-        self._fields = fields
         self._images: tuple[int | None, DType] = 3, BYTES
         """Number of channels (None: ``[H, W]``) and dtype of the images that the plan is for."""
         self._why_not: str | None = None
         """Reason why no operation runs on a device; None: some may."""
-        self.take_in()
+        super().__init__(compose if whole else albumentations.Compose([compose]), fields)
+        self.name = type(compose).__name__
 
     @classmethod
     def from_albumentations(
@@ -284,7 +278,7 @@ class BatchTransform(PipelineTransform):
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or a field that would not move with it."""
-        self.in_worker(on_device=False).form_of(sample)
+        self._look_at(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -302,34 +296,18 @@ class BatchTransform(PipelineTransform):
         plan = self.plan if on_device and self.plan.defers else None
         return ComposeWorker(self.compose, self._fields, plan, self._registered)
 
-    def for_samples(self, samples: Iterable[Batch]) -> Self:
-        """Return the transform for a dataset, given samples from all over it.
+    def _look_at(self, sample: Batch) -> SampleForm | None:
+        return self.in_worker(on_device=False).form_of(sample)
 
-        What a device can do depends on channels and dtypes of the images.
-        """
-        worker = ComposeWorker(self.compose, self._fields, None)
-        found: list[SampleForm | None] = []
-        for sample in samples:
-            try:
-                found.append(worker.form_of(sample))
-            except BatchError:
-                if not found:
-                    raise
-                break  # Training reports it, if it reads that sample.
-        if not found:
-            return self
-        fitted = copy.copy(self)
-        fitted._unfitted = self
-        if forms := [form for form in found if form is not None]:
+    def _fit(self, seen: Sequence[SampleForm | None]) -> None:
+        if forms := [form for form in seen if form is not None]:
             first = forms[0]
-            fitted._images = first.channels, first.images["image"]
-            fitted._why_not = why_no_forms(first.images.values(), first.masks.values())
+            self._images = first.channels, first.images["image"]
+            self._why_not = why_no_forms(first.images.values(), first.masks.values())
             if any(form.images.items() - first.images.items() for form in forms):
-                fitted._why_not = "the samples hold images of several dtypes"
+                self._why_not = "the samples hold images of several dtypes"
         else:
-            fitted._why_not = "the samples hold no image, but frames or volumes"
-        fitted.take_in()
-        return fitted
+            self._why_not = "the samples hold no image, but frames or volumes"
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Compute what was drawn, on images ``[n, H, W, C]`` or ``[n, H, W]`` from the workers.
@@ -385,8 +363,7 @@ class BatchTransform(PipelineTransform):
             recorder = None
             if image.device.type != "cpu" or self._on_cpu == "torch":
                 recorder = self._recorder(compose, tensors)
-            replayed = None if recorder is None else replay_all(tensors, key, recorder, self.ops)
-            made, is_chw = replayed or run_each(tensors, key, compose)
+            made, is_chw = run_each(tensors, key, compose, recorder, self.ops)
             made = channels_as_given(made, turned, compose, images_are_chw=is_chw)
             return put_fields(batch, {places[name]: made[name] for name in places})
 

@@ -318,14 +318,9 @@ class Placing:
 
     def may_use_device(self, stage: Stage, trainer: Trainer | None) -> bool:
         """Return whether the device may have to finish batches of a stage."""
-        if trainer is None or self.asked == "cpu":
+        if trainer is None:
             return False
-        if self.asked == "gpu":
-            return True
-        choice = self.choice(stage)
-        if choice is None:
-            return self._accelerator(trainer) != "cpu"
-        return choice.place == "device"
+        return self.asked == "gpu" or self.where(stage, trainer).place == "device"
 
     def settings(
         self,

@@ -221,10 +221,18 @@ def test_images_and_masks_on_a_device_stay_there(name) -> None:
         assert (made.device.type, len(made)) == ("meta", 2)
 
 
-def test_nothing_that_is_given_is_written_to() -> None:
+class InPlace(A.ImageOnlyTransform):
+    """Writes to the image that it is given."""
+
+    def apply(self, img, **_):
+        img[:4] = 0
+        return img
+
+
+@each("pipeline", [PIPELINE, A.Compose([InPlace(p=1), A.HorizontalFlip(p=0.5)])])
+def test_nothing_that_is_given_is_written_to(pipeline) -> None:
     images, masks = IMAGES.clone(), MASKS.clone()
-    aug = explicit(PIPELINE)
-    aug(images, masks, key=KEY)
+    explicit(pipeline)(images, masks, key=KEY)
     assert torch.equal(images, IMAGES)
     assert torch.equal(masks, MASKS)
 

@@ -137,43 +137,20 @@ def check_samples(given: Mapping[str, Batch], places: Mapping[str, Location]) ->
 
 
 def run_each(
-    tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
-) -> tuple[dict[str, torch.Tensor], bool]:
-    """Run a pipeline on each sample on the CPU; return the results and whether images are CHW."""
-    device = tensors["image"].device
-    arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
-    outs: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
-    is_chw = False
-    seed = reseeder(compose)
-    for row in range(len(tensors["image"])):
-        seed(key._replace(index=key.index + row))
-        # Copies: Albumentations writes to a gray image that it equalizes.
-        result = compose(**{name: array[row].copy() for name, array in arrays.items()})
-        is_chw = isinstance(result["image"], torch.Tensor)
-        for name in tensors:
-            outs[name].append(_as_tensor(result[name], tensors[name]))
-    for name, rows in outs.items():
-        if len(sizes := {tuple(one.shape) for one in rows}) > 1:
-            raise TransformError(
-                f"The pipeline makes {name}s of different shapes of one batch: {sorted(sizes)}. "
-                "End it with an operation that makes them one size: Resize, RandomCrop, ..."
-            )
-    return {name: torch.stack(rows).to(device) for name, rows in outs.items()}, is_chw
-
-
-def replay_all(
     tensors: Mapping[str, torch.Tensor],
     key: SampleKey,
-    recorder: Recorder,
+    compose: Node,
+    recorder: Recorder | None,
     ops: Mapping[str, DeviceOp],
-) -> tuple[dict[str, torch.Tensor], bool] | None:
-    """Draw for each sample on the host, and compute on the device of the batch.
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Run a pipeline on each sample; return the results and whether images are CHW.
 
-    Samples in which an operation needs real pixels are fetched one by one and put back. Returns
-    the results and whether images are CHW; None if fetched samples have another shape or dtype than
-    the others, so that nothing can be left to the device.
+    With a ``recorder`` samples are drawn for on the host, and computed where the batch lies; those
+    in which an operation needs real pixels are fetched one by one and put back. If these have
+    another shape or dtype than the others, and without a recorder, all run on the CPU.
     """
-    samples = len(tensors["image"])
+    samples, device = len(tensors["image"]), tensors["image"].device
+    rows = tensors if recorder else {name: tensor.cpu() for name, tensor in tensors.items()}
     shown = {
         name: phantom(tuple(tensor.shape[1:]), numpy_dtype(tensor.dtype))
         for name, tensor in tensors.items()
@@ -181,22 +158,29 @@ def replay_all(
     tapes: list[Tape] = []
     is_chw = False
     ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in tensors}
-    seed = reseeder(recorder.compose)
+    seed = reseeder(recorder.compose if recorder else compose)
     for row in range(samples):
         seed(key._replace(index=key.index + row))
-        sources = {name: functools.partial(_fetch, tensor, row) for name, tensor in tensors.items()}
-        result, tape = recorder(shown, sources)
-        tapes.append(tape)
+        sources = {name: functools.partial(_fetch, tensor, row) for name, tensor in rows.items()}
+        if recorder is None:
+            result = compose(**{name: fetch() for name, fetch in sources.items()})
+        else:
+            result, tape = recorder(shown, sources)
+            tapes.append(tape)
         is_chw = is_chw or isinstance(result["image"], torch.Tensor)
         for name, tensor in tensors.items():
             if not callable(result[name]):
                 ran[name][row] = _as_tensor(result[name], tensor)
     for name, tensor in tensors.items():
-        rows = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
-        if len({(row.shape, row.dtype) for row in rows}) > 1:
-            return None
-    draws = compile_tapes(tapes, fuse=registry.fuse())
-    draws = draws.to(tensors["image"].device, non_blocking=True)
+        made = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
+        if recorder is not None and len({(one.shape, one.dtype) for one in made}) > 1:
+            return run_each(tensors, key, compose, None, ops)
+        if len(sizes := {tuple(one.shape) for one in made}) > 1:
+            raise TransformError(
+                f"The pipeline makes {name}s of different shapes of one batch: {sorted(sizes)}. "
+                "End it with an operation that makes them one size: Resize, RandomCrop, ..."
+            )
+    draws = compile_tapes(tapes, fuse=registry.fuse()).to(device, non_blocking=True)
     results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
         results[name] = replay(program, draws.blob, results[name], ops)
@@ -205,7 +189,8 @@ def replay_all(
 
 
 def _fetch(tensor: torch.Tensor, row: int) -> np.ndarray:
-    pixels: np.ndarray = tensor[row].cpu().numpy()
+    # A copy: Albumentations writes to a gray image that it equalizes.
+    pixels: np.ndarray = tensor[row].to("cpu", copy=True).numpy()
     return pixels
 
 

@@ -293,16 +293,13 @@ def _padded(transform: BasicTransform, before: Size) -> Size:
 CASTS: Final = frozenset({"FromFloat", "Normalize", "ToFloat"})
 CHANGES_DTYPE_OR_LAYOUT: Final = CASTS | {"ToTensorV2"}
 """Transforms whose purpose is to change the dtype or the layout of images."""
-_OF_FLOATS: Final = frozenset(
+_OF_BYTES: Final = frozenset(
     {
-        *("CenterCrop", "D4", "HorizontalFlip", "NoOp", "PadIfNeeded", "RandomCrop"),
-        *("RandomRotate90", "ToTensorV2", "Transpose", "VerticalFlip"),
-        *("Affine", "Rotate", "ShiftScaleRotate"),
-        *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
-        *("CoarseDropout", "Erasing", "Normalize", "ToFloat"),
+        *("ColorJitter", "HueSaturationValue", "RandomBrightnessContrast", "RandomGamma", "ToGray"),
+        *("Blur", "GaussianBlur", "MotionBlur"),
     }
 )
-"""Transforms whose device forms take float32 as well as uint8; colours and blurs do not."""
+"""Transforms, of colours and blurs, whose device forms do not take float32, but uint8 alone."""
 
 BYTES: Final = np.dtype(np.uint8)
 FLOATS: Final = np.dtype(np.float32)
@@ -315,8 +312,7 @@ MASKS: Final = frozenset(
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
     """Return whether a device form takes images of a dtype."""
-    of_floats = op.owner is not None or op.name in _OF_FLOATS
-    return dtype == BYTES or (dtype == FLOATS and of_floats)
+    return dtype == BYTES or (dtype == FLOATS and op.name not in _OF_BYTES)
 
 
 def why_no_forms(images: Iterable[DType], masks: Iterable[DType]) -> str | None:
@@ -380,11 +376,8 @@ def argument_names(compose: BaseCompose) -> frozenset[str]:
     Boxes and keypoints are among them only if the pipeline knows their format.
     """
     kinds = {name: name for name in ("masks", *compose.available_keys)} | _added(compose)
-    # A version of Albumentations without `processors` runs whole on the CPU.
-    known = getattr(compose, "processors", kinds) if is_container(compose) else kinds
-    return frozenset(
-        name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in known
-    )
+    unknown = {"bboxes", "keypoints"} - compose.processors.keys()
+    return frozenset(name for name, kind in kinds.items() if kind not in unknown)
 
 
 def _added(node: Node) -> dict[str, Role]:
@@ -408,7 +401,7 @@ _MASK_FILLS: Final = ("fill_mask", "mask_drop_value")
 """Attributes of dropouts with the value to write to a mask; None there: the mask is unchanged."""
 
 
-def mover_of(compose: Node) -> Mover | None:
+def mover_of(compose: BaseCompose) -> Mover | None:
     """Return the first transform of a pipeline that moves pixels; None: no transform does."""
     import albumentations
 
@@ -420,8 +413,7 @@ def mover_of(compose: Node) -> Mover | None:
         ):
             continue
         if all(vars(transform).get(name, name) is not None for name in _MASK_FILLS):
-            boxes = is_container(compose) and "bboxes" in getattr(compose, "processors", ())
-            return Mover(type(transform).__name__, boxes)
+            return Mover(type(transform).__name__, "bboxes" in compose.processors)
     return None
 
 

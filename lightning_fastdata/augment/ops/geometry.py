@@ -143,35 +143,37 @@ def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
     return (fill if batch.is_floating_point() else fill.round()).to(batch.dtype)
 
 
-_TURNS: Final = {"e": 0, "r90": 1, "r180": 2, "r270": 3}
-_TURNS_TRANSPOSED: Final = {"t": 0, "h": 3, "hvt": 2, "v": 1}
-"""Quarter turns after a transposition, by the names of the symmetries that begin with one."""
+TRANSPOSES: Final = 4
+_SYMMETRIES: Final = {"e": 0, "h": 1, "v": 2, "r180": 3, "t": 4, "r270": 5, "r90": 6, "hvt": 7}
+"""Symmetries of the square: the sum of 4: rows become columns, then 1: left and right change places,
+2: top and bottom."""
 _FLIPS: Final = {"HorizontalFlip": "h", "VerticalFlip": "v", "Transpose": "t"}
 
 
-def _moves(transform: Transform, params: Values) -> tuple[bool, int]:
-    """Return whether an image is transposed, and the number of quarter turns after that."""
+def _moves(transform: Transform, params: Values) -> int:
+    """Return the number of the symmetry that was drawn."""
     name = type(transform).__name__
     if name in ("NoOp", "RandomRotate90"):
-        return False, int(params.get("factor", 0)) % 4
-    element = _FLIPS.get(name) or str(params["group_element"])
-    transposed = element in _TURNS_TRANSPOSED
-    return transposed, (_TURNS_TRANSPOSED if transposed else _TURNS)[element]
+        element = ("e", "r90", "r180", "r270")[int(params.get("factor", 0)) % 4]
+    else:
+        element = _FLIPS.get(name) or str(params["group_element"])
+    return _SYMMETRIES[element]
 
 
 def _encode_symmetry(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
-    transposed, turns = _moves(transform, params)
-    return Encoded((("transposed", transposed), ("turns", turns)), {})
+    return Encoded((("moves", _moves(transform, params)),), {})
 
 
 def _symmetry(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    moved = batch.transpose(1, 2) if static["transposed"] else batch
-    return torch.rot90(moved, static["turns"], (1, 2)) if static["turns"] else moved
+    moves = static["moves"]
+    moved = batch.transpose(1, 2) if moves & TRANSPOSES else batch
+    axes = [axis for axis, bit in ((1, 2), (2, 1)) if moves & bit]
+    return moved.flip(axes) if axes else moved
 
 
 def _symmetry_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
-    transposed, turns = _moves(transform, params)
-    return (shape[1], shape[0], *shape[2:]) if transposed != (turns % 2 == 1) else shape
+    turned = _moves(transform, params) & TRANSPOSES
+    return (shape[1], shape[0], *shape[2:]) if turned else shape
 
 
 def _window(transform: Transform, params: Values, shape: Shape) -> tuple[int, int, int, int]:

@@ -69,7 +69,7 @@ def encode_table(
     if dtype != np.uint8:
         return None
     table = ramp_table(transform, params, channels(shape))
-    return Encoded((("form", "table"),), {"table": table})
+    return Encoded((), {"table": table})
 
 
 def run_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
@@ -330,11 +330,13 @@ def _encode_holes(
     if isinstance(fill, str) or "seed" not in params:
         return None
     values = np.atleast_1d(np.array(fill, np.float64)).ravel().astype(np.float32)
-    if values.size not in (1, channels(shape)):
+    count = channels(shape)
+    if values.size not in (1, count):
         return None
     holes = np.asarray(params["holes"], np.int32).reshape(-1, 4)
     missing = max(_GRAIN, len(holes) + -len(holes) % _GRAIN) - len(holes)
-    arrays = {"holes": np.pad(holes, ((0, missing), (0, 0))), "fill": values}
+    padded = np.pad(holes, ((0, missing), (0, 0)))
+    arrays = {"holes": padded, "fill": np.broadcast_to(values, count)}
     if fill_mask is not None:
         arrays["fill_mask"] = np.atleast_1d(np.array(fill_mask, np.float32)).ravel()
     return Encoded((), arrays)

@@ -62,8 +62,6 @@ class StepPart:
 class ProgramStep:
     """One operation of the pipeline on all samples whose turn it is; no sample is in two parts."""
 
-    leaf: int
-    """Number of the transform in its pipeline."""
     name: str
     """Class name of the transform."""
     parts: tuple[StepPart, ...]
@@ -228,7 +226,7 @@ def _schedule(tracks: Sequence[Sequence[TapeOp]], packer: Packer) -> list[Schedu
             at = None if len(rows) == len(tracks) else packer.add(np.array(rows, np.int64))
             arrays = packer.stack(encoded)
             parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
-        step = ProgramStep(leaf=leaf, name=name, parts=tuple(parts))
+        step = ProgramStep(name=name, parts=tuple(parts))
         steps.append(ScheduledStep(step, tuple(alike.values())))
     return steps
 

@@ -5,12 +5,11 @@ torchvision's own ``v2.CutMix`` and ``v2.MixUp`` may stand at its end, or alone.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse, takewhile
-from typing import Any, Final, NamedTuple, Self, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import PIL.Image
@@ -138,19 +137,14 @@ class TorchvisionTransform(PipelineTransform):
         self._collated: dict[bool, PipelineWorker] = {}
         """Workers for batches of other loaders, by whether a device takes what it can."""
 
-    def for_samples(self, samples: Iterable[Batch]) -> Self:
-        """Return the transform for a dataset, given samples from all over it.
+    def _look_at(self, sample: Batch) -> Any:
+        return image_of(typed(sample, self._fields))
 
-        If their images have one size, nothing has to be done to them before they make a batch.
-        """
-        seen = list(map(image_of, _all_typed(samples, self._fields)))
+    def _fit(self, seen: Sequence[Any]) -> None:
+        # Images of one size need nothing done to them before they make a batch.
         sizes = set(map(size_of, seen))
-        fitted = copy.copy(self)
-        fitted._unfitted = self
-        fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
-        fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
-        fitted.take_in()
-        return fitted
+        self._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
+        self._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
 
     def behind(self) -> StageTransform:
         """Return a callable that runs on batches behind another transform; itself if it draws."""
@@ -488,17 +482,6 @@ def _mask_pixels(mask: Batch) -> Batch:
         last = mask.ndim == 3 and not channels_first(mask.shape)
         return torch.from_numpy((mask.transpose(2, 0, 1) if last else mask).copy())
     return mask.as_subclass(Tensor) if isinstance(mask, tv_tensors.Image) else mask
-
-
-def _all_typed(samples: Iterable[Batch], fields: Fields) -> Iterator[Batch]:
-    """Yield typed samples up to one that lacks a named field; BatchError if the first one does."""
-    for number, sample in enumerate(samples):
-        try:
-            yield typed(sample, fields)
-        except BatchError:
-            if number == 0:
-                raise
-            return  # Training reports it, if it reads that sample.
 
 
 def place_of_image(sample: Batch) -> Path | None:

@@ -373,22 +373,19 @@ def saturated(red, green, blue, factor):
 
 
 @triton.jit
-def looked_up(red, green, blue, table, count):
-    """Return the entries of a table ``[256, count]``; a single column stands for all three."""
-    shared = count == 1
-    red = tl.load(table + red * count).to(tl.int32)
-    green = tl.load(table + green * count + tl.where(shared, 0, 1)).to(tl.int32)
-    blue = tl.load(table + blue * count + tl.where(shared, 0, 2)).to(tl.int32)
-    return red, green, blue
+def looked_up(first, second, third, table):
+    """Return the entries of three values in a table ``[256, 3]``, each from its own column."""
+    first = tl.load(table + first * 3).to(tl.int32)
+    second = tl.load(table + second * 3 + 1).to(tl.int32)
+    third = tl.load(table + third * 3 + 2).to(tl.int32)
+    return first, second, third
 
 
 @triton.jit
 def shifted_hsv(red, green, blue, table, x, width, lanes):
     """Change hue, saturation and value by a table ``[256, 3]``."""
     hue, saturation, value = to_hsv(red, green, blue)
-    hue = tl.load(table + hue * 3).to(tl.int32)
-    saturation = tl.load(table + saturation * 3 + 1).to(tl.int32)
-    value = tl.load(table + value * 3 + 2).to(tl.int32)
+    hue, saturation, value = looked_up(hue, saturation, value, table)
     return to_rgb(hue, saturation, value, x, width, lanes)
 
 
@@ -409,14 +406,6 @@ _VARYING: Final = (
 
 _ANYWHERE: Final = ("source",)
 """Pointers of any alignment: a batch that is part of another one may begin at any address."""
-
-
-@triton.jit
-def _fills(fill, count):
-    """Return three values of a fill; a single value stands for all three."""
-    many = count > 1
-    second = tl.load(fill + tl.where(many, 1, 0))
-    return tl.load(fill), second, tl.load(fill + tl.where(many, 2, 0))
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -481,7 +470,7 @@ def fused_kernel(
             if kind == 1:
                 y, x = went_to(one, y, x, out_height, out_width)
             elif kind == 2:
-                red, green, blue = looked_up(red, green, blue, bytes_ + one, two)
+                red, green, blue = looked_up(red, green, blue, bytes_ + one)
             elif kind == 3:
                 red, green, blue = shifted_hsv(red, green, blue, bytes_ + one, x, out_width, two)
             elif kind == 4:
@@ -508,10 +497,10 @@ def fused_kernel(
                 blue = red
             elif kind == 9:
                 hidden = covered(ints + one // 4, two, y, x, mask)
-                in_red, in_green, in_blue = _fills(floats + three // 4, tl.load(step + 4))
-                red = tl.where(hidden, in_red.to(tl.uint8).to(tl.int32), red)
-                green = tl.where(hidden, in_green.to(tl.uint8).to(tl.int32), green)
-                blue = tl.where(hidden, in_blue.to(tl.uint8).to(tl.int32), blue)
+                color = floats + three // 4
+                red = tl.where(hidden, tl.load(color).to(tl.uint8).to(tl.int32), red)
+                green = tl.where(hidden, tl.load(color + 1).to(tl.uint8).to(tl.int32), green)
+                blue = tl.where(hidden, tl.load(color + 2).to(tl.uint8).to(tl.int32), blue)
     if not SUMS:
         out = target + sample.to(tl.int64) * pixels * 3
         if PLANES:

@@ -15,14 +15,14 @@ code                  numbers
 ====================  ==========================================================================
 ``NOP``               none
 ``MIRROR``            sum of 4: rows become columns, then 1: left and right, 2: top and bottom
-``TABLE``             offset of uint8 ``[256, count]``; count, 1 or 3
+``TABLE``             offset of uint8 ``[256, 3]``
 ``HSV``               offset of uint8 ``[256, 3]``; OpenCV's lanes
 ``SCALE``             offset of a float64 factor
 ``CONTRAST``          offset of a float64 factor
 ``SATURATION``        offset of a float64 factor
 ``HUE``               offset of uint8 ``[256]``; OpenCV's lanes
 ``GRAY``              none
-``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
+``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[3]``
 ====================  ==========================================================================
 
 The first instruction of a sample may say how it is read:
@@ -47,7 +47,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.geometry import LINEAR, NEAREST, REPLICATE
+from lightning_fastdata.augment.ops.geometry import LINEAR, NEAREST, REPLICATE, TRANSPOSES
 from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.replay.program import ArrayAt, ProgramStep, ScheduledStep
 from lightning_fastdata.device.backend import current
@@ -73,36 +73,19 @@ WIDTH: Final = 5
 CHANNELS: Final = 3
 """Number of channels that kernels take; other images take one step after the other."""
 
-_TRANSPOSED: Final = 4
-"""Least number in ``MIRROR`` of a symmetry that makes columns of rows, for square images alone."""
-_MIRRORS: Final = {
-    (False, 0): 0,
-    (True, 3): 1,
-    (True, 1): 2,
-    (False, 2): 3,
-    (True, 0): 4,
-    (False, 3): 5,
-    (False, 1): 6,
-    (True, 2): 7,
-}
-"""Numbers in ``MIRROR`` of the square's symmetries, by (transposed, quarter turns after that)."""
 _WARPED_NEAREST: Final = 8
 _ROUNDS_ONCE: Final = 16
 
 
 def mirror(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
     """Return the instruction of a symmetry of the square."""
-    static = dict(encoded.static)
-    moves = _MIRRORS[static["transposed"], static["turns"]]
+    moves = dict(encoded.static)["moves"]
     return [(MIRROR, moves)] if moves else []
 
 
 def table(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the instruction of a table for uint8, or None."""
-    if dict(encoded.static).get("form") != "table":
-        return None
-    count = encoded.arrays["table"].shape[1]
-    return [(TABLE, offsets["table"], count)] if count in (1, CHANNELS) else None
+    return [(TABLE, offsets["table"])] if encoded.arrays["table"].shape[1] == CHANNELS else None
 
 
 def hsv(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
@@ -137,8 +120,7 @@ def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
 
 def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
     """Return the instruction of rectangles of a constant."""
-    counts = len(encoded.arrays["holes"]), len(encoded.arrays["fill"])
-    return [(HOLES, offsets["holes"], counts[0], offsets["fill"], counts[1])]
+    return [(HOLES, offsets["holes"], len(encoded.arrays["holes"]), offsets["fill"])]
 
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
@@ -445,7 +427,7 @@ class _OpenRun:
             contrasts=any(map(_contrasts, self.code)),
             keeps_size=geometry == "warp" and bool((code[:, 0, 0] != WARP).any()),
             square=any(
-                one[0] == MIRROR and one[1] >= _TRANSPOSED for listed in self.code for one in listed
+                one[0] == MIRROR and one[1] & TRANSPOSES for listed in self.code for one in listed
             ),
         )
 
