@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import repeat
 from multiprocessing.context import BaseContext
 from operator import length_hint
@@ -228,7 +227,7 @@ class KeptExecutor:
         self._deaths = self.plan.faults.deaths
         reported = self.reported if self.indices is None else None
         over = self._ask_workers if keep else None
-        running = EpochIterator(executor, self.finish, reported, over=over)
+        running = EpochIterator(executor, self.finish, reported, over)
         self._iterators.add(running)
         return running
 
@@ -452,46 +451,45 @@ class KeptExecutor:
 
 
 class EpochIterator:
-    """The batches of one epoch; without an executor there are none, or ``error`` is raised."""
+    """The batches of one epoch, after which there are none; ``over`` is called when it is over.
+
+    ``over`` may be None: the executor ends with this iterator.
+    """
 
     def __init__(
         self,
-        executor: Executor | None = None,
-        finish: Callable[[Batch], Batch] | None = None,
-        reported_batches: int | None = None,
-        *,
-        over: Callable[[], object] | None = None,
-        error: Exception | None = None,
+        executor: Executor,
+        finish: Callable[[Batch], Batch],
+        reported_batches: int | None,
+        over: Callable[[], object] | None,
     ) -> None:
-        self.executor = executor
-        self.error = error
+        self.executor: Executor | None = executor
+        """Executor that reads the epoch; None: the epoch is over, or was ended."""
+        self._error: Exception | None = None
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        if executor is not None and over is None:  # it ends with this iterator
-            over = weakref.finalize(self, executor.close)
-        self._over = over
+        self._over = weakref.finalize(self, executor.close) if over is None else over
 
     def __iter__(self) -> EpochIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         if self.executor is None:
             raise StopIteration
         try:
             batch = next(self.executor)
         except StopIteration:
             self.executor = None
-            if self._over is not None:
-                self._over()
+            self._over()
             raise
         self._given += 1
         if self._reported is not None and self._given > self._reported:
             text = _TOO_MANY.format(reported=self._reported, given=self._given)
             warnings.warn(text, stacklevel=2)
-        return batch if self._finish is None else self._finish(batch)
+        return self._finish(batch)
 
     def ready(self) -> bool | None:
         """Return whether the next batch, or the end of the epoch, comes without waiting.
@@ -512,11 +510,7 @@ class EpochIterator:
     def end(self, why: str) -> None:
         """Give no more batches."""
         self.executor = None
-        self.error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
-
-    def __reduce__(self) -> tuple[Callable[[], EpochIterator], tuple[()]]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return partial(EpochIterator, error=self.error), ()
+        self._error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
 
 
 def _pinning_device() -> str | None:
