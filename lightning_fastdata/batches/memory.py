@@ -568,23 +568,11 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A container of a sample, or one of its leaves."""
-
-    kind: type
-    """Exact type of the container or the leaf."""
-    keys: tuple[object, ...] = ()
-    """Keys of a dict; empty: it is none."""
-    parts: tuple[Node, ...] = ()
-    leaf: int = -1
-    """Number of the field; -1: a container."""
-
-
-@dataclass(frozen=True, slots=True)
 class SampleLayout:
     """The structure of all samples of a dataset, inferred from one."""
 
-    root: Node
+    form: Any
+    """Structure of a sample, with the number of a field in the place of each leaf."""
     fields: tuple[Field, ...]
     """Leaves of a sample, in their order in the structure."""
 
@@ -628,9 +616,9 @@ class SampleLayout:
             MisfitError: A sample does not look like the first one.
         """
         if len(samples) == 1:
-            _write(self.root, samples[0], self.fields, writers, row)
+            _write(self.form, samples[0], self.fields, writers, row)
         else:
-            _write_many(self.root, samples, self.fields, writers, row)
+            _write_many(self.form, samples, self.fields, writers, row)
 
     def batch(
         self,
@@ -649,7 +637,7 @@ class SampleLayout:
             tensors = [t[rows] for t in tensors]
         else:
             tensors = [t.clone() if copy or t.nbytes <= SMALL_BYTES else t for t in tensors]
-        return _collated(self.root, tensors)
+        return mapped(self.form, tensors.__getitem__)
 
 
 def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayout | None:
@@ -660,7 +648,7 @@ def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayo
     """
     fields: list[Field] = []
     try:
-        layout = SampleLayout(_node(sample, fields), tuple(fields))
+        layout = SampleLayout(_form(sample, fields), tuple(fields))
         if not fields:
             return None
         memory = np.zeros(max(1, layout.offsets(2)[1]), np.uint8)
@@ -672,13 +660,14 @@ def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayo
     return layout if same else None
 
 
-def _node(value: Batch, fields: list[Field]) -> Node:
+def _form(value: Batch, fields: list[Field]) -> Any:
+    """Append the leaves of a sample to ``fields``, and return its form."""
     kind = type(value)
     if kind is dict:
-        parts = tuple(_node(part, fields) for part in value.values())
-        return Node(kind, tuple(value), parts)
+        return {key: _form(part, fields) for key, part in value.items()}
     if kind is list or kind is tuple or is_named_tuple(value):
-        return Node(kind, (), tuple(_node(part, fields) for part in value))
+        parts = [_form(part, fields) for part in value]
+        return kind(*parts) if is_named_tuple(value) else kind(parts)
     if kind is torch.Tensor:
         if value.requires_grad or value.layout is not torch.strided or value.is_quantized:
             raise MisfitError
@@ -690,62 +679,60 @@ def _node(value: Batch, fields: list[Field]) -> Node:
     else:
         raise MisfitError
     fields.append(field)
-    return Node(kind, leaf=len(fields) - 1)
+    return len(fields) - 1
 
 
-def _write(
-    node: Node, value: Batch, fields: tuple[Field, ...], writers: _Writers, row: int
-) -> None:
+def _write(form: Any, value: Batch, fields: tuple[Field, ...], writers: _Writers, row: int) -> None:
     kind: type = type(value)
-    if kind is not node.kind:
-        raise MisfitError
-    if node.leaf >= 0:
-        field = fields[node.leaf]
+    wanted: type = type(form)
+    if wanted is int:
+        field = fields[form]
+        if kind is not field.kind:
+            raise MisfitError
         if field.dtype is None:
             try:
-                writers[node.leaf][row] = value
+                writers[form][row] = value
             except OverflowError as error:
                 raise MisfitError from error
             return
         if value.dtype != field.dtype or value.shape != field.shape:
             raise MisfitError
-        if node.kind is torch.Tensor:
+        if kind is torch.Tensor:
             if value.requires_grad or not value.is_cpu:
                 raise MisfitError
-            writers[node.leaf][row].copy_(value)
+            writers[form][row].copy_(value)
         else:
-            writers[node.leaf][row] = value
+            writers[form][row] = value
         return
-    if len(value) != len(node.parts):
+    if kind is not wanted or len(value) != len(form):
         raise MisfitError
-    if node.kind is dict:
-        if tuple(value) != node.keys:  # a batch has its keys in the order of the first sample
+    if kind is dict:
+        if list(value) != list(form):  # a batch has its keys in the order of the first sample
             raise MisfitError
-        value = value.values()
-    for part, item in zip(node.parts, value, strict=True):
+        form, value = form.values(), value.values()
+    for part, item in zip(form, value, strict=True):
         _write(part, item, fields, writers, row)
 
 
 def _write_many(
-    node: Node, values: Sequence[Any], fields: tuple[Field, ...], writers: _Writers, row: int
+    form: Any, values: Sequence[Any], fields: tuple[Field, ...], writers: _Writers, row: int
 ) -> None:
     """Do as :func:`_write` for many samples in a fraction of the time; one would take longer."""
-    _same_for_all(map(type, values), node.kind)
-    if node.leaf >= 0:
-        _write_leaf(fields[node.leaf], values, writers[node.leaf][row : row + len(values)])
+    if type(form) is int:
+        _write_leaf(fields[form], values, writers[form][row : row + len(values)])
         return
-    _same_for_all(map(len, values), len(node.parts))
-    columns: Iterable[Any]
-    if node.kind is dict:
-        _same_for_all(map(tuple, values), node.keys)
-        columns = zip(*map(dict.values, values), strict=True)
-    else:
-        columns = zip(*values, strict=True)
-    for part, column in zip(node.parts, columns, strict=True):
+    _same_for_all(map(type, values), type(form))
+    _same_for_all(map(len, values), len(form))
+    columns: Iterable[Any] = values
+    if type(form) is dict:
+        _same_for_all(map(tuple, values), tuple(form))
+        form, columns = form.values(), map(dict.values, values)
+    for part, column in zip(form, zip(*columns, strict=True), strict=True):
         _write_many(part, column, fields, writers, row)
 
 
 def _write_leaf(field: Field, values: Sequence[Any], out: Any) -> None:
+    _same_for_all(map(type, values), field.kind)
     if field.dtype is None:
         try:
             out[:] = values
@@ -772,13 +759,15 @@ def _same_for_all(found: Iterable[object], wanted: object) -> None:
         raise MisfitError
 
 
-def _collated(node: Node, tensors: list[torch.Tensor]) -> Batch:
-    if node.leaf >= 0:
-        return tensors[node.leaf]
-    parts = [_collated(part, tensors) for part in node.parts]
-    if node.kind is dict:
-        return dict(zip(node.keys, parts, strict=True))
-    return parts if node.kind in (list, tuple) else node.kind(*parts)
+def mapped(form: Any, function: Callable[[int], Any]) -> Batch:
+    """Return a form with its numbers replaced: dicts, lists and named tuples, as torch collates."""
+    kind = type(form)
+    if kind is int:
+        return function(form)
+    if kind is dict:
+        return {key: mapped(part, function) for key, part in form.items()}
+    parts = [mapped(part, function) for part in form]
+    return parts if kind in (list, tuple) else kind(*parts)
 
 
 def same_batch(ours: Batch, theirs: Batch) -> bool:

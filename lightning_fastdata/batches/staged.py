@@ -289,13 +289,9 @@ class FirstOfPairs(HandsOn):
         samples = [sample for sample, _tape in pairs]
         if not self.transform.needs_batches:
             return self._collate_handed_on(samples)
-        tapes = [tape for _sample, tape in pairs]
-        return _finished(self.transform, self.collate_fn(samples), tapes)
-
-
-def _finished(transform: WorkerTransform, batch: Batch, tapes: list[Any]) -> Batch:
-    """Return a batch with what is done to it as a whole; None, which is to be skipped, stays."""
-    return None if batch is None else transform.finish(batch, tapes)
+        batch, tapes = self.collate_fn(samples), [tape for _sample, tape in pairs]
+        # None says that the batch is to be skipped.
+        return None if batch is None else self.transform.finish(batch, tapes)
 
 
 class Pinned(NamedTuple):

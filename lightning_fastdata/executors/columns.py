@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.batches.memory import is_plain, same_batch
+from lightning_fastdata.batches.memory import is_plain, mapped, same_batch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_file import column_of
 from lightning_fastdata.errors import DatasetError
@@ -374,7 +374,7 @@ class Rows:
 
     def batch(self, tensors: list[torch.Tensor]) -> Batch:
         """Return a batch of the tensors of its columns, in the form of the default collation."""
-        return _mapped(self.form, tensors.__getitem__)
+        return mapped(self.form, tensors.__getitem__)
 
     @property
     def own_bytes(self) -> int:
@@ -477,7 +477,7 @@ def _form_of_subset(dataset: Subset[Any], columns: list[Column]) -> Batch:
         raise NotRowsError
     start = len(columns)
     columns.extend(column.selected(within) for column in inner)
-    return _mapped(form, start.__add__)
+    return mapped(form, start.__add__)
 
 
 def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
@@ -561,15 +561,6 @@ def _array_column(array: NDArray[Any]) -> Column:
     if not np.can_cast(array.dtype, stored, "safe"):
         raise NotRowsError
     return Column(np.asarray(array), dtype, stored)
-
-
-def _mapped(form: Batch, function: Callable[[int], Any]) -> Batch:
-    """Return a form with its numbers of columns replaced."""
-    if isinstance(form, dict):
-        return {name: _mapped(part, function) for name, part in form.items()}
-    if isinstance(form, list):
-        return [_mapped(part, function) for part in form]
-    return function(form)
 
 
 def _as_collated(rows: Rows, dataset: Any) -> bool:

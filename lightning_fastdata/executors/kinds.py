@@ -119,10 +119,8 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     warn_before_fork(plan)
     allow_open_files(_FILES_OF_WORKER * given.workers + _FILES_OF_BATCH * plan.look_ahead)
     if isinstance(plan.dataset, IterableDataset):
-        return StreamExecutor(plan, processes=given.workers, pin_thread=given.pin_thread)
-    pool = PoolExecutor(
-        plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial
-    )
+        return StreamExecutor(plan, given)
+    pool = PoolExecutor(plan, given)
     if given.ways is None:
         return pool
     from lightning_fastdata.executors.standby import StandbyExecutor

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -504,13 +504,9 @@ def _drawn_indices(length: int, count: int) -> list[int]:
     """
     count = min(count, length)
     generator = np.random.default_rng(0)
-    places = generator.random(count).tolist()
-    bounds = [number * length // max(1, count) for number in range(count + 1)]
-    indices = [
-        low + int(place * (high - low))
-        for (low, high), place in zip(pairwise(bounds), places, strict=True)
-    ]
-    return [indices[number] for number in generator.permutation(count).tolist()]
+    bounds = np.arange(count + 1) * length // max(1, count)
+    indices = bounds[:-1] + (generator.random(count) * np.diff(bounds)).astype(np.int64)
+    return [int(index) for index in generator.permutation(indices)]
 
 
 def probe_indices(

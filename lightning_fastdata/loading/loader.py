@@ -42,7 +42,7 @@ from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
     Source,
-    ahead_by_index,
+    batches_ahead,
     collates_as_torch,
     draw_base_seed,
     epoch_of,
@@ -733,7 +733,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
             settings = self.as_set_up()
-            inner.resize(workers, ahead_by_index(settings, workers))
+            inner.resize(workers, batches_ahead(settings, workers))
             rests_on = (*settings._rests_on(), self._inner_settings[-1])
             vars(self)["_inner_settings"] = rests_on
 

@@ -11,11 +11,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import repeat
 from multiprocessing.context import BaseContext
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -69,7 +68,7 @@ from lightning_fastdata.host.system_calls import OpenFile, files_being_read, ope
 from lightning_fastdata.loading.options import LeftOpen
 from lightning_fastdata.loading.plan_for import LoaderPlan, look_ahead_batches, most_workers
 from lightning_fastdata.loading.simulate import LoaderSetup, Scheduling
-from lightning_fastdata.loading.stamped import WatchedSampler, show_dataset, stamped
+from lightning_fastdata.loading.stamped import Around, WatchedSampler, show_dataset, stamped
 from lightning_fastdata.loading.tuner import Tuner, log
 from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
 from lightning_fastdata.order.indices import EpochIndices
@@ -228,7 +227,7 @@ class KeptExecutor:
         self._deaths = self.plan.faults.deaths
         reported = self.reported if self.indices is None else None
         over = self._ask_workers if keep else None
-        running = EpochIterator(executor, self.finish, reported, over=over)
+        running = EpochIterator(executor, self.finish, reported, over)
         self._iterators.add(running)
         return running
 
@@ -452,46 +451,45 @@ class KeptExecutor:
 
 
 class EpochIterator:
-    """The batches of one epoch; without an executor there are none, or ``error`` is raised."""
+    """The batches of one epoch, after which there are none; ``over`` is called when it is over.
+
+    ``over`` may be None: the executor ends with this iterator.
+    """
 
     def __init__(
         self,
-        executor: Executor | None = None,
-        finish: Callable[[Batch], Batch] | None = None,
-        reported_batches: int | None = None,
-        *,
-        over: Callable[[], object] | None = None,
-        error: Exception | None = None,
+        executor: Executor,
+        finish: Callable[[Batch], Batch],
+        reported_batches: int | None,
+        over: Callable[[], object] | None,
     ) -> None:
-        self.executor = executor
-        self.error = error
+        self.executor: Executor | None = executor
+        """Executor that reads the epoch; None: the epoch is over, or was ended."""
+        self._error: Exception | None = None
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        if executor is not None and over is None:  # it ends with this iterator
-            over = weakref.finalize(self, executor.close)
-        self._over = over
+        self._over = weakref.finalize(self, executor.close) if over is None else over
 
     def __iter__(self) -> EpochIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         if self.executor is None:
             raise StopIteration
         try:
             batch = next(self.executor)
         except StopIteration:
             self.executor = None
-            if self._over is not None:
-                self._over()
+            self._over()
             raise
         self._given += 1
         if self._reported is not None and self._given > self._reported:
             text = _TOO_MANY.format(reported=self._reported, given=self._given)
             warnings.warn(text, stacklevel=2)
-        return batch if self._finish is None else self._finish(batch)
+        return self._finish(batch)
 
     def ready(self) -> bool | None:
         """Return whether the next batch, or the end of the epoch, comes without waiting.
@@ -512,11 +510,7 @@ class EpochIterator:
     def end(self, why: str) -> None:
         """Give no more batches."""
         self.executor = None
-        self.error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
-
-    def __reduce__(self) -> tuple[Callable[[], EpochIterator], tuple[()]]:
-        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
-        return partial(EpochIterator, error=self.error), ()
+        self._error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
 
 
 def _pinning_device() -> str | None:
@@ -684,9 +678,6 @@ def _open_executor(
     default = collate_fn is collate_samples and makes_batches(settings)
     in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
-    ahead = settings.num_workers * (settings.prefetch_factor or _TORCH_PREFETCH)
-    if not streamed:
-        ahead = ahead_by_index(settings, settings.num_workers)
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
@@ -704,7 +695,7 @@ def _open_executor(
         timeout_s=None if isinstance(settings.timeout, LeftOpen) else settings.timeout,
         in_order=settings.in_order,
         context=settings.multiprocessing_context,
-        look_ahead=ahead,
+        look_ahead=batches_ahead(settings, settings.num_workers),
         prefetch=settings.asked_prefetch_factor or _TORCH_PREFETCH,
         cpus=_shared_cpus(settings, kind_of(executor)),
         memory_limit_bytes=read_host_memory().available_bytes // 4,
@@ -730,21 +721,18 @@ def _open_executor(
     )
 
 
-class _Numbered:
-    """The batches of indices of an epoch, whose number ``operator.length_hint`` tells."""
+class _Numbered(Around):
+    """The batches of indices of an epoch, and how many of them are left."""
 
     def __init__(self, indices: EpochIndices) -> None:
+        super().__init__(iter(indices))
         self._left = length_hint(indices) - indices.start.batches
-        self._batches = iter(indices)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         self._left -= 1
         return next(self._batches)
 
-    def __length_hint__(self) -> int:
+    def __len__(self) -> int:
         """Return how many are left; 0: that is not known."""
         return max(0, self._left)
 
@@ -770,12 +758,15 @@ def _stands_by(settings: Loader) -> bool:
     return settings.training.standby and sure and not works and settings.transform is None
 
 
-def ahead_by_index(loader: Loader, workers: int) -> int:
-    """Return how many batches are under way at once when side processes read by index."""
+def batches_ahead(loader: Loader, workers: int) -> int:
+    """Return how many batches are under way at once when side processes read."""
+    as_torch = workers * (loader.prefetch_factor or _TORCH_PREFETCH)
+    if isinstance(loader.dataset, IterableDataset) or reads_with_torch(loader):
+        return as_torch
     if not is_drawn_at_start(order_of(loader)):
         # The sampler may depend on what steps write, so it is asked when torch would ask it: for
         # all of these batches at first, then for one more before each batch is handed out.
-        return workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH) + 1
+        return as_torch + 1
     return look_ahead_batches(
         workers,
         prefetch=loader.asked_prefetch_factor,
@@ -809,14 +800,9 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
         scheduling = "actors"
     if torchs or streamed:
         scheduling = "batch"
-    ahead = 1
-    if workers and scheduling == "batch":
-        ahead = workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH)
-    elif workers:
-        ahead = ahead_by_index(loader, workers)
     return LoaderSetup(
         workers=workers,
-        look_ahead=ahead,
+        look_ahead=batches_ahead(loader, workers) if workers else 1,
         scheduling=scheduling,
         cpus=cpus,
         step_cpus=step_cpus,

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.batches.memory import MisfitError, layout_of
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import Resources
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -91,7 +92,7 @@ def test_batches_of_blocks_are_those_of_torch_whichever_sample_differs(odd) -> N
 
     order = [list(range(start, start + 100)) for start in (0, 100, 200)]
     plan = FetchPlan(dataset=Made(make), collate_fn=default_collate, default_collation=True)
-    executor = PoolExecutor(plan, processes=2)
+    executor = PoolExecutor(plan, Resources(executor="workers", workers=2))
     executor.start_epoch(order, 0)
     assert all(
         alike(ours, default_collate([make(i) for i in indices]))
@@ -107,7 +108,7 @@ def test_an_error_within_a_block_names_its_sample() -> None:
         return ROWS[index], index
 
     plan = FetchPlan(dataset=Made(make), collate_fn=default_collate, default_collation=True)
-    executor = PoolExecutor(plan, processes=2)
+    executor = PoolExecutor(plan, Resources(executor="workers", workers=2))
     executor.start_epoch([list(range(100)), list(range(100, 200))], 0)
     with pytest.raises(KeyError, match="sample 57"):
         next(executor)

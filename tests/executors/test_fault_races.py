@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from lightning_fastdata.batches import memory
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import Resources
 from lightning_fastdata.executors.pool.crew import ChildProcess
 from lightning_fastdata.executors.pool.protocol import (
     DropSlot,
@@ -58,7 +59,8 @@ def pool() -> Iterator[Any]:
             plan = FetchPlan(dataset=dataset, collate_fn=collate, **how)
             stream = isinstance(dataset, IterableDataset)
             kind = StreamExecutor if stream else PoolExecutor
-            return opened.enter_context(closing(kind(plan, processes=processes)))
+            given = Resources(executor="workers", workers=processes)
+            return opened.enter_context(closing(kind(plan, given)))
 
         yield open_one
 
@@ -360,6 +362,7 @@ import torch
 sys.path.append(sys.argv[1])
 from processes import until
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import Resources
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
 class Rows(torch.utils.data.Dataset):
@@ -373,7 +376,7 @@ def listed(samples):
 ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 plan = FetchPlan(dataset=Rows(), collate_fn=listed, timeout_s=40)
-executor = PoolExecutor(plan, processes=2)
+executor = PoolExecutor(plan, Resources(executor="workers", workers=2))
 executor.start_epoch([], 0)
 until(lambda: all(child.began for child in executor.children.values()))
 ours, theirs = socket.socketpair()

@@ -46,7 +46,7 @@ class Lengths(IterableDataset):
 
 def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
     plan = FetchPlan(dataset=dataset, collate_fn=default_collate, look_ahead=4, **how)
-    return StreamExecutor(plan, processes=processes)
+    return StreamExecutor(plan, Resources(executor="workers", workers=processes))
 
 
 def epochs_of(loader: Any) -> Any:

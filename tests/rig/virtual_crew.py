@@ -375,11 +375,17 @@ class VirtualExecutor(PoolExecutor):
     """The pool over a virtual crew."""
 
     def __init__(
-        self, machine: Machine, plan: FetchPlan, *, costs: Costs = Costs(), **how: Any
+        self,
+        machine: Machine,
+        plan: FetchPlan,
+        *,
+        processes: int,
+        costs: Costs = Costs(),
+        **how: Any,
     ) -> None:
         self._machine, self._costs = machine, costs
-        shared = math.isfinite(plan.cpus)
-        super().__init__(replace(plan, cpus=machine.cpus) if shared else plan, **how)
+        plan = replace(plan, cpus=machine.cpus) if math.isfinite(plan.cpus) else plan
+        super().__init__(plan, Resources(executor="workers", workers=processes, **how))
 
     @property
     def crew(self) -> VirtualCrew:

@@ -24,10 +24,10 @@ import torch
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.batches.memory import SampleLayout, SlotPool
-from lightning_fastdata.batches.staged import PinThread
 from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import StreamAsk
+from lightning_fastdata.executors.kinds import Resources
 from lightning_fastdata.executors.pool import protocol, watches
 from lightning_fastdata.executors.pool.crew import (
     Answer,
@@ -67,21 +67,14 @@ class _CrewExecutor(ABC):
     The two classes below say which batch is next, and what is done about losses.
     """
 
-    def __init__(
-        self,
-        plan: FetchPlan,
-        *,
-        processes: int,
-        pin_thread: PinThread | None,
-        trial: watches.CrewTrial | None,
-    ) -> None:
+    def __init__(self, plan: FetchPlan, given: Resources) -> None:
         self.plan = plan
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
-        self._pin_thread = pin_thread
-        self._crew = self._start_crew(processes)
+        self._pin_thread = given.pin_thread
+        self._crew = self._start_crew(given.workers)
         self.children = self._crew.children
         """The side processes by their numbers."""
-        self._trial = watches.CrewTrial(processes) if trial is None else trial
+        self._trial = given.trial or watches.CrewTrial(given.workers)
         self._rates: ReadRates | None = None
         self._stall = watches.StallWatch(plan.timeout_s)
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
@@ -230,17 +223,10 @@ class _CrewExecutor(ABC):
 
 
 class PoolExecutor(_CrewExecutor):
-    """Fetches batches by index in ``processes`` side processes, which share out their samples."""
+    """Fetches batches by index in side processes, which share out their samples."""
 
-    def __init__(
-        self,
-        plan: FetchPlan,
-        *,
-        processes: int,
-        pin_thread: PinThread | None = None,
-        trial: watches.CrewTrial | None = None,
-    ) -> None:
-        super().__init__(plan, processes=processes, pin_thread=pin_thread, trial=trial)
+    def __init__(self, plan: FetchPlan, given: Resources) -> None:
+        super().__init__(plan, given)
         self._batches: deque[PendingBatch] = deque()
         """Batches of the epoch that are under way, in its order."""
         self._todo: deque[Task] = deque()
@@ -629,19 +615,15 @@ class _Lane:
 
 
 class StreamExecutor(_CrewExecutor):
-    """Reads a stream in ``processes`` side processes, each of which iterates a copy of its own.
+    """Reads a stream in side processes, each of which iterates a copy of its own.
 
     The order is torch's: one batch of each process in turn, those whose stream has ended left out.
     """
 
-    def __init__(
-        self, plan: FetchPlan, *, processes: int, pin_thread: PinThread | None = None
-    ) -> None:
+    def __init__(self, plan: FetchPlan, given: Resources) -> None:
         # No process can read what another was asked for, so that a trial of half shows nothing.
-        super().__init__(
-            plan, processes=processes, pin_thread=pin_thread, trial=watches.CrewTrial(0)
-        )
-        self._processes = processes
+        super().__init__(plan, replace(given, trial=watches.CrewTrial(0)))
+        self._processes = given.workers
         self._samples: int | None = 0
         self._turn = 0
         self._lanes: list[_Lane] = []

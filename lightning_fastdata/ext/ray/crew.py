@@ -652,9 +652,7 @@ class RayExecutor(PoolExecutor):
         # Shared memory can only be written on this machine, so actors send whole batches. The crew
         # itself finds actors that hang.
         plan = replace(plan, default_collation=False, timeout_s=0)
-        super().__init__(
-            plan, processes=given.workers, pin_thread=given.pin_thread, trial=given.trial
-        )
+        super().__init__(plan, given)
 
     def _start_crew(self, processes: int) -> RayCrew:
         return RayCrew(self._whole, actors=processes, options=self._options)
