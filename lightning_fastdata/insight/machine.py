@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby, pairwise
 from math import ceil, prod
 from statistics import fmean
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.host import clock, memory
@@ -18,6 +18,9 @@ from lightning_fastdata.host.cpu import HostUsage, read_host_usage, read_queued,
 from lightning_fastdata.host.memory import Few, Pages, read_host_memory, size_text
 from lightning_fastdata.insight.finding import Advice, Finding, Rule
 from lightning_fastdata.sources.shared import HeldObjects, held_objects
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
 
 _FAULTS: Final = {
     "samples": "bad samples were replaced or left out {} times",
@@ -398,8 +401,9 @@ def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
     )
 
 
-def _find(seen: MemorySeen, cause: MemoryCause) -> Finding | None:
-    return next((_finding(seen, use) for use in memory_uses(seen) if use.cause == cause), None)
+def _find(e: Evidence, cause: MemoryCause) -> Finding | None:
+    uses = (use for use in memory_uses(e.memory) if use.cause == cause)
+    return next((_finding(e.memory, use) for use in uses), None)
 
 
 RULES: Final = (
