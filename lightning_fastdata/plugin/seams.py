@@ -1,29 +1,7 @@
-"""The only place that reads private names of Lightning; ``docs/seams.md`` says what for.
+"""The only place that reads private names of Lightning, of which it sets some counts.
 
-Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dict``,
-``_combined_loader`` and ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set,
-too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
-loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
-``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
-set, too; ``_results`` of a trainer, whose ``batch_size`` is set, and whose entries are put back;
-``_mode`` of a CombinedLoader.
-
-Replaced on one object, never on a class, until the run of its trainer ends:
-
-- here: ``dataloader`` of a loop's data source; ``reduce`` of the strategy; ``get_instance`` of the
-  hook selector; ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run`
-  replaced; during the steps that the batch-size guard tries, ``callbacks``, ``loggers`` and
-  ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
-- in :mod:`.transforms`: ``on_after_batch_transfer`` of a module
-- in :mod:`.module`: its own ``val_dataloader``, where nothing is to be validated; whose trainer it
-  has, and where pixels are computed, in a run within that of another trainer
-- in :mod:`.recording`: ``trainer.profiler``, ``batch_to_device`` of the strategy
-- in :mod:`.guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
-  strategy; in :mod:`.guard.parts`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
-  ``log`` of the module
-- in :mod:`.proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
-  the trainer
-
+``docs/seams.md`` lists them, and what this package replaces on single objects, never on a class,
+until the run of a trainer ends; here that is done by :func:`replace_for_one_run`.
 ``tests/plugin/test_seams.py`` pins each of them against the installed Lightning.
 """
 

@@ -154,7 +154,7 @@ class GuardHooks:
         if datamodule.guard != "raise":
             move = parts.ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
             seams.replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
-        if parts.why_not_in_parts(trainer, pl_module) is None:
+        if parts.can_be_in_parts(trainer, pl_module):
             optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
             self.parts = parts.RunsInParts(trainer, pl_module, optimization.run, datamodule)
             seams.replace_for_one_run(trainer, optimization, "run", self.parts)
