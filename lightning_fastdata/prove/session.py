@@ -198,12 +198,11 @@ class Session:
         """Number of epochs of the training; infinity: no limit is known."""
         self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
         self._places: dict[Stage, list[Place]] = {"train": [], "val": []}
-        self._turns = turns(trial, self.left_s, self._name_remedies)
+        self._course = self._settled_parts()
         self._turn: Turn | None = None
         self._repeats = 1
         self._parts: list[tuple[float, float, float, float]] = []
         """Seconds of an epoch, a step and the part, and CPUs of others, per part of the block."""
-        self._probes = 0
         self._bad = False
         self._looks: dict[int, Fingerprint | None] = {}
         self._before: dict[int, Fingerprint | None] = {}
@@ -261,10 +260,9 @@ class Session:
             place.ended(self._stepped_s)
         for place in self._places["val"]:
             place.ended(self._validated_s)
-        if self._began_s:
-            self._part_ended(now_s)
+        self._part_ended(now_s)
         self._write()
-        self._next_part()
+        next(self._course)
         for places in self._places.values():
             for place in places:
                 place.asked_s, place.given, place.aside_s = [], 0, 0.0
@@ -368,32 +366,32 @@ class Session:
 
     # -- the parts of an epoch ---------------------------------------------------------------------
 
-    def _next_part(self) -> None:
-        if not self._began_s:
-            return
-        if self._probes < 2:
-            self._probes += 1
-            if self._probes == 1:
-                self._cut(_PROBE_S)
-                return
-            self._settle()
-        turn = self._turn
-        confirms = turn is not None and turn.phase == "confirm"
-        over = self.left_s() <= (-_OVER * self.budget_s if confirms else 0.0)
-        goes_on = not self._bad and not over
-        if turn is not None and goes_on and len(self._parts) < self._parts_of(turn):
-            return
-        self._block_ended()
-        if over:
-            self._end("the time was over; --budget gives more")
-        self._turn = next(self._turns, None)
-        if self._turn is None:
-            self._end("")
-        stays = candidate(self.trial) if self._turn.phase == "confirm" else None
-        for arm in self.trial.remedies:
-            if arm in self.trial.failed or (stays is not None and arm != stays):
-                for place in (*self._places["train"], *self._places["val"]):
-                    place.close(arm)
+    def _settled_parts(self) -> Iterator[None]:
+        """Yield before each part of an epoch, once it is settled what the part reads."""
+        yield
+        self._cut(_PROBE_S)
+        yield
+        self._settle()
+        for turn in turns(self.trial, self.left_s, self._name_remedies):
+            self._turn, self._parts, self._bad = turn, [], False
+            confirms = turn.phase == "confirm"
+            stays = candidate(self.trial) if confirms else None
+            for arm in self.trial.remedies:
+                if arm in self.trial.failed or (stays is not None and arm != stays):
+                    self._close(arm)
+            least_s = -_OVER * self.budget_s if confirms else 0.0
+            while not (over := self.left_s() <= least_s) and not self._bad:
+                if len(self._parts) >= self._parts_of(turn):
+                    break
+                yield
+            self._block_ended(turn)
+            if over:
+                self._end("the time was over; --budget gives more")
+        self._end("")
+
+    def _close(self, arm: str) -> None:
+        for place in (*self._places["train"], *self._places["val"]):
+            place.close(arm)
 
     def _parts_of(self, turn: Turn) -> int:
         if not turn.warm:
@@ -408,9 +406,8 @@ class Session:
         self.trial.stopped = why
         self.trial.ended = not why
         self._write()
-        for place in (*self._places["train"], *self._places["val"]):
-            for arm in list(place.arms):
-                place.close(arm)
+        for arm in (AS_IS, *self.trial.remedies):
+            self._close(arm)
         raise TrialEndedError(0)
 
     def _cut(self, seconds: float) -> None:
@@ -445,9 +442,9 @@ class Session:
 
     def _part_ended(self, now_s: float) -> None:
         train, val = self._places["train"], self._places["val"]
-        first = train[0]
-        if self._turn is None or len(first.asked_s) < 2:
+        if self._turn is None or len(train[0].asked_s) < 2:
             return
+        first = train[0]
         steps = len(first.asked_s) - 1
         cycle_s = now_s - self._began_s
         arm = self._turn.arm
@@ -470,10 +467,9 @@ class Session:
                 self._used.append(own_s / max(cycle_s, 1e-3))
         self._parts.append((max(whole_s, 1e-9), step_s, cycle_s, others))
 
-    def _block_ended(self) -> None:
-        turn, parts, bad = self._turn, self._parts, self._bad
-        self._parts, self._bad = [], False
-        if turn is None or turn.warm or bad or not parts:
+    def _block_ended(self, turn: Turn) -> None:
+        parts = self._parts
+        if turn.warm or self._bad or not parts:
             return
         count = len(parts)
         epoch, step, wall, others = (sum(each) for each in zip(*parts, strict=True))
