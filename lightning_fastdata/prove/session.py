@@ -41,7 +41,7 @@ from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.prove import ProveSettings
-from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Reader, Refused, named
+from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Reader, named
 from lightning_fastdata.prove.trials import (
     AS_IS,
     FREE,
@@ -314,7 +314,7 @@ class Session:
         text = str(error).strip().partition("\n")[0].partition(". ")[0]
         self.trial.failed[arm] = f"{type(error).__name__}: {text:.300}"
         if isinstance(error, FastDataError):  # the remedy does not suit this dataset
-            self.trial.refused.append(Refused(name=arm, why=f"{text:.300}"))
+            self.trial.refused[arm] = f"{text:.300}"
         self._bad = True
 
     def ended_by(self, error: BaseException) -> None:
@@ -488,7 +488,7 @@ class Session:
         facts = self._facts()
         remedies, refused = named(facts)
         self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
-        self.trial.refused.extend(refused)
+        self.trial.refused.update(refused)
         self.trial.facts |= {
             "changes": facts.changes,
             "epochs": None if math.isinf(facts.epochs) else facts.epochs,
