@@ -267,11 +267,7 @@ def _few_workers(e: Evidence) -> Finding | None:
     return _late(e, _more_workers(e, wanted), least_ms=step.mean_ms * workers / wanted)
 
 
-def _unknown(e: Evidence) -> Finding | None:
-    return _late(e, None)
-
-
-def _late(e: Evidence, remedy: Advice | None, *, least_ms: float = 0.0) -> Finding | None:
+def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
     ``least_ms``: least time of a step with the remedy; None: it is to be known why. Who takes
@@ -311,7 +307,7 @@ COSTS: Final = (
     Rule("FD000", "too few steps were timed", _too_few_steps),
     Rule("FD101", "batches are late, and the training process loads them", _no_workers),
     Rule("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    Rule("FD104", "batches are late, and why is not known", _unknown),
+    Rule("FD104", "batches are late, and why is not known", _late),
     Rule("FD002", "the device waits a little", _moderate_stall),
     Rule("FD001", "data is free", _fine),
 )
