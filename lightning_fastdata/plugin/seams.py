@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_fastdata.batches.staged import packed_documents
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.position import Place
-from lightning_fastdata.tree import held
+from lightning_fastdata.tree import children, held
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -381,17 +381,12 @@ def with_paths(
     """Yield a trainer's loaders with the keys and positions under which each is found."""
     if hasattr(loaders, "iterables") and hasattr(loaders, "flattened"):  # a CombinedLoader
         loaders = loaders.iterables
-    inner: Iterable[tuple[object, object]]
-    if isinstance(loaders, Mapping):
-        inner = loaders.items()
-    elif isinstance(loaders, list | tuple):
-        inner = enumerate(loaders)
-    else:
-        if loaders is not None:
-            yield path, loaders
-        return
-    for key, loader in inner:
+    # A loader of the user's may be a sequence of another class.
+    inner = children(loaders) if isinstance(loaders, Mapping | list | tuple) else None
+    for key, loader in inner or ():
         yield from with_paths(loader, (*path, key))
+    if inner is None and loaders is not None:
+        yield path, loaders
 
 
 def average_exactly(trainer: Trainer) -> None:
