@@ -9,11 +9,11 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -273,31 +273,24 @@ class Session:
         """Yield the batches of the part of an epoch whose turn it is."""
         arm = AS_IS if self._turn is None else self._turn.arm
         place.asked_s.append(clock.monotonic())
-        if arm == FREE and place.kept:
-            for number in range(place.steps):
-                batch = place.kept[number % len(place.kept)]
-                place.given += 1
-                yield copied(batch) if self._in_place else batch
-                place.asked_s.append(clock.monotonic())
-            return
-        probing = self._turn is None
-        if probing and place.stage == "train":
+        probing, trains = self._turn is None, place.stage == "train"
+        if probing and trains:
             self._look_between(place)
-        batches = self._batches(place, arm)
-        for number, batch in enumerate(batches):
+        # Later batches are not read; the iterator ends with this generator.
+        for number, batch in enumerate(islice(self._batches(place, arm), place.steps)):
             place.given += 1
             if probing:
                 yield from self._probed(place, batch)
-                place.asked_s.append(clock.monotonic() - place.aside_s)
             else:
-                if number == 0 and arm == AS_IS and place.stage == "train":
+                if number == 0 and arm == AS_IS and trains:
                     self._first_s.append(clock.monotonic() - place.asked_s[0])
                 yield batch
-                place.asked_s.append(clock.monotonic())
-            if number + 1 == place.steps:
-                return  # later batches are not read; the iterator ends with this generator
+            place.asked_s.append(clock.monotonic() - place.aside_s)
 
     def _batches(self, place: Place, arm: str) -> Generator[Batch]:
+        if arm == FREE and place.kept:
+            for batch in cycle(place.kept):
+                yield copied(batch) if self._in_place else batch
         remedy = self.trial.remedies.get(arm)
         if remedy is None:
             yield from place.loader(AS_IS, Change(), None)
@@ -509,21 +502,19 @@ class Session:
             for arm in (AS_IS, FREE)
         ]
         sizes = [sum(t.nbytes for t in tensors_in(batch)) for batch in train[0].kept]
-        batch_bytes = sum(sizes) / max(1, len(sizes))
         return LoaderFacts(
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
             cpus=read_cpu_limit().usable_cpus,
-            used_cpus=sum(self._used) / max(1, len(self._used)),
+            used_cpus=_mean(self._used),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
-            start_share=(sum(self._first_s) / max(1, len(self._first_s)))
-            / max(sum(as_is) / max(1, len(as_is)), 1e-9),
+            start_share=_mean(self._first_s) / max(_mean(as_is), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
             stream=is_stream(own),
             changes=next((each for each in order if each in self._changes), "nothing"),
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
-            keeps_bytes=batch_bytes * (train[0].batches or 0),
+            keeps_bytes=_mean(sizes) * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
         )
 
@@ -531,6 +522,10 @@ class Session:
         turn = self._turn
         self.trial.facts["now"] = "" if turn is None else f"{turn.phase}: {turn.arm}"
         write_atomically(self.file, json.dumps(asdict(self.trial)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) -> Iterator[Batch]:
