@@ -31,8 +31,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from lightning_fastdata import FastDataLoader, share
 from lightning_fastdata.data import PackedStrings
 from lightning_fastdata.host.cpu import worker_processes
+from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.machine import MemoryMeter, memory_text, memory_uses
-from lightning_fastdata.insight.verdict import Evidence, findings
+from lightning_fastdata.insight.verdict import findings
 
 CASES = ("workers", "stream")
 

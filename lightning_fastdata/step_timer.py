@@ -17,10 +17,9 @@ from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.finding import LoaderFacts, class_of_settings, read_loader
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.stage import StageMeter
-from lightning_fastdata.insight.step_costs import StepCosts
 from lightning_fastdata.insight.steps import StageSummary
-from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
-from lightning_fastdata.insight.wall import Pauses, loop_time
+from lightning_fastdata.insight.verdict import Verdict, judge
+from lightning_fastdata.insight.wall import loop_time
 from lightning_fastdata.prove import read_settings
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, AroundLoader, B, Batch, Batch_co, Stage
@@ -282,20 +281,15 @@ class LoopStage(StageMeter):
         loader = replace(loader, closed={**loader.closed, **closed})
         if summary.augment is not None:
             loader = replace(loader, augment_on="device")
-        late = self.late_batches(summary, loader)
-        step = StepCosts(
-            summary=summary,
-            loader=loader,
-            settings_in=self._settings_in,
-            padding=self.padding.padding(),
+        return judge(
+            self.evidence(
+                summary,
+                loader,
+                settings_in=self._settings_in,
+                wall=loop_time(summary, val),
+                val_workers=val_facts.num_workers,
+            )
         )
-        pauses = Pauses(
-            wall=loop_time(summary, val),
-            epochs=summary.cold_steps,
-            loader=loader,
-            val_workers=val_facts.num_workers,
-        )
-        return judge(Evidence(late=late, step=step, pauses=pauses))
 
     def not_known(self) -> tuple[str, ...]:
         """Return what is not known, and why; several stages may say the same."""

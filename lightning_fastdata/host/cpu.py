@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
@@ -282,26 +282,6 @@ class CpuUse(NamedTuple):
     """CPU seconds of one process and its workers, and of children of theirs that have ended."""
     cpus: int
     """Number of CPUs of the machine."""
-
-
-class HostUsage(NamedTuple):
-    """Counters of the host and of this process with its workers; None: not known."""
-
-    at_s: float
-    """Time of the reading, in seconds of a monotonic clock."""
-    throttling: CpuThrottling | None = None
-    """Counters of the most throttled cgroup around this process."""
-    cpu: CpuUse | None = None
-    """CPU seconds of the machine, and of this process with its workers."""
-
-
-def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:
-    """Read the counters, in about a millisecond; workers are given by process number."""
-    return HostUsage(
-        at_s=at_s,
-        throttling=read_cpu_throttling(root=root),
-        cpu=read_cpu_use([os.getpid(), *workers], root=root),
-    )
 
 
 def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse | None:

@@ -1,6 +1,6 @@
 """A finding is one cause of a slow step, its remedy, and what it would gain; a rule looks for one.
 
-Each family of causes has its own rules, which look at evidence of one type. The gate,
+Each family of causes has its own rules, which look at what is known of a stage. The gate,
 :func:`passed`, drops advice that must not be given or would gain too little.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import IterableDataset
 
@@ -19,7 +19,8 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.simulate import GOOD_ENOUGH
 from lightning_fastdata.order.lengths import BucketBatchSampler
 
-E = TypeVar("E")
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
 
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
 Kind: TypeAlias = Literal[
@@ -318,14 +319,14 @@ def steps_text(steps: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[E]):
+class Rule:
     """One cause: how it is looked for, and how its finding relates to others."""
 
     code: str
     """Stable code, which keeps its meaning for ever; ``docs/verdicts`` has a page for it."""
     title: str
-    find: Callable[[E], Finding | None]
-    """Function that looks at the evidence of its family. It returns None where the facts do not
+    find: Callable[[Evidence], Finding | None]
+    """Function that looks at the evidence. It returns None where the facts do not
     show the cause, or were not measured."""
     about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
     """What the cause belongs to. ``"loader"``: the loader that is waited for most, which the
@@ -343,12 +344,12 @@ class Rule(Generic[E]):
 class Found(NamedTuple):
     """A finding, and the rule that made it."""
 
-    rule: Rule[Any]
+    rule: Rule
     finding: Finding
 
 
-def seen_by(rules: Iterable[Rule[E]], evidence: E) -> Iterator[Found]:
-    """Yield what the rules of a family find in its evidence, each with its rule."""
+def seen_by(rules: Iterable[Rule], evidence: Evidence) -> Iterator[Found]:
+    """Yield what rules find in the evidence, each with its rule."""
     for rule in rules:
         finding = rule.find(evidence)
         if finding is not None:

@@ -1,64 +1,33 @@
 """Batches that came late, from workers of this machine or actors of a cluster: why, and what helps.
 
-The evidence is what the stamps of batches show. A model replays the recorded batches to predict
-what another loader would gain.
+The stamps of batches show it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final
 
 from lightning_fastdata.errors import printable, rounded
+from lightning_fastdata.insight.evidence import DOMINANT, OTHERS_LOW, RUNQUEUE_HIGH, Evidence
 from lightning_fastdata.insight.finding import (
     ALL_COSTS,
     Advice,
     Finding,
     Gain,
-    LoaderFacts,
     Rule,
-    StepTimes,
     cpus_text,
     make_finding,
 )
-from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
-from lightning_fastdata.insight.steps import NO_STEPS, StageSummary, times_of
 from lightning_fastdata.insight.waits import (
-    NO_CAUSES,
     OperationShare,
-    WaitCauses,
     lock_between_processes,
     where_text,
 )
-from lightning_fastdata.loading.simulate import (
-    WORKERS,
-    BatchCost,
-    LoaderSetup,
-    batch_costs,
-    by_epoch,
-    choose,
-    scaled,
-    simulate,
-)
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+from lightning_fastdata.loading.simulate import LoaderSetup, scaled
 
-_MOST_WORKERS: Final = 32
-_RUNQUEUE_HIGH: Final = 0.20
-"""Share of the workers' time or of the wait, spent without a CPU, from which on CPUs are short."""
-_OTHERS_LOW: Final = 0.2
-"""Number of CPUs that other programs may use without holding anything up, at least."""
-_OTHERS_LOW_PART: Final = 0.2
-"""Share of the machine's CPUs that other programs may use without holding anything up."""
-_MUCH: Final = 0.25
-_SEVERAL_THREADS: Final = 1.3
-"""CPUs that a worker uses from which on it counts as several threads; sending takes less."""
-_NEARLY: Final = 0.9
-_MOST_COSTS: Final = 400
-"""Most batches that the model replays, the newest ones: more make it slower, hardly better."""
-_DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
 _SHARED, _BY_THEMSELVES = 0.35, 0.75
 """Bounds of what :func:`_read_more_by` returns: below the first, workers wait for something that
@@ -104,255 +73,6 @@ _WAYS: Final[dict[str, tuple[str, tuple[Advice, ...]]]] = {
 """Part of the wait after a batch is made -> that part in words, and what to try."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateBatches:
-    """What is known of why batches were late, for the loader that is waited for most.
-
-    No finding is made that rests on a fact which is None, or empty. Shares are from 0 to 1.
-    """
-
-    summary: StageSummary = NO_STEPS
-    """Where the steps went; its causes are those of this loader."""
-    loader_share: float = 1.0
-    """Share of the waits that is for this loader's batches; others are read in the same steps."""
-    setup: LoaderSetup | None = None
-    """The loader as the model knows it; None: no predictions are made."""
-    setup_with: Callable[[int], LoaderSetup | None] = field(default=lambda _: None, compare=False)
-    """Gives the setup that the loader has with so many workers; None: it has no model of that."""
-    costs: tuple[BatchCost, ...] = ()
-    """Costs of recorded batches, on which predictions rest; empty: none are made."""
-    loader: LoaderFacts = field(default_factory=LoaderFacts)
-    """What the loader says about itself."""
-    stream_samples: tuple[int, ...] = ()
-    """Samples of a stream that each worker made; empty: no stream, or not several workers."""
-    busy_share: float | None = None
-    """Share of the time in which a worker had a task, the mean over workers."""
-    runqueue_share: float | None = None
-    """Share of the workers' busy time in which they were ready to run but had no CPU."""
-    machine: MachineSeen = NO_MACHINE
-    """What was seen of the machine during the training."""
-    read_rates: ReadRates | None = None
-    """Samples a second that half of the workers read, and that all read; None: not tried."""
-    free_cpus: float | None = None
-    """CPUs that nobody held, as last seen, in the cluster whose actors make the batches."""
-
-    @property
-    def times(self) -> StepTimes:
-        """Mean times of the steps, and of their waits for this loader's batches."""
-        return times_of(self.summary).waiting_for(self.loader_share)
-
-    @property
-    def causes(self) -> WaitCauses:
-        """Where the waits for this loader's batches went."""
-        return self.summary.causes or NO_CAUSES
-
-    @property
-    def device_could_augment(self) -> bool:
-        """Whether workers transform samples where a device could, and is not known as slower."""
-        place, operations = self.loader.augment_on, self.causes.operations
-        # A loader does not know whether its dataset transforms samples; stamps may show it.
-        here = place == "cpu" or (place is None and any(each.augments for each in operations))
-        return here and self.summary.device != "cpu" and not self.loader.augment_settled
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of each part of the wait, 0 to 1; reading of unknown kind counts as blocked.
-
-        Empty while steps hardly wait for data.
-        """
-        shares = self.causes.wait.shares() if self.times.stalls else {}
-        if shares:
-            shares["read_blocked"] += shares.pop("read")
-        return shares
-
-    @property
-    def stall_ms(self) -> float:
-        """Mean stall of a step, in ms; 0: not known."""
-        return self.times.stall_ms or 0.0
-
-    @property
-    def wanted_cpus(self) -> float | None:
-        """CPUs that busy workers and the training would use if alone; None: no recorded costs."""
-        if self.setup is None or not self.costs:
-            return None
-        cpu = sum(cost.cpu_ns + cost.collate_ns for cost in self.costs)
-        whole = cpu + sum(cost.blocked_ns for cost in self.costs)
-        cpu *= self.setup.worker_threads
-        busy = 1.0 if self.busy_share is None else self.busy_share
-        stall = min(1.0, self.times.stall_share or 0.0)
-        own = self.setup.step_cpus * (1 - stall)
-        here = 0 if self.setup.scheduling == "actors" else self.setup.workers
-        readers = here * busy if self.setup.workers else stall  # without workers the training reads
-        return readers * cpu / max(1.0, whole) + own
-
-    @property
-    def waits_for_cpu(self) -> float:
-        """Share of the wait in which workers or the training process had no CPU."""
-        return self.shares.get("read_runqueue", 0.0) + self.shares.get("queued", 0.0)
-
-    @property
-    def without_cpu(self) -> float:
-        """Largest known share, of the wait or of workers' time, spent ready but without a CPU."""
-        known = (self.runqueue_share or 0.0, self.machine.queued_share or 0.0)
-        return max(self.waits_for_cpu, *known)
-
-    @property
-    def throttled(self) -> bool:
-        """Whether a fifth of the wait or more could vanish if no quota held anything back.
-
-        A thread lost no more than its part of the time in which CPUs were held back.
-        """
-        held, times = self.machine.throttled_cpus, self.times
-        if not held or not times.step_ms or not times.wait_ms:
-            return False
-        threads = 1.0
-        if self.setup is not None:
-            busy = 1.0 if self.busy_share is None else self.busy_share
-            threads = max(1.0, self.setup.workers * busy + self.setup.step_cpus)
-        return min(1.0, held / threads) * times.step_ms >= _RUNQUEUE_HIGH * times.wait_ms
-
-    @property
-    def own_fits(self) -> bool:
-        """Whether own work would fit the CPUs if other programs left them, as far as it is known.
-
-        If other programs hardly use CPUs, or a quota held it back, it does not, whatever the model
-        says; without a model, others have to use a good part of the CPUs.
-        """
-        others, all_cpus = self.machine.other_cpus, self.machine.machine_cpus or 0.0
-        few = max(_OTHERS_LOW, _OTHERS_LOW_PART * all_cpus)
-        if self.throttled or (others is not None and others < few):
-            return False
-        if self.setup is None or self.wanted_cpus is None:
-            return others is not None and others >= _MUCH * all_cpus > 0
-        return self.wanted_cpus <= self.setup.cpus
-
-    @property
-    def crowded(self) -> bool:
-        """Whether other programs cause most of the wait: loading was ready but had no CPU."""
-        return self.times.stalls and self.without_cpu > _DOMINANT and self.own_fits
-
-    def gain_without(self, share: float) -> Gain | None:
-        """Return the gain if this share of the stall, 0 to 1, vanished: the most possible."""
-        return self.times.without(share * self.stall_ms)
-
-    def gain(
-        self, setup: LoaderSetup | None = None, *, costs: Sequence[BatchCost] | None = None
-    ) -> Gain | None:
-        """Return the gain of another setup, or of other costs; None without recorded batches.
-
-        The ratio of the model's two predictions is applied to the measured step, so that what the
-        model misses in both cancels out. With other costs, the new time is a lower bound.
-        """
-        step_ms, now = self.times.step_ms, self.setup
-        if step_ms is None or now is None or not self.costs:
-            return None
-        now_ms = simulate(self.costs, now).step_ms
-        then_ms = simulate(self.costs if costs is None else costs, setup or now).step_ms
-        after_ms = step_ms * (then_ms / now_ms if now_ms > 0 else 1.0)
-        basis: Literal["simulated", "floor"] = "simulated" if costs is None else "floor"
-        return Gain(before_ms=step_ms, after_ms=after_ms, basis=basis)
-
-    def best_workers(self, *, computing: bool = False) -> LoaderSetup | None:
-        """Return the setup with the fewest workers within 3 % of the best; None: not known.
-
-        ``computing``: no more workers than there are CPUs.
-        """
-        now, most = self.setup, _MOST_WORKERS
-        if now is None or not self.costs:
-            return None
-        if now.scheduling == "actors":
-            most = now.workers + int(self.free_cpus or 0.0)
-        elif computing:
-            most = min(most, max(1, int(now.cpus)))
-        numbers = {n for n in WORKERS if n <= most} | {now.workers}
-        others, threads = now.other_cpus, now.worker_threads
-        candidates = [
-            replace(made, other_cpus=others, worker_threads=threads)
-            for n in sorted(numbers)
-            if (made := now if n == now.workers else self.setup_with(n)) is not None
-        ]
-        return choose(self.costs, candidates)[0]
-
-
-def late_batches_of(
-    summary: StageSummary,
-    loader: LoaderFacts,
-    stamps: Sequence[BatchStamps] = (),
-    setup: LoaderSetup | None = None,
-    *,
-    step_queued: float = 0.0,
-    machine: MachineSeen = NO_MACHINE,
-    **known: Any,
-) -> LateBatches:
-    """Return what is known of late batches in a stage, by its steps and by stamps.
-
-    Args:
-        summary: Where the steps went; the causes are those of this loader.
-        loader: What the loader says about itself.
-        stamps: The newest stamps of the loader, in the order in which batches were delivered.
-        setup: The loader as it was; None: no predictions are made.
-        step_queued: Share of the steps, 0 to 1, in which the training was ready but had no CPU.
-        machine: What was seen of the machine during the training.
-        **known: Other fields of the result.
-    """
-    if setup is not None:
-        others, threads = machine.taken_of(setup.cpus), _worker_threads(stamps)
-        setup = replace(setup, other_cpus=others, worker_threads=threads)
-    tasks = [task for batch in stamps for task in batch.tasks]
-    queued = [task for task in tasks if task.runqueue_ns is not None]
-    length_ns = sum(task.ended_ns - task.began_ns for task in queued)
-    free = (task.way.free_cpus for task in reversed(tasks) if task.way is not None)
-    return LateBatches(
-        summary=summary,
-        setup=setup,
-        costs=_recorded_costs(summary, stamps, step_queued),
-        loader=loader,
-        busy_share=None if setup is None else _busy_share(stamps, setup.workers),
-        runqueue_share=sum(t.runqueue_ns or 0 for t in queued) / length_ns if length_ns else None,
-        machine=machine,
-        free_cpus=next((cpus for cpus in free if cpus is not None), None),
-        **known,
-    )
-
-
-def _recorded_costs(
-    summary: StageSummary, stamps: Sequence[BatchStamps], step_queued: float
-) -> tuple[BatchCost, ...]:
-    """Return the costs of the newest batches, without those that took too long.
-
-    Too long is nearly as long as a step that the means leave out: for a batch, or its step.
-    """
-    halves = ((each.stall_ms or 0.0, each.step_ms or 0.0) for each in summary.long_steps)
-    long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
-    costs = [
-        cost
-        for epoch in by_epoch(stamps)
-        for batch, cost in zip(epoch, batch_costs(epoch, step_queued=step_queued), strict=False)
-        if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * long_ms * 1e6
-    ]
-    return tuple(costs[-_MOST_COSTS:])
-
-
-def _busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
-    """Return the share of the time in which workers were busy, 0 to 1; None without workers."""
-    busy = span = 0.0
-    for epoch in by_epoch(stamps):
-        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
-        span += ended - began
-        for batch in epoch:
-            for task in batch.tasks:
-                busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
-    return min(1.0, busy / span / workers) if workers and span > 0 else None
-
-
-def _worker_threads(stamps: Sequence[BatchStamps]) -> float:
-    """Return how many CPUs a worker uses while its reading thread computes, at least 1."""
-    known = [task for batch in stamps for task in batch.tasks if task.helpers_ns is not None]
-    own = sum(task.cpu_ns or 0 for task in known)
-    threads = 1 + sum(task.helpers_ns or 0 for task in known) / own if own else 1.0
-    return threads if threads >= _SEVERAL_THREADS else 1.0
-
-
 def _advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
     """Return the advice to change one setup to another, e.g. ``LoaderOptions(num_workers=6)``."""
     changes: dict[str, object] = {}
@@ -364,7 +84,7 @@ def _advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice
     return Advice(text=f"LoaderOptions({written})", changes=tuple(changes), gain=gain)
 
 
-def largest(e: LateBatches) -> tuple[str, float]:
+def largest(e: Evidence) -> tuple[str, float]:
     """Return the part of the wait that stands out; waiting for a CPU counts as CPU time.
 
     Returns:
@@ -378,11 +98,11 @@ def largest(e: LateBatches) -> tuple[str, float]:
             shares["read_blocked"] += shares.pop("slow_sample")
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
-    return (name, share) if share >= _DOMINANT else ("", 0.0)
+    return (name, share) if share >= DOMINANT else ("", 0.0)
 
 
 def _more_workers(
-    e: LateBatches, otherwise: Finding, *, together: bool = False, computing: bool = False
+    e: Evidence, otherwise: Finding, *, together: bool = False, computing: bool = False
 ) -> Finding:
     """Return the finding with the number of workers that the model recommends, if one helps.
 
@@ -406,7 +126,7 @@ def _more_workers(
     return replace(otherwise, leave_alone=leave)
 
 
-def _slow_samples(e: LateBatches) -> Finding | None:
+def _slow_samples(e: Evidence) -> Finding | None:
     share = e.shares.get("slow_sample", 0.0)
     if share < _SLOW_HIGH or _at_limit(e):
         return None
@@ -428,7 +148,7 @@ def _slow_samples(e: LateBatches) -> Finding | None:
     return _more_workers(e, finding) if alone else finding
 
 
-def _read_more_by(e: LateBatches) -> float | None:
+def _read_more_by(e: Evidence) -> float | None:
     """Return how reading grows with the workers: 1 as they do, 0 not at all; None: not tried."""
     rates = e.read_rates
     if rates is None or rates.many <= rates.few or min(rates.few_per_s, rates.many_per_s) <= 0:
@@ -436,7 +156,7 @@ def _read_more_by(e: LateBatches) -> float | None:
     return math.log(rates.many_per_s / rates.few_per_s) / math.log(rates.many / rates.few)
 
 
-def _shares(e: LateBatches) -> bool:
+def _shares(e: Evidence) -> bool:
     """Return whether workers wait for something that they share."""
     more = _read_more_by(e)
     if more is not None:
@@ -444,7 +164,7 @@ def _shares(e: LateBatches) -> bool:
     return lock_between_processes(e.causes.lines) and e.setup is not None
 
 
-def _at_limit(e: LateBatches) -> bool:
+def _at_limit(e: Evidence) -> bool:
     """Return whether storage is at its limit, and so is slow for whichever reader comes last.
 
     If only a sample were slow by itself, the workers would soon have nothing to do.
@@ -452,7 +172,7 @@ def _at_limit(e: LateBatches) -> bool:
     return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
 
 
-def _where_it_waits(e: LateBatches, share: float) -> str:
+def _where_it_waits(e: Evidence, share: float) -> str:
     """Return in words the longest line, if it waits for a fifth of reading or more.
 
     A line is known to wait where it takes more of reading than all that computes. ``share``: the
@@ -463,7 +183,7 @@ def _where_it_waits(e: LateBatches, share: float) -> str:
     return where_text(e.causes.lines, beside=computes / (computes + share))
 
 
-def _latency(e: LateBatches) -> Finding | None:
+def _latency(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or _shares(e):
         return None
@@ -479,7 +199,7 @@ def _latency(e: LateBatches) -> Finding | None:
     return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
 
 
-def _bandwidth(e: LateBatches) -> Finding | None:
+def _bandwidth(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or not _shares(e):
         return None
@@ -499,18 +219,18 @@ def _bandwidth(e: LateBatches) -> Finding | None:
     )
 
 
-def _saturated(e: LateBatches) -> bool:
-    loads = e.without_cpu >= _RUNQUEUE_HIGH or e.throttled
+def _saturated(e: Evidence) -> bool:
+    loads = e.without_cpu >= RUNQUEUE_HIGH or e.throttled
     reads = largest(e)[0] == "read_cpu"
     return e.times.stalls and loads and reads and not e.own_fits
 
 
-def _named(e: LateBatches) -> OperationShare | None:
+def _named(e: Evidence) -> OperationShare | None:
     """Return the most expensive operation of a pipeline, if it takes a fifth of reading or more."""
     return next((op for op in e.causes.operations if op.augments and op.share >= _NAMED), None)
 
 
-def _transforms(e: LateBatches) -> tuple[Advice, ...]:
+def _transforms(e: Evidence) -> tuple[Advice, ...]:
     """Return advice that makes reading take less CPU time, the best first."""
     named = _named(e)
     takes = "" if named is None else f" ({named.name} takes {named.share:.0%} of reading)"
@@ -518,7 +238,7 @@ def _transforms(e: LateBatches) -> tuple[Advice, ...]:
     return (cheaper, *([_ON_DEVICE] if e.device_could_augment else []), _CACHE)
 
 
-def _gain_of_transforms(e: LateBatches) -> Gain | None:
+def _gain_of_transforms(e: Evidence) -> Gain | None:
     shares = e.shares
     part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
     named = _named(e)
@@ -528,7 +248,7 @@ def _gain_of_transforms(e: LateBatches) -> Gain | None:
 
 
 def _spent(
-    e: LateBatches,
+    e: Evidence,
     share: float,
     what: str,
     remedy: str | Advice | tuple[Advice, ...],
@@ -546,7 +266,7 @@ def _spent(
     return make_finding(stall, cause, remedy, gain or e.gain_without(share), leave)
 
 
-def _few_workers(e: LateBatches) -> Finding | None:
+def _few_workers(e: Evidence) -> Finding | None:
     name, share = largest(e)
     starved = e.waits_for_cpu > share / 2
     if name != "read_cpu" or starved or _saturated(e) or e.crowded:
@@ -563,7 +283,7 @@ def _few_workers(e: LateBatches) -> Finding | None:
     return _more_workers(e, finding, computing=True)
 
 
-def _few_cpus(e: LateBatches) -> Finding | None:
+def _few_cpus(e: Evidence) -> Finding | None:
     if not _saturated(e):
         return None
     reads_itself = e.setup is not None and not e.setup.workers
@@ -591,7 +311,7 @@ def _few_cpus(e: LateBatches) -> Finding | None:
     return make_finding(e.times.stall_share, cause, remedy, _gain_of_transforms(e), leave)
 
 
-def _collation(e: LateBatches) -> Finding | None:
+def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
         return None
@@ -601,9 +321,9 @@ def _collation(e: LateBatches) -> Finding | None:
     return _more_workers(e, finding, together=waits > 0, computing=waits <= 0)
 
 
-def _neighbours(e: LateBatches) -> Finding | None:
+def _neighbours(e: Evidence) -> Finding | None:
     runqueue = e.without_cpu
-    if not e.times.stalls or runqueue < _RUNQUEUE_HIGH or not e.own_fits:
+    if not e.times.stalls or runqueue < RUNQUEUE_HIGH or not e.own_fits:
         return None
     here = e.setup is None or not e.setup.workers
     if here and not e.crowded:
@@ -611,7 +331,7 @@ def _neighbours(e: LateBatches) -> Finding | None:
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {cpus_text(e.setup.cpus)}")
-    if (e.machine.other_cpus or 0.0) >= _OTHERS_LOW:
+    if (e.machine.other_cpus or 0.0) >= OTHERS_LOW:
         facts.append(f"other programs use {e.machine.other_cpus:.1f} CPUs of this machine")
     # Workers of a training that reads by itself, or that wait for storage, may well gain.
     waits = here or largest(e)[0] not in ("", "read_cpu")
@@ -628,7 +348,7 @@ def _neighbours(e: LateBatches) -> Finding | None:
     )
 
 
-def _own(e: LateBatches, part: str, what: str, remedy: str, leave: str) -> Finding | None:
+def _own(e: Evidence, part: str, what: str, remedy: str, leave: str) -> Finding | None:
     """Return the finding that the training process itself takes long for a part of the wait."""
     share = e.shares.get(part, 0.0)
     return _spent(e, share, what, remedy, leave) if _costs_enough(e, share) else None
@@ -652,12 +372,12 @@ _unpacking: Final = partial(
 )
 
 
-def _costs_enough(e: LateBatches, share: float) -> bool:
+def _costs_enough(e: Evidence, share: float) -> bool:
     spent_ms = share * e.stall_ms
     return share >= _HIGH and spent_ms >= _LEAST_MS and (e.times.share(spent_ms) or 0.0) >= _OF_STEP
 
 
-def _on_the_way(e: LateBatches) -> Finding | None:
+def _on_the_way(e: Evidence) -> Finding | None:
     """Return the finding that complete batches take long on their way to the training process."""
     dominant, _ = largest(e)
     name = dominant if dominant in _WAYS else "handover"
@@ -672,10 +392,10 @@ def _on_the_way(e: LateBatches) -> Finding | None:
     return _spent(e, share, what, advice, "the number of workers")
 
 
-def _hands_over_long(e: LateBatches, share: float) -> bool:
+def _hands_over_long(e: Evidence, share: float) -> bool:
     """Return whether the hand-over takes long by itself, and not because something delays it."""
     gain = e.gain_without(share)
-    queues = e.without_cpu >= _RUNQUEUE_HIGH and share < _DOMINANT
+    queues = e.without_cpu >= RUNQUEUE_HIGH and share < DOMINANT
     if queues or e.crowded:
         return False  # sending a batch away waits for a CPU as making it does
     if not _costs_enough(e, share) or (e.setup is not None and not e.setup.workers):
@@ -683,7 +403,7 @@ def _hands_over_long(e: LateBatches, share: float) -> bool:
     return gain is None or gain.worthwhile
 
 
-def _uneven(e: LateBatches) -> Finding | None:
+def _uneven(e: Evidence) -> Finding | None:
     """Return the finding that one worker makes far more of a stream than an even share.
 
     Workers that each yield the whole stream make as many samples as each other: no finding.

@@ -10,15 +10,27 @@ from functools import partial
 from itertools import groupby, pairwise
 from math import ceil, prod
 from statistics import fmean
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from lightning_fastdata.batches.bad_samples import FaultLog
 from lightning_fastdata.host import clock, memory
-from lightning_fastdata.host.cpu import HostUsage, read_host_usage, read_queued, worker_processes
+from lightning_fastdata.host.cpu import (
+    CpuThrottling,
+    CpuUse,
+    read_cpu_throttling,
+    read_cpu_use,
+    read_queued,
+    worker_processes,
+)
 from lightning_fastdata.host.memory import Few, Pages, read_host_memory, size_text
 from lightning_fastdata.insight.finding import Advice, Finding, Rule
 from lightning_fastdata.sources.shared import HeldObjects, held_objects
 
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
+
+Usage: TypeAlias = tuple[float, CpuThrottling | None, CpuUse | None]
+"""When counters were read, in seconds, that of the quota, and that of the CPUs; None: not known."""
 _FAULTS: Final = {
     "samples": "bad samples were replaced or left out {} times",
     "retries": "reads were repeated {} times",
@@ -41,17 +53,18 @@ class MachineSeen:
     """Number of CPUs of the machine; this training may be allowed fewer."""
 
     @classmethod
-    def between(cls, begin: HostUsage, end: HostUsage) -> MachineSeen:
+    def between(cls, begin: Usage, end: Usage) -> MachineSeen:
         """Return what the machine reports between two readings."""
-        seconds = end.at_s - begin.at_s
+        (began_s, held, used), (ended_s, held_now, used_now) = begin, end
+        seconds = ended_s - began_s
         seen: dict[str, float] = {}
-        if begin.throttling is not None and end.throttling is not None and seconds > 0:
-            held_us = end.throttling.throttled_us - begin.throttling.throttled_us
+        if held is not None and held_now is not None and seconds > 0:
+            held_us = held_now.throttled_us - held.throttled_us
             seen["throttled_cpus"] = max(0, held_us) / seconds / 1e6
-        if begin.cpu is not None and end.cpu is not None and seconds > 0:
-            others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
+        if used is not None and used_now is not None and seconds > 0:
+            others_s = (used_now.all_s - used.all_s) - (used_now.own_s - used.own_s)
             seen["other_cpus"] = max(0.0, others_s) / seconds
-            seen["machine_cpus"] = float(end.cpu.cpus)
+            seen["machine_cpus"] = float(used_now.cpus)
         return cls(**seen)
 
     def taken_of(self, cpus: float | None) -> float:
@@ -81,7 +94,7 @@ class HostMeter:
         self.epoch = self._steps = 0
         """Number of the epoch that runs, counted from 0, and number of steps that have ended."""
         self._workers = workers
-        self._began = read_host_usage(workers(), at_s=clock.monotonic())
+        self._began = self._usage()
         self._memory_due_s = self._look_due_s = clock.monotonic()
         self._first: dict[int, tuple[float, int]] = {}
         """Process -> when it was seen first, in s, and how many ns it had queued by then."""
@@ -107,8 +120,12 @@ class HostMeter:
     def seen(self) -> MachineSeen:
         """Return what the machine reports of the training so far."""
         self._look(clock.monotonic())
-        now = read_host_usage(self._workers(), at_s=clock.monotonic())
-        return replace(MachineSeen.between(self._began, now), queued_share=self._queued_share())
+        found = MachineSeen.between(self._began, self._usage())
+        return replace(found, queued_share=self._queued_share())
+
+    def _usage(self) -> Usage:
+        used = read_cpu_use([os.getpid(), *self._workers()])
+        return clock.monotonic(), read_cpu_throttling(), used
 
     def _queued_share(self) -> float | None:
         """Return the share of time without a CPU, as in ``MachineSeen``; None: no process was seen.
@@ -398,8 +415,9 @@ def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
     )
 
 
-def _find(seen: MemorySeen, cause: MemoryCause) -> Finding | None:
-    return next((_finding(seen, use) for use in memory_uses(seen) if use.cause == cause), None)
+def _find(e: Evidence, cause: MemoryCause) -> Finding | None:
+    uses = (use for use in memory_uses(e.memory) if use.cause == cause)
+    return next((_finding(e.memory, use) for use in uses), None)
 
 
 RULES: Final = (

@@ -16,17 +16,18 @@ import json
 import socket
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.finding import STALL_LOW, Finding, Rule, StepTimes, make_finding
+from lightning_fastdata.insight.finding import STALL_LOW, Finding, Rule, make_finding
 from lightning_fastdata.insight.waits import cause_lines
 from lightning_fastdata.torch_internals import default_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from lightning_fastdata.insight.evidence import Evidence
     from lightning_fastdata.insight.steps import StageSummary
 
 T = TypeVar("T")
@@ -99,45 +100,35 @@ def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return [each for each in ranks if each.stall_ms is not None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStalls:
-    """What is known of the ranks that train together with this one."""
-
-    times: StepTimes = field(default_factory=StepTimes)
-    """Mean times of this rank's steps."""
-    ranks: tuple[RankTiming, ...] = ()
-    """Times of the steps of all ranks, by rank; empty where those of one are not known."""
-
-    @property
-    def late(self) -> RankTiming | None:
-        """Rank that stalls most, if 3 % of this rank's step longer than the mean; None: no rank."""
-        worst, mean_ms = slowest(self.ranks), mean_stall_ms(self.ranks)
-        late_ms = ((worst and worst.stall_ms) or 0.0) - (mean_ms or 0.0)
-        return worst if (self.times.share(late_ms) or 0.0) >= STALL_LOW else None
-
-    @property
-    def held_up(self) -> bool:
-        """Whether the late rank stalls longer than this one, by 3 % of the step or more."""
-        late, stall_ms = self.late, self.times.stall_ms
-        if late is None or late.stall_ms is None or stall_ms is None:
-            return False
-        return (self.times.share(late.stall_ms - stall_ms) or 0.0) >= STALL_LOW
+def _late(e: Evidence) -> RankTiming | None:
+    """Return the rank that stalls most, if 3 % of this rank's step longer than the mean."""
+    worst, mean_ms = slowest(e.ranks), mean_stall_ms(e.ranks)
+    late_ms = ((worst and worst.stall_ms) or 0.0) - (mean_ms or 0.0)
+    return worst if (e.step_times.share(late_ms) or 0.0) >= STALL_LOW else None
 
 
-def _late_rank(e: RankStalls) -> Finding | None:
-    late = e.late
+def is_held_up(e: Evidence) -> bool:
+    """Return whether the late rank stalls longer than this one, by 3 % of the step or more."""
+    late, stall_ms = _late(e), e.step_times.stall_ms
+    if late is None or late.stall_ms is None or stall_ms is None:
+        return False
+    return (e.step_times.share(late.stall_ms - stall_ms) or 0.0) >= STALL_LOW
+
+
+def _late_rank(e: Evidence) -> Finding | None:
+    late = _late(e)
     if late is None:
         return None
     *others, worst = sorted(each.stall_ms or 0.0 for each in e.ranks)
     mean = statistics.fmean((*others, worst))
     return make_finding(
-        e.times.share(worst - mean),
+        e.step_times.share(worst - mean),
         f"rank {late.rank} on {late.host} stalls {worst:.1f} ms a step, all of them {mean:.1f} on "
         "average, and every rank waits for the last one"
         + (f"; there, {late.reason}" if late.reason else ""),
         f"look at the data and the host of rank {late.rank}: its share of the files, its CPUs, its "
         "disk",
-        e.times.without(worst - max(others)),
+        e.step_times.without(worst - max(others)),
         "the loaders of the other ranks",
     )
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from numbers import Number
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,9 +18,8 @@ from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.clock import SpentMeter
+from lightning_fastdata.insight.evidence import Evidence, evidence_of
 from lightning_fastdata.insight.finding import LoaderFacts
-from lightning_fastdata.insight.late_batches import LateBatches, late_batches_of
-from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.step_costs import PaddingMeter
 from lightning_fastdata.insight.steps import EventClock, StageSummary, StepTimeline, mean_ms
 from lightning_fastdata.insight.waits import CauseTotals, WaitCauses
@@ -113,16 +112,15 @@ class StageMeter:
         causes = self.stamps.summary(without=_long_waits(summary))
         return dataclasses.replace(summary, causes=_with_starts(causes, summary))
 
-    def late_batches(
-        self, summary: StageSummary, loader: LoaderFacts, *, machine: MachineSeen = NO_MACHINE
-    ) -> LateBatches:
-        """Return what is known of late batches, of the loader that is waited for most.
+    def evidence(self, summary: StageSummary, loader: LoaderFacts, **known: Any) -> Evidence:
+        """Return what is known of the stage, of its batches by the loader that is waited for most.
 
-        ``loader`` and ``machine`` are as in `LateBatches`.
+        ``known``: further fields of the evidence.
         """
+        known["padding"] = self.padding.padding()
         slowest = None if summary.causes is None else self.stamps.slowest()
         if slowest is None:
-            return late_batches_of(summary, loader, machine=machine)
+            return evidence_of(summary, loader, **known)
         causes, share = self.stamps.of_one(slowest, without=_long_waits(summary))
         causes = _with_starts(causes, summary, share)
         stamps, setups = list(slowest.newest), slowest.setups()
@@ -135,17 +133,17 @@ class StageMeter:
                 return None
             return dataclasses.replace(setup, cpus=cpus, step_cpus=times.step_cpus)
 
-        return late_batches_of(
+        return evidence_of(
             dataclasses.replace(summary, causes=causes),
             loader,
             stamps,
             setup_with(None) if stamps else None,
             setup_with=setup_with,
             step_queued=times.step_queued,
-            machine=machine,
             loader_share=share,
             read_rates=slowest.rates,
             stream_samples=slowest.stream_samples(),
+            **known,
         )
 
     def _training_times(

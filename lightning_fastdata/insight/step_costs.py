@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,21 +21,16 @@ from lightning_fastdata.insight.finding import (
     TRANSFER_HIGH,
     Advice,
     Finding,
-    LoaderFacts,
     Rule,
-    StepTimes,
     make_finding,
     may_be_given,
 )
-from lightning_fastdata.insight.steps import (
-    NO_STEPS,
-    PhaseSummary,
-    StageSummary,
-    mean_ms,
-    times_of,
-)
+from lightning_fastdata.insight.steps import PhaseSummary, mean_ms
 from lightning_fastdata.tree import Path, replace_leaves
 from lightning_fastdata.types import Batch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
 
 Numbers: TypeAlias = dict[Path, NDArray[Any]]
 Tensors: TypeAlias = dict[Path, torch.Tensor]
@@ -200,32 +195,8 @@ def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:
                 yield _Seen(path, f"pad id {pad}", ids.shape[1] - runs, ids.shape[1], named=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
-    """What is known of the parts of a step besides the wait."""
-
-    summary: StageSummary = NO_STEPS
-    loader: LoaderFacts = field(default_factory=LoaderFacts)
-    """What the loader says about itself."""
-    before_hook: str = ""
-    """The user's hook before the transfer, which counts as part of it; empty: none."""
-    transfer_hook: str = ""
-    """The user's hook that moves a batch, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
-    augment_hook: str = ""
-    """The user's hook that augments, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
-    settings_in: Literal["LoaderOptions", "FastDataLoader", "DataLoader"] = "LoaderOptions"
-    """Class whose arguments hold the loader's settings, as advice writes them."""
-    padding: Padding | None = None
-    """How much of the batches is padding."""
-
-    @property
-    def times(self) -> StepTimes:
-        """Mean times of the steps, and of their waits."""
-        return times_of(self.summary)
-
-
 def _phase(
-    e: StepCosts,
+    e: Evidence,
     phase: PhaseSummary | None,
     high: float,
     what: str,
@@ -234,14 +205,14 @@ def _phase(
 ) -> Finding | None:
     """Return the finding that a phase takes this share of a step, ``high``, or more."""
     ms = mean_ms(phase)
-    share = e.times.share(ms)
+    share = e.step_times.share(ms)
     if share is None or share < high:
         return None
     cause = f"{what} takes {ms:.1f} ms, {share:.0%} of a step"
-    return make_finding(share, cause, remedy, e.times.without(ms), leave)
+    return make_finding(share, cause, remedy, e.step_times.without(ms), leave)
 
 
-def _transfer(e: StepCosts) -> Finding | None:
+def _transfer(e: Evidence) -> Finding | None:
     what = "copying a batch to the device"
     small = Advice(text="send uint8 and normalize on the device", joins=True)
     remedy: str | tuple[Advice, ...] = (small,) if e.loader.pinned else (PIN, small)
@@ -260,7 +231,7 @@ def _transfer(e: StepCosts) -> Finding | None:
     return _phase(e, e.summary.transfer, TRANSFER_HIGH, what, remedy, leave)
 
 
-def _augmentation(e: StepCosts) -> Finding | None:
+def _augmentation(e: Evidence) -> Finding | None:
     what = e.augment_hook or "augmenting on the device"
     where = "there" if e.augment_hook else "on the device, or on uint8"
     fewer = Advice(text=f"fewer or cheaper transforms {where}", joins=True)
@@ -269,18 +240,18 @@ def _augmentation(e: StepCosts) -> Finding | None:
         changes=("augment_on",),
     )
     # Which place is faster was not known before there were steps.
-    idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.times.stalls
+    idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.step_times.stalls
     remedy = (elsewhere, fewer) if idle else (fewer,)
     return _phase(e, e.summary.augment, AUGMENT_HIGH, what, remedy, "the loader")
 
 
-def _padding(e: StepCosts) -> Finding | None:
+def _padding(e: Evidence) -> Finding | None:
     """Return the finding that steps compute on padding, if there is a remedy that pays.
 
     None while steps wait for data, which is to be mended first.
     """
     padding, compute = e.padding, e.summary.compute
-    if padding is None or padding.share < _PADDING_HIGH or compute is None or e.times.stalls:
+    if padding is None or padding.share < _PADDING_HIGH or compute is None or e.step_times.stalls:
         return None
     then = f"{padding.least_share:.0%} would be padding"
     advice = Advice(
@@ -293,11 +264,11 @@ def _padding(e: StepCosts) -> Finding | None:
         advice = Advice(text=f"{text}: {then}", changes=("collate_fn",))
     left = (1 - padding.share) / (1 - padding.least_share)  # share of the tokens that is left
     saved_ms = (1 - left) * compute.mean_ms
-    gain = e.times.without(saved_ms)
+    gain = e.step_times.without(saved_ms)
     if not may_be_given(advice, gain, e.loader.closed):
         return None
     return make_finding(
-        e.times.share(saved_ms),
+        e.step_times.share(saved_ms),
         f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by})",
         advice,
         gain,

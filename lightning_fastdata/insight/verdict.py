@@ -1,4 +1,4 @@
-"""What limits a stage: evidence for each family of causes, their findings, and one order of these.
+"""What limits a stage: the findings of all families of causes, in one order.
 
 ``docs/verdicts`` says what each code rests on. Those from FD302 on say why a step is slow; the
 others need no stamps and say how much data costs: their bounds are shares of the step as the device
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Final
 
 from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall
+from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.finding import (
     STALL_HIGH,
     STALL_LOW,
@@ -33,13 +34,9 @@ from lightning_fastdata.insight.finding import (
     seen_by,
     steps_text,
 )
-from lightning_fastdata.insight.late_batches import LateBatches
-from lightning_fastdata.insight.machine import MemorySeen
-from lightning_fastdata.insight.ranks import RankStalls
-from lightning_fastdata.insight.step_costs import StepCosts
 from lightning_fastdata.insight.steps import StageSummary
 from lightning_fastdata.insight.waits import PART_WORDS
-from lightning_fastdata.insight.wall import Pauses, WallTime
+from lightning_fastdata.insight.wall import WallTime
 from lightning_fastdata.types import STAGE_WORDS
 
 _SEVERITIES: Final = ("high", "moderate", "fine")
@@ -50,18 +47,13 @@ _CLEARLY: Final = 1.5
 _FEWEST_STEPS: Final = 5
 """Number of steps below which nothing is said of a stage."""
 _SHOWN_PARTS: Final = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What was measured of a stage, for each family of causes; by default nothing was."""
-
-    late: LateBatches = field(default_factory=LateBatches)
-    step: StepCosts = field(default_factory=StepCosts)
-    ranks: RankStalls = field(default_factory=RankStalls)
-    pauses: Pauses = field(default_factory=Pauses)
-    memory: MemorySeen = field(default_factory=MemorySeen)
-    """Memory of the training process and its workers."""
+RULES: Final = tuple(
+    sorted(
+        (*late_batches.RULES, *step_costs.RULES, *ranks.RULES, *wall.RULES, *machine.RULES),
+        key=lambda rule: (rule.after or rule.code, rule.code),
+    )
+)
+"""Rules of all families of causes, in the order of the catalogue."""
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -78,18 +70,19 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], 
     would help. ``cost`` is what was found without stamps. The pause is None if none costs the run
     so much.
     """
-    found = _all_found(evidence)
+    label, held_up = evidence.loader.loader, ranks.is_held_up(evidence)
+    found = [_naming_loader(each, label) for each in seen_by(RULES, evidence)]
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
     if cost is not None:
         found.insert(0, cost)
     found = [_passed(each, evidence) for each in found if each.rule.code not in replaced]
-    pause = _worst_pause(found, evidence.pauses.wall)
+    pause = _worst_pause(found, evidence.wall)
     why = sorted(
         (each for each in found if each.rule is not (cost and cost.rule)),
         key=lambda each: (each is not pause, *_weight(each)),
     )
     # The cost alone does not come before a rank that all others wait for.
-    leading = why if evidence.ranks.held_up else why[:1]
+    leading = why if held_up else why[:1]
     rank = next((each for each in leading if each.rule.about == "rank"), None)
     found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
     return found, pause
@@ -97,32 +90,19 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> tuple[list[Found], 
 
 def _passed(found: Found, e: Evidence) -> Found:
     """Return a finding after the gate, its remedy written for where the settings are."""
-    finding = passed(found.finding, e.late.loader.closed)
+    finding = passed(found.finding, e.loader.closed)
     remedy = finding.remedy
-    if e.step.settings_in != "LoaderOptions":
-        remedy = remedy.replace("LoaderOptions(", f"{e.step.settings_in}(")
+    if e.settings_in != "LoaderOptions":
+        remedy = remedy.replace("LoaderOptions(", f"{e.settings_in}(")
         remedy = remedy.replace("FastDataModule(cache='auto')", "CachedDataset(dataset)")
     return Found(found.rule, replace(finding, remedy=remedy))
 
 
-def _all_found(e: Evidence) -> list[Found]:
-    """Return what each rule finds, in the order of the catalogue; findings on a loader name it."""
-    label = e.late.loader.loader
-    every = (
-        *(_naming_loader(each, label) for each in seen_by(late_batches.RULES, e.late)),
-        *seen_by(step_costs.RULES, e.step),
-        *seen_by(ranks.RULES, e.ranks),
-        *seen_by(wall.RULES, e.pauses),
-        *seen_by(machine.RULES, e.memory),
-    )
-    return sorted(every, key=lambda each: (each.rule.after or each.rule.code, each.rule.code))
-
-
 def _naming_loader(found: Found, label: str | None) -> Found:
-    """Return a finding that names its loader; so does its remedy if that is a loader's option."""
-    if label is None:
-        return found
+    """Return a finding on a loader with its name; so is its remedy if that is a loader's option."""
     rule, finding = found
+    if label is None or rule.about not in ("loader", "machine"):
+        return found
     advice = finding.advice
     if rule.about == "loader" and advice:
         advice = (replace(advice[0], text=f"{label}: {advice[0].text}"), *advice[1:])
@@ -182,8 +162,8 @@ class Verdict:
 
 def judge(evidence: Evidence) -> Verdict:
     """Return what limits the stage."""
-    summary, loader = evidence.late.summary, evidence.late.loader
-    cost = next(seen_by(COSTS, evidence.late))  # the last rule always holds
+    summary, loader = evidence.summary, evidence.loader
+    cost = next(seen_by(COSTS, evidence))  # the last rule always holds
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:
         seen = [f"{steps_text(summary.steps)} {'was' if summary.steps == 1 else 'were'} timed"]
@@ -207,7 +187,7 @@ def judge(evidence: Evidence) -> Verdict:
         kind, sentence = pause.rule.kind or kind, pause.finding.cause
     elif kind == "data-bound" and rule.about == "machine":
         kind = rule.kind or kind
-    if evidence.ranks.held_up:
+    if ranks.is_held_up(evidence):
         # This rank hardly waits for its own data; the others' is waited for in the backward pass.
         kind, sentence = "data-bound" if first.severity == "high" else "balanced", first.cause
     return Verdict(
@@ -257,7 +237,7 @@ def waiting_text(summary: StageSummary) -> str:
     return f"{who} waits {stall.share:.0%} of each step {times}"
 
 
-def _too_few_steps(e: LateBatches) -> Finding | None:
+def _too_few_steps(e: Evidence) -> Finding | None:
     summary = e.summary
     measured = summary.step is not None and summary.stall is not None
     if measured and summary.steps >= _FEWEST_STEPS:
@@ -267,7 +247,7 @@ def _too_few_steps(e: LateBatches) -> Finding | None:
     return Finding(severity="fine", cause="too little was measured to tell", advice=advice)
 
 
-def _no_workers(e: LateBatches) -> Finding | None:
+def _no_workers(e: Evidence) -> Finding | None:
     wanted, stall = _wanted_workers(e), e.summary.stall
     if e.loader.num_workers != 0 or stall is None or "num_workers" in e.loader.closed:
         return None
@@ -278,7 +258,7 @@ def _no_workers(e: LateBatches) -> Finding | None:
     return _late(e, _more_workers(e, wanted), least_ms=stall.mean_ms / wanted)
 
 
-def _few_workers(e: LateBatches) -> Finding | None:
+def _few_workers(e: Evidence) -> Finding | None:
     wanted, workers, step = _wanted_workers(e), e.loader.num_workers, e.summary.step
     if not wanted or workers is None or workers >= wanted or step is None:
         return None
@@ -287,11 +267,7 @@ def _few_workers(e: LateBatches) -> Finding | None:
     return _late(e, _more_workers(e, wanted), least_ms=step.mean_ms * workers / wanted)
 
 
-def _unknown(e: LateBatches) -> Finding | None:
-    return _late(e, None)
-
-
-def _late(e: LateBatches, remedy: Advice | None, *, least_ms: float = 0.0) -> Finding | None:
+def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
     ``least_ms``: least time of a step with the remedy; None: it is to be known why. Who takes
@@ -317,13 +293,13 @@ def _late(e: LateBatches, remedy: Advice | None, *, least_ms: float = 0.0) -> Fi
     return make_finding(stall.share, cause, tuple(advice), gain, leave)
 
 
-def _fine(e: LateBatches) -> Finding:
+def _fine(e: Evidence) -> Finding:
     """Return the finding that hardly any batch is waited for."""
     cause, leave = waiting_text(e.summary), _leave_alone(e.summary, "")
     return Finding(severity="fine", cause=cause, leave_alone=leave)
 
 
-def _moderate_stall(e: LateBatches) -> Finding | None:
+def _moderate_stall(e: Evidence) -> Finding | None:
     return _fine(e) if (e.summary.stall_share or 0.0) >= STALL_LOW else None
 
 
@@ -331,14 +307,14 @@ COSTS: Final = (
     Rule("FD000", "too few steps were timed", _too_few_steps),
     Rule("FD101", "batches are late, and the training process loads them", _no_workers),
     Rule("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
-    Rule("FD104", "batches are late, and why is not known", _unknown),
+    Rule("FD104", "batches are late, and why is not known", _late),
     Rule("FD002", "the device waits a little", _moderate_stall),
     Rule("FD001", "data is free", _fine),
 )
 """Rules for the largest cost of a stage; each assumes that those before it do not hold."""
 
 
-def _more_workers(e: LateBatches, wanted: int) -> Advice:
+def _more_workers(e: Evidence, wanted: int) -> Advice:
     cpus = e.loader.usable_cpus
     are = "is" if cpus == 1 else "are"
     free, taken = f"{cpus_text(cpus or 0)} {are} usable", e.machine.taken_of(cpus)
@@ -348,7 +324,7 @@ def _more_workers(e: LateBatches, wanted: int) -> Advice:
     return Advice(text=text, changes=("num_workers",))
 
 
-def _wanted_workers(e: LateBatches) -> int | None:
+def _wanted_workers(e: Evidence) -> int | None:
     """Return how many workers the loaders' plan takes by itself; None: not known."""
     if e.loader.usable_cpus is None:
         return None

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.finding import (
@@ -17,14 +17,15 @@ from lightning_fastdata.insight.finding import (
     Advice,
     Finding,
     Gain,
-    LoaderFacts,
     Rule,
     duration_text,
     make_finding,
 )
-from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen
 from lightning_fastdata.insight.steps import StageSummary, mean_ms
 from lightning_fastdata.types import STAGE_WORDS
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.evidence import Evidence
 
 STEP_PARTS: Final = ("wait", "compute")
 PART_NAMES: Final = {
@@ -231,28 +232,9 @@ def wall_text(wall: WallTime, stage: str = "train") -> str:
     return f"of {wall.total_s:.1f} s: {', '.join(listed)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pauses:
-    """What is known of all that keeps a run from its steps."""
-
-    wall: WallTime = NO_TIME
-    """Where the wall time of the whole run went; for the user's own loop, as its stages tell."""
-    epochs: int = 0
-    """Number of epochs that have begun."""
-    loader: LoaderFacts = field(default_factory=LoaderFacts)
-    """What the loader of the run's main stage says about itself."""
-    machine: MachineSeen = NO_MACHINE
-    loaders_anew: bool = False
-    """Whether the trainer makes its loaders anew in the course of the training."""
-    val_workers: int | None = None
-    """Number of workers of the validation loader; None: not known."""
-    val_loader: str | None = None
-    """Name of the validation loader that is waited for most; None: there is only one."""
-
-
-def _epoch_starts(e: Pauses) -> Finding | None:
+def _epoch_starts(e: Evidence) -> Finding | None:
     later_s = dict(e.wall.names_of("epoch_starts")).get("later epochs", 0.0)
-    each_s = later_s / max(1, e.epochs - 1)
+    each_s = later_s / max(1, e.summary.cold_steps - 1)
     what = (
         f"starting epochs after the first took {duration_text(later_s)} of "
         f"{duration_text(e.wall.training_s)}, {duration_text(each_s)} each"
@@ -267,7 +249,7 @@ def _epoch_starts(e: Pauses) -> Finding | None:
     return _pause(e.wall, later_s, what, advice, "the loader within epochs")
 
 
-def _validation(e: Pauses) -> Finding | None:
+def _validation(e: Evidence) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
     text = f"have workers read {which} (num_workers)"
     cpus, enough = e.loader.usable_cpus, False
@@ -286,7 +268,7 @@ def _validation(e: Pauses) -> Finding | None:
     return _pause(wall, waited_s, what, advice)
 
 
-def _beside_steps(e: Pauses) -> Finding | None:
+def _beside_steps(e: Evidence) -> Finding | None:
     """Return the finding that what Python does beside steps takes long, with its longest part."""
     wall = e.wall
     spent = {

@@ -1,29 +1,7 @@
-"""The only place that reads private names of Lightning; ``docs/seams.md`` says what for.
+"""The only place that reads private names of Lightning, of which it sets some counts.
 
-Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dict``,
-``_combined_loader`` and ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set,
-too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
-loop; ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
-``_datahook_selector``; ``_loaded_checkpoint`` of its ``_checkpoint_connector``, whose counts are
-set, too; ``_results`` of a trainer, whose ``batch_size`` is set, and whose entries are put back;
-``_mode`` of a CombinedLoader.
-
-Replaced on one object, never on a class, until the run of its trainer ends:
-
-- here: ``dataloader`` of a loop's data source; ``reduce`` of the strategy; ``get_instance`` of the
-  hook selector; ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run`
-  replaced; during the steps that the batch-size guard tries, ``callbacks``, ``loggers`` and
-  ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
-- in :mod:`.transforms`: ``on_after_batch_transfer`` of a module
-- in :mod:`.module`: its own ``val_dataloader``, where nothing is to be validated; whose trainer it
-  has, and where pixels are computed, in a run within that of another trainer
-- in :mod:`.recording`: ``trainer.profiler``, ``batch_to_device`` of the strategy
-- in :mod:`.guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
-  strategy; in :mod:`.guard.parts`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
-  ``log`` of the module
-- in :mod:`.proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
-  the trainer
-
+``docs/seams.md`` lists them, and what this package replaces on single objects, never on a class,
+until the run of a trainer ends; here that is done by :func:`replace_for_one_run`.
 ``tests/plugin/test_seams.py`` pins each of them against the installed Lightning.
 """
 
@@ -34,7 +12,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -46,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_fastdata.batches.staged import packed_documents
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.loading.position import Place
-from lightning_fastdata.tree import held
+from lightning_fastdata.tree import children, held
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -403,17 +381,12 @@ def with_paths(
     """Yield a trainer's loaders with the keys and positions under which each is found."""
     if hasattr(loaders, "iterables") and hasattr(loaders, "flattened"):  # a CombinedLoader
         loaders = loaders.iterables
-    inner: Iterable[tuple[object, object]]
-    if isinstance(loaders, Mapping):
-        inner = loaders.items()
-    elif isinstance(loaders, list | tuple):
-        inner = enumerate(loaders)
-    else:
-        if loaders is not None:
-            yield path, loaders
-        return
-    for key, loader in inner:
+    # A loader of the user's may be a sequence of another class.
+    inner = children(loaders) if isinstance(loaders, Mapping | list | tuple) else None
+    for key, loader in inner or ():
         yield from with_paths(loader, (*path, key))
+    if inner is None and loaders is not None:
+        yield path, loaders
 
 
 def average_exactly(trainer: Trainer) -> None:

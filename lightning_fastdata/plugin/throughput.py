@@ -38,7 +38,6 @@ from lightning_fastdata.insight.machine import (
 )
 from lightning_fastdata.insight.ranks import (
     RankRecords,
-    RankStalls,
     RankTiming,
     rank_metrics,
     shared_store,
@@ -51,9 +50,7 @@ from lightning_fastdata.insight.report import (
     report_file,
     verdict_line,
 )
-from lightning_fastdata.insight.step_costs import StepCosts
-from lightning_fastdata.insight.verdict import Evidence, Verdict, judge
-from lightning_fastdata.insight.wall import Pauses
+from lightning_fastdata.insight.verdict import Verdict, judge
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.plugin import boards, seams
@@ -638,34 +635,23 @@ class MeasuredRun:
         dataset = getattr(loader, "dataset", None)
         context = getattr(loader, "multiprocessing_context", None) or multiprocessing
         forked = context.get_start_method() == "fork"
-        self._memory, machine = host.memory.seen(dataset, forked=forked), host.seen()
-        late = recording.main.late_batches(train, facts, machine=machine)
+        self._memory = host.memory.seen(dataset, forked=forked)
         ours = seams.own_datamodule(trainer)
         before, moves, augments = (seams.written_hook(trainer, name) for name in seams.HOOKS)
-        step = StepCosts(
-            summary=train,
-            loader=facts,
-            before_hook=before,
-            transfer_hook=moves,
-            augment_hook=augments,
-            settings_in=class_of_settings(loader) if ours is None else "LoaderOptions",
-            padding=recording.main.padding.padding(),
-        )
-        pauses = Pauses(
-            wall=wall,
-            epochs=train.cold_steps,
-            loader=facts,
-            machine=machine,
-            loaders_anew=seams.attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
-            val_workers=getattr(val_loader, "num_workers", None),
-            val_loader=None if val is None else val_label,
-        )
         return judge(
-            Evidence(
-                late=late,
-                step=step,
-                pauses=pauses,
-                ranks=RankStalls(times=step.times, ranks=() if ranks is None else ranks.complete),
+            recording.main.evidence(
+                train,
+                facts,
+                machine=host.seen(),
+                before_hook=before,
+                transfer_hook=moves,
+                augment_hook=augments,
+                settings_in=class_of_settings(loader) if ours is None else "LoaderOptions",
+                wall=wall,
+                loaders_anew=seams.attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
+                val_workers=getattr(val_loader, "num_workers", None),
+                val_loader=None if val is None else val_label,
+                ranks=() if ranks is None else ranks.complete,
                 memory=self._memory,
             )
         )

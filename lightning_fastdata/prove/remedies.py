@@ -71,14 +71,6 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A remedy that is not tried."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
     """Facts about a loader and its training that decide which remedies there are."""
 
@@ -115,25 +107,25 @@ PERSIST: Final = Remedy(
 )
 
 
-def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
-    """Return the remedies that suit the facts, and those that would, but must not be tried."""
+def named(facts: LoaderFacts) -> tuple[list[Remedy], dict[str, str]]:
+    """Return the remedies that suit the facts, and why others must not be tried, by their names."""
     if facts.reader == "other":
         why = "the batches do not come from one plain DataLoader, which alone can be made anew"
-        return [], [Refused(name="another loader", why=why)]
+        return [], {"another loader": why}
     if facts.reader == "ours":
         why = 'num_workers="auto" chooses them for a loader of this package'
-        return [], [Refused(name="workers, persistence and pinning", why=why)]
+        return [], {"workers, persistence and pinning": why}
     # Remedies most likely to help come first, as the time may not suffice for all.
     workers, others = _workers(facts), _others(facts)
     starts = facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE
     wanted = [*others[:1], *workers[:1], *others[1:], *workers[1:]]
     if starts:
         wanted.insert(2, PERSIST)
-    remedies, refused = [], []
+    remedies, refused = list[Remedy](), dict[str, str]()
     for remedy in wanted:
         why = _why_not(remedy.change, facts)
         if why:
-            refused.append(Refused(name=remedy.name, why=why))
+            refused[remedy.name] = why
         elif facts.changes == "unknown":
             said = "what is read cannot be compared: make sure that no step changes it"
             remedies.append(replace(remedy, says=(*remedy.says, said)))

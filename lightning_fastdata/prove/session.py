@@ -9,11 +9,11 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -41,7 +41,7 @@ from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.prove import ProveSettings
-from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Reader, Refused, named
+from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Reader, named
 from lightning_fastdata.prove.trials import (
     AS_IS,
     FREE,
@@ -198,12 +198,11 @@ class Session:
         """Number of epochs of the training; infinity: no limit is known."""
         self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
         self._places: dict[Stage, list[Place]] = {"train": [], "val": []}
-        self._turns = turns(trial, self.left_s, self._name_remedies)
+        self._course = self._settled_parts()
         self._turn: Turn | None = None
         self._repeats = 1
         self._parts: list[tuple[float, float, float, float]] = []
         """Seconds of an epoch, a step and the part, and CPUs of others, per part of the block."""
-        self._probes = 0
         self._bad = False
         self._looks: dict[int, Fingerprint | None] = {}
         self._before: dict[int, Fingerprint | None] = {}
@@ -261,10 +260,9 @@ class Session:
             place.ended(self._stepped_s)
         for place in self._places["val"]:
             place.ended(self._validated_s)
-        if self._began_s:
-            self._part_ended(now_s)
+        self._part_ended(now_s)
         self._write()
-        self._next_part()
+        next(self._course)
         for places in self._places.values():
             for place in places:
                 place.asked_s, place.given, place.aside_s = [], 0, 0.0
@@ -275,31 +273,24 @@ class Session:
         """Yield the batches of the part of an epoch whose turn it is."""
         arm = AS_IS if self._turn is None else self._turn.arm
         place.asked_s.append(clock.monotonic())
-        if arm == FREE and place.kept:
-            for number in range(place.steps):
-                batch = place.kept[number % len(place.kept)]
-                place.given += 1
-                yield copied(batch) if self._in_place else batch
-                place.asked_s.append(clock.monotonic())
-            return
-        probing = self._turn is None
-        if probing and place.stage == "train":
+        probing, trains = self._turn is None, place.stage == "train"
+        if probing and trains:
             self._look_between(place)
-        batches = self._batches(place, arm)
-        for number, batch in enumerate(batches):
+        # Later batches are not read; the iterator ends with this generator.
+        for number, batch in enumerate(islice(self._batches(place, arm), place.steps)):
             place.given += 1
             if probing:
                 yield from self._probed(place, batch)
-                place.asked_s.append(clock.monotonic() - place.aside_s)
             else:
-                if number == 0 and arm == AS_IS and place.stage == "train":
+                if number == 0 and arm == AS_IS and trains:
                     self._first_s.append(clock.monotonic() - place.asked_s[0])
                 yield batch
-                place.asked_s.append(clock.monotonic())
-            if number + 1 == place.steps:
-                return  # later batches are not read; the iterator ends with this generator
+            place.asked_s.append(clock.monotonic() - place.aside_s)
 
     def _batches(self, place: Place, arm: str) -> Generator[Batch]:
+        if arm == FREE and place.kept:
+            for batch in cycle(place.kept):
+                yield copied(batch) if self._in_place else batch
         remedy = self.trial.remedies.get(arm)
         if remedy is None:
             yield from place.loader(AS_IS, Change(), None)
@@ -316,7 +307,7 @@ class Session:
         text = str(error).strip().partition("\n")[0].partition(". ")[0]
         self.trial.failed[arm] = f"{type(error).__name__}: {text:.300}"
         if isinstance(error, FastDataError):  # the remedy does not suit this dataset
-            self.trial.refused.append(Refused(name=arm, why=f"{text:.300}"))
+            self.trial.refused[arm] = f"{text:.300}"
         self._bad = True
 
     def ended_by(self, error: BaseException) -> None:
@@ -368,32 +359,32 @@ class Session:
 
     # -- the parts of an epoch ---------------------------------------------------------------------
 
-    def _next_part(self) -> None:
-        if not self._began_s:
-            return
-        if self._probes < 2:
-            self._probes += 1
-            if self._probes == 1:
-                self._cut(_PROBE_S)
-                return
-            self._settle()
-        turn = self._turn
-        confirms = turn is not None and turn.phase == "confirm"
-        over = self.left_s() <= (-_OVER * self.budget_s if confirms else 0.0)
-        goes_on = not self._bad and not over
-        if turn is not None and goes_on and len(self._parts) < self._parts_of(turn):
-            return
-        self._block_ended()
-        if over:
-            self._end("the time was over; --budget gives more")
-        self._turn = next(self._turns, None)
-        if self._turn is None:
-            self._end("")
-        stays = candidate(self.trial) if self._turn.phase == "confirm" else None
-        for arm in self.trial.remedies:
-            if arm in self.trial.failed or (stays is not None and arm != stays):
-                for place in (*self._places["train"], *self._places["val"]):
-                    place.close(arm)
+    def _settled_parts(self) -> Iterator[None]:
+        """Yield before each part of an epoch, once it is settled what the part reads."""
+        yield
+        self._cut(_PROBE_S)
+        yield
+        self._settle()
+        for turn in turns(self.trial, self.left_s, self._name_remedies):
+            self._turn, self._parts, self._bad = turn, [], False
+            confirms = turn.phase == "confirm"
+            stays = candidate(self.trial) if confirms else None
+            for arm in self.trial.remedies:
+                if arm in self.trial.failed or (stays is not None and arm != stays):
+                    self._close(arm)
+            least_s = -_OVER * self.budget_s if confirms else 0.0
+            while not (over := self.left_s() <= least_s) and not self._bad:
+                if len(self._parts) >= self._parts_of(turn):
+                    break
+                yield
+            self._block_ended(turn)
+            if over:
+                self._end("the time was over; --budget gives more")
+        self._end("")
+
+    def _close(self, arm: str) -> None:
+        for place in (*self._places["train"], *self._places["val"]):
+            place.close(arm)
 
     def _parts_of(self, turn: Turn) -> int:
         if not turn.warm:
@@ -408,9 +399,8 @@ class Session:
         self.trial.stopped = why
         self.trial.ended = not why
         self._write()
-        for place in (*self._places["train"], *self._places["val"]):
-            for arm in list(place.arms):
-                place.close(arm)
+        for arm in (AS_IS, *self.trial.remedies):
+            self._close(arm)
         raise TrialEndedError(0)
 
     def _cut(self, seconds: float) -> None:
@@ -445,9 +435,9 @@ class Session:
 
     def _part_ended(self, now_s: float) -> None:
         train, val = self._places["train"], self._places["val"]
-        first = train[0]
-        if self._turn is None or len(first.asked_s) < 2:
+        if self._turn is None or len(train[0].asked_s) < 2:
             return
+        first = train[0]
         steps = len(first.asked_s) - 1
         cycle_s = now_s - self._began_s
         arm = self._turn.arm
@@ -470,10 +460,9 @@ class Session:
                 self._used.append(own_s / max(cycle_s, 1e-3))
         self._parts.append((max(whole_s, 1e-9), step_s, cycle_s, others))
 
-    def _block_ended(self) -> None:
-        turn, parts, bad = self._turn, self._parts, self._bad
-        self._parts, self._bad = [], False
-        if turn is None or turn.warm or bad or not parts:
+    def _block_ended(self, turn: Turn) -> None:
+        parts = self._parts
+        if turn.warm or self._bad or not parts:
             return
         count = len(parts)
         epoch, step, wall, others = (sum(each) for each in zip(*parts, strict=True))
@@ -492,7 +481,7 @@ class Session:
         facts = self._facts()
         remedies, refused = named(facts)
         self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
-        self.trial.refused.extend(refused)
+        self.trial.refused.update(refused)
         self.trial.facts |= {
             "changes": facts.changes,
             "epochs": None if math.isinf(facts.epochs) else facts.epochs,
@@ -513,21 +502,19 @@ class Session:
             for arm in (AS_IS, FREE)
         ]
         sizes = [sum(t.nbytes for t in tensors_in(batch)) for batch in train[0].kept]
-        batch_bytes = sum(sizes) / max(1, len(sizes))
         return LoaderFacts(
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
             cpus=read_cpu_limit().usable_cpus,
-            used_cpus=sum(self._used) / max(1, len(self._used)),
+            used_cpus=_mean(self._used),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
-            start_share=(sum(self._first_s) / max(1, len(self._first_s)))
-            / max(sum(as_is) / max(1, len(as_is)), 1e-9),
+            start_share=_mean(self._first_s) / max(_mean(as_is), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,
             stream=is_stream(own),
             changes=next((each for each in order if each in self._changes), "nothing"),
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
-            keeps_bytes=batch_bytes * (train[0].batches or 0),
+            keeps_bytes=_mean(sizes) * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
         )
 
@@ -535,6 +522,10 @@ class Session:
         turn = self._turn
         self.trial.facts["now"] = "" if turn is None else f"{turn.phase}: {turn.arm}"
         write_atomically(self.file, json.dumps(asdict(self.trial)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) -> Iterator[Batch]:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.prove.remedies import Refused, Remedy, code_of, together
+from lightning_fastdata.prove.remedies import Remedy, code_of, together
 
 Phase: TypeAlias = Literal["bound", "try", "confirm"]
 Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not known"]
@@ -99,8 +99,8 @@ class Trial:
     blocks: list[Block] = field(default_factory=list)
     remedies: dict[str, Remedy] = field(default_factory=dict)
     """Remedies that are tried, by name."""
-    refused: list[Refused] = field(default_factory=list)
-    """Remedies that are not tried, with the reason."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Reasons why remedies are not tried, by the name of the remedy."""
     failed: dict[str, str] = field(default_factory=dict)
     """Errors that ended remedies, by the name of the remedy."""
     notes: list[str] = field(default_factory=list)
@@ -116,14 +116,8 @@ class Trial:
 def of_dict(known: Mapping[str, Any]) -> Trial:
     """Return the trial of a dict that `dataclasses.asdict` made."""
     remedies = {name: Remedy.of_dict(each) for name, each in known["remedies"].items()}
-    return Trial(
-        **{
-            **known,
-            "blocks": [Block(**each) for each in known["blocks"]],
-            "remedies": remedies,
-            "refused": [Refused(**each) for each in known["refused"]],
-        }
-    )
+    blocks = [Block(**each) for each in known["blocks"]]
+    return Trial(**{**known, "blocks": blocks, "remedies": remedies})
 
 
 # -- the order of the blocks -----------------------------------------------------------------------
@@ -380,14 +374,12 @@ class Conclusion:
         if self.remedy is not None:
             lines += ["", "Write:", *(f"    {line}" for line in self.code)]
             lines += [line for said in self.says for line in _wrapped(said, "know  ")]
-        told = [f"{each.name}: {each.why}" for each in self.trial.refused]
-        if told:
-            lines += ["", *(line for each in told for line in _wrapped(each, "not tried  "))]
-        unsuited = {each.name for each in self.trial.refused}
+        lines += [""] * bool(self.trial.refused)
+        for name, why in self.trial.refused.items():
+            lines += _wrapped(f"{name}: {why}", "not tried  ")
         for name, why in self.trial.failed.items():
-            if name in unsuited:
-                continue
-            lines += _wrapped(f"{name}: {why}", "failed  ")
+            if name not in self.trial.refused:
+                lines += _wrapped(f"{name}: {why}", "failed  ")
         if self.trial.stopped and self.trial.blocks:
             lines += _wrapped(f"{self.trial.stopped}; this is what is known", "stopped  ")
         others = (

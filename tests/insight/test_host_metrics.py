@@ -10,7 +10,7 @@ from conformance.pieces import Linear, Rows, make_trainer
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.host.cpu import CpuThrottling, HostUsage
+from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.insight import machine
 from lightning_fastdata.insight.machine import HostMeter, MachineSeen, MemoryMeter
 
@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 
 def usage(at_s, held_us=None):
     held = None if held_us is None else CpuThrottling(9, 1, throttled_us=held_us)
-    return HostUsage(at_s=at_s, throttling=held)
+    return at_s, held, None
 
 
 def test_what_a_quota_held_back_is_told():

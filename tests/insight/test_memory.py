@@ -16,6 +16,7 @@ import pytest
 from misses import Misses
 
 from lightning_fastdata.host.memory import Pages, pages_of, read_alone
+from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.machine import (
     Look,
     MemoryMeter,
@@ -24,7 +25,7 @@ from lightning_fastdata.insight.machine import (
     memory_notes,
     memory_uses,
 )
-from lightning_fastdata.insight.verdict import Evidence, findings
+from lightning_fastdata.insight.verdict import findings
 from lightning_fastdata.sources.shared import HeldObjects, held_objects
 
 MIB, GIB = 2**20, 2**30

@@ -189,7 +189,7 @@ def fitted(tmp_path, monkeypatch):
     def fit(loader):
         evidence = []
         monkeypatch.setattr(
-            throughput, "judge", lambda known: evidence.append(known.step) or judge_all(known)
+            throughput, "judge", lambda known: evidence.append(known) or judge_all(known)
         )
         callback = DataThroughputCallback(summary=False, report=False)
         model = Logs()

@@ -11,8 +11,8 @@ from insight.made_up import history_of, stage, timing
 from misses import each
 from verdicts.known import judge, of_loop
 
+from lightning_fastdata.insight.evidence import evidence_of
 from lightning_fastdata.insight.finding import Finding, Gain, LoaderFacts, duration_text
-from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.report import RunReport, as_ascii, bar
 from lightning_fastdata.insight.stage import window_means
 from lightning_fastdata.insight.verdict import Verdict
@@ -123,7 +123,7 @@ def test_a_device_could_augment_what_workers_do_beside_it_unless_they_were_found
     if transforms:
         causes = WaitCauses(batches=20, wait=WaitParts(), operations=transforms)
         measured = replace(measured, causes=causes)
-    assert late_batches_of(measured, LoaderFacts(**facts)).device_could_augment is could
+    assert evidence_of(measured, LoaderFacts(**facts)).device_could_augment is could
 
 
 def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():

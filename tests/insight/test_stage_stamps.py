@@ -62,7 +62,7 @@ def test_where_all_steps_are_first_ones_their_causes_are_of_the_whole_wait(virtu
         meter.step_ended(4)
     found = meter.summary()
     assert found.cold_wait_ms == pytest.approx(54)
-    for causes in (found.causes, meter.late_batches(found, LoaderFacts()).causes):
+    for causes in (found.causes, meter.evidence(found, LoaderFacts()).causes):
         assert causes.wait.total_ms == pytest.approx(54)
         assert causes.wait.idle_ms == pytest.approx(50)
 
@@ -95,7 +95,7 @@ def test_a_cpu_that_reading_lacked_is_not_taken_off_the_time_of_the_steps(virtua
         virtual.queue(0.004)
         meter.step_ended(4)
     facts = LoaderFacts(num_workers=0, usable_cpus=2)
-    late = meter.late_batches(meter.summary(), facts)
+    late = meter.evidence(meter.summary(), facts)
     assert late.setup.step_cpus == pytest.approx(0.5)
 
 

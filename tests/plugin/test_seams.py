@@ -23,10 +23,11 @@ from lightning_fastdata.plugin.recording import attach_tee
 from lightning_fastdata.plugin.seams import average_exactly, replace_for_one_run, unseen_steps
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
+PAGE = (Path(__file__).parents[2] / "docs" / "seams.md").read_text("utf-8")
 NAMES = (
     "_data_source", "_loaded_from_state_dict", "_batches_that_stepped", "_combined_loader",
     "_accelerator_connector", "_data_connector", "_datahook_selector",
-    "_checkpoint_connector", "_loaded_checkpoint",
+    "_checkpoint_connector", "_loaded_checkpoint", "_data_fetcher",
 )  # fmt: skip
 CLASSES_KNOWN_BY_NAME = {
     "DataHooks": "core.hooks",
@@ -50,7 +51,7 @@ CLASSES_KNOWN_BY_NAME = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_seams_use_a_private_name_and_their_docstring_has_it(name):
+def test_only_the_seams_use_a_private_name_and_their_page_has_it(name):
     used = re.compile(rf"(?<!\w){name}(?!\w)")
     users = {
         file.relative_to(PACKAGE).parts[:2]
@@ -58,7 +59,7 @@ def test_only_the_seams_use_a_private_name_and_their_docstring_has_it(name):
         if used.search(file.read_text("utf-8"))
     }
     assert users == {("plugin", "seams.py")}
-    assert used.search(seams.__doc__)
+    assert used.search(PAGE)
 
 
 @each("name", CLASSES_KNOWN_BY_NAME)

@@ -15,7 +15,8 @@ import torch
 from rig.machine import sleep, work
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lightning_fastdata.insight.verdict import Evidence, findings
+from lightning_fastdata.insight.evidence import Evidence
+from lightning_fastdata.insight.verdict import findings
 from verdicts.workloads import CPUS, Samples, Training
 
 HEALTHY = 50
@@ -26,7 +27,7 @@ _STALL_MODERATE = 0.03
 
 def blames_data(evidence: Evidence) -> bool:
     """Return whether data is said to cost 3 % of the step or more, or loading is blamed."""
-    share = evidence.late.times.stall_share
+    share = evidence.times.stall_share
     stalls = share is not None and share >= _STALL_MODERATE
     return stalls or any(found.code in INPUT_BOUND for found in findings(evidence))
 

@@ -1,20 +1,18 @@
-"""Evidence of which some facts are known, whichever families of causes they belong to."""
+"""Evidence of which some facts are known."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from lightning_fastdata.insight import verdict
+from lightning_fastdata.insight.evidence import Evidence, evidence_of
 from lightning_fastdata.insight.finding import LoaderFacts
-from lightning_fastdata.insight.late_batches import LateBatches, late_batches_of
 from lightning_fastdata.insight.machine import NO_MACHINE
-from lightning_fastdata.insight.ranks import RankStalls
-from lightning_fastdata.insight.step_costs import StepCosts
-from lightning_fastdata.insight.steps import PhaseSummary, StageSummary, times_of
-from lightning_fastdata.insight.verdict import Evidence, Verdict
+from lightning_fastdata.insight.steps import PhaseSummary, StageSummary
+from lightning_fastdata.insight.verdict import Verdict
 from lightning_fastdata.insight.waits import NO_CAUSES
-from lightning_fastdata.insight.wall import NO_TIME, Pauses, loop_time
+from lightning_fastdata.insight.wall import NO_TIME, loop_time
 
 NOTHING: Final = Evidence()
 NO_LOADER: Final = LoaderFacts()
@@ -31,8 +29,8 @@ UNKNOWN: Final[dict[str, Any]] = {
 
 
 def evidence_with(evidence: Evidence = NOTHING, /, **facts: Any) -> Evidence:
-    """Return the evidence with some facts changed, each in all families that have it."""
-    summary, loader = evidence.late.summary, evidence.late.loader
+    """Return the evidence with some facts changed."""
+    summary, loader = evidence.summary, evidence.loader
     if "summary" in facts:
         kept = {"transfer": summary.transfer, "augment": summary.augment, "causes": summary.causes}
         kept = {name: value for name, value in kept.items() if value is not None}
@@ -48,16 +46,11 @@ def evidence_with(evidence: Evidence = NOTHING, /, **facts: Any) -> Evidence:
     now = facts.get("setup")
     if now is not None:
         facts.setdefault("setup_with", lambda n: replace(now, workers=n, look_ahead=max(8, 2 * n)))
-    facts["summary"] = replace(summary, device=facts.pop("device", summary.device))
-    facts["times"] = times_of(summary)
+    known = {name: facts.pop(name) for name in ("device", "cold_steps") if name in facts}
+    facts["summary"] = replace(summary, **known)
     new = facts.pop("loader", loader)
     facts["loader"] = replace(new, closed=facts.pop("closed", new.closed or loader.closed))
-    families = {each.name: getattr(evidence, each.name) for each in fields(evidence)}
-    families["memory"] = facts.pop("memory", evidence.memory)
-    for name, family in families.items():
-        own = {each.name for each in fields(family)} & facts.keys()
-        families[name] = replace(family, **{each: facts[each] for each in own})
-    return Evidence(**families)
+    return replace(evidence, **facts)
 
 
 def judge(
@@ -76,13 +69,9 @@ def _phase(ms: float | None) -> PhaseSummary | None:
 def of_loop(
     summary: StageSummary,
     loader: LoaderFacts = NO_LOADER,
-    late: LateBatches | None = None,
+    evidence: Evidence | None = None,
     val: StageSummary | None = None,
 ) -> Evidence:
-    """Return what is known of a stage of a loop; ``late``: what stamps show."""
-    return Evidence(
-        late=late or late_batches_of(summary, loader),
-        step=StepCosts(summary=summary, loader=loader),
-        pauses=Pauses(wall=loop_time(summary, val), epochs=summary.cold_steps, loader=loader),
-        ranks=RankStalls(times=times_of(summary)),
-    )
+    """Return what is known of a stage of a loop; ``evidence``: what stamps show."""
+    known = evidence or evidence_of(summary, loader)
+    return replace(known, wall=loop_time(summary, val))

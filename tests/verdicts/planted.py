@@ -17,7 +17,7 @@ from rig.machine import Machine, VirtualLock, machine, sleep, work
 from rig.virtual_crew import USUAL, Costs, on_machine
 from torch.utils.data import Dataset
 
-from lightning_fastdata.insight.verdict import Evidence
+from lightning_fastdata.insight.evidence import Evidence
 from verdicts.workloads import (
     CPUS,
     Samples,

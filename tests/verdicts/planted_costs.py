@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rig.machine import VirtualBarrier, machine, sleep, work
 
+from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.ranks import RankTiming
-from lightning_fastdata.insight.verdict import Evidence
 from verdicts.known import evidence_with
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.workloads import Samples, Training, train
@@ -71,7 +71,7 @@ def _straggling_rank(magnitude: tuple[int, float]) -> Evidence:
     while len(found) < ranks:
         sleep(0.001)
     timings = tuple(
-        RankTiming(rank=rank, host="a", steps=_STEPS, stall_ms=found[rank].late.times.stall_ms)
+        RankTiming(rank=rank, host="a", steps=_STEPS, stall_ms=found[rank].times.stall_ms)
         for rank in range(ranks)
     )
     return evidence_with(found[0], ranks=timings)

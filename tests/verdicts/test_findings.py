@@ -15,7 +15,6 @@ from misses import each
 from thoroughness import max_examples
 
 import lightning_fastdata
-from lightning_fastdata.insight import late_batches, machine, ranks, step_costs, wall
 from lightning_fastdata.insight.finding import (
     KEEP,
     SMALL_COSTS,
@@ -26,19 +25,12 @@ from lightning_fastdata.insight.finding import (
 )
 from lightning_fastdata.insight.machine import MachineSeen
 from lightning_fastdata.insight.ranks import RankTiming
-from lightning_fastdata.insight.verdict import COSTS, findings
+from lightning_fastdata.insight.verdict import COSTS, RULES, findings
 from lightning_fastdata.insight.waits import LineShare, OperationShare, SlowSample, WaitParts
 from lightning_fastdata.insight.wall import WallTime
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 from verdicts.known import UNKNOWN, evidence_with
 
-RULES = (
-    *late_batches.RULES,
-    *step_costs.RULES,
-    *ranks.RULES,
-    *wall.RULES,
-    *machine.RULES,
-)
 CODES = [
     *("FD302", "FD303", "FD304", "FD305", "FD306", "FD307", "FD308", "FD315", "FD323", "FD324"),
     *("FD310", "FD312", "FD313", "FD316", "FD318", "FD320"),
@@ -99,7 +91,7 @@ TABLE = {
     "FD308": (late({"handover_ms": 6.0, "read_ms": 4.0, "collate_ms": 4.0, "read_cpu_ms": 4.0,
                     "read_blocked_ms": 1.0}), "32%"),
     "FD310": (
-        evidence_with(**FINE, epochs=2, wall=run_of(epoch_starts=0.8, compute=9.2)),
+        evidence_with(**FINE, cold_steps=2, wall=run_of(epoch_starts=0.8, compute=9.2)),
         "0.8 s each",
     ),
     "FD312": (evidence_with(**FINE, transfer_ms=4.0, device="cuda"), "10%"),
@@ -170,7 +162,7 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
 
 def test_findings_come_by_severity_then_by_clearly_larger_gains_then_by_the_table():
     everything = evidence_with(
-        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, epochs=3,
+        TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, cold_steps=3,
         wall=run_of(epoch_starts=75.0, validation=20.0, compute=5.0), ranks=stalling(1.0, 20.0),
     )  # fmt: skip
     found = findings(everything)

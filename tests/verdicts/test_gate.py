@@ -32,6 +32,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight import stage as measured
+from lightning_fastdata.insight.evidence import evidence_of
 from lightning_fastdata.insight.finding import (
     FAMILIES,
     KEEP,
@@ -43,7 +44,6 @@ from lightning_fastdata.insight.finding import (
     passed,
     read_loader,
 )
-from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.machine import MachineSeen
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.steps import StageSummary, StepHistory
@@ -330,10 +330,8 @@ def test_causes_and_costs_are_without_the_batch_that_took_long():
     with on_machine():
         once = trained(Samples(60 * 16, cpu_s=0.001, slow_s=3.0, slow_every=1000))
     assert len(once[0].long_steps) == 1
-    assert once[1].late.causes.wait.total_ms == pytest.approx(
-        usual[1].late.causes.wait.total_ms, rel=0.1
-    )
-    assert max(cost.blocked_ns for cost in once[1].late.costs) < 1e9
+    assert once[1].causes.wait.total_ms == pytest.approx(usual[1].causes.wait.total_ms, rel=0.1)
+    assert max(cost.blocked_ns for cost in once[1].costs) < 1e9
     assert [f.code for f in findings(once[1])] == [f.code for f in findings(usual[1])]
 
 
@@ -348,9 +346,9 @@ def test_no_cost_is_of_a_batch_whose_step_took_long_by_waiting_or_by_computing(w
         now = ended + compute * ms
     long = timing(30, wait_ms, compute_ms)
     summary = StageSummary(stage="train", steps=40, samples=160, duration_s=2.0)
-    usual = late_batches_of(summary, LoaderFacts(), stamps).costs
+    usual = evidence_of(summary, LoaderFacts(), stamps).costs
     assert len(usual) == 39, "of the last one the step is not known"
-    costs = late_batches_of(replace(summary, long_steps=(long,)), LoaderFacts(), stamps).costs
+    costs = evidence_of(replace(summary, long_steps=(long,)), LoaderFacts(), stamps).costs
     assert [each.cpu_ns for each in costs] == [20 * ms] * 38
 
 

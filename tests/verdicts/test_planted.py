@@ -34,7 +34,7 @@ def check_findings(plant):
         assert [each.code for each in found][:1] == [plant.code], (
             magnitude,
             found,
-            evidence.late.causes,
+            evidence.causes,
         )
         assert found[0].remedy, (magnitude, found[0])
     for closed in ({}, dict.fromkeys(OPTIONS, "chosen")) if plant in LOADING else ():
@@ -53,7 +53,7 @@ def test_data_of_a_healthy_training_are_not_blamed():
     for number in range(HEALTHY):
         with on_machine():
             evidence = train(healthy(number))
-        assert not blames_data(evidence), (number, findings(evidence), evidence.late.causes)
+        assert not blames_data(evidence), (number, findings(evidence), evidence.causes)
 
 
 def test_every_cause_is_planted_in_five_magnitudes():

@@ -44,5 +44,5 @@ def test_the_step_that_a_loader_without_workers_is_promised_with_some_comes_true
     assert first.code == code
     assert "num_workers" in first.remedy or code == "FD302"
     for told in (n for n in range(1, 65) if f"num_workers={n})" in first.remedy):
-        after = followed(training, told).late.times.step_ms
+        after = followed(training, told).times.step_ms
         assert after == pytest.approx(first.gain.after_ms, rel=0.2), told

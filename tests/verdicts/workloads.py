@@ -17,10 +17,9 @@ from rig.machine import machine, sleep, work
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight.evidence import Evidence, evidence_of
 from lightning_fastdata.insight.finding import read_loader
-from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.steps import StepTimeline
-from lightning_fastdata.insight.verdict import Evidence
 from lightning_fastdata.insight.waits import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
@@ -136,7 +135,7 @@ class Stage:
         setup = setup_of(self.loader, **here)
         rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
         summary, loader = self.summary(), replace(read_loader(self.loader), closed={})
-        late = late_batches_of(summary, loader, list(self.records), setup)
+        late = evidence_of(summary, loader, list(self.records), setup)
         measured["read_rates"] = rates[-1] if rates else None
         return evidence_with(of_loop(summary, loader, late, val), **measured)
 

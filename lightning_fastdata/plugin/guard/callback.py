@@ -154,7 +154,7 @@ class GuardHooks:
         if datamodule.guard != "raise":
             move = parts.ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
             seams.replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
-        if parts.why_not_in_parts(trainer, pl_module) is None:
+        if parts.can_be_in_parts(trainer, pl_module):
             optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
             self.parts = parts.RunsInParts(trainer, pl_module, optimization.run, datamodule)
             seams.replace_for_one_run(trainer, optimization, "run", self.parts)
@@ -212,13 +212,10 @@ def _as_before(sizes: dict[str, int], batch_size: int) -> GuardDecision:
 
     ``batch_size``: that of the data module.
     """
-    return GuardDecision(
-        batch_size=sizes["batch_size"],
-        accumulate_grad_batches=sizes["accumulate_grad_batches"],
-        action="accumulate",
-        reason=f"The run is resumed with the batch size of {sizes['batch_size']} that its guard "
-        f"chose instead of {batch_size}.",
-    )
+    size = sizes["batch_size"]
+    reason = f"The run is resumed with the batch size of {size} that its guard chose instead of "
+    reason += f"{batch_size}."
+    return GuardDecision(size, sizes["accumulate_grad_batches"], "accumulate", reason)
 
 
 def _set_sizes(trainer: Trainer, datamodule: DataModule, batch_size: int, accumulate: int) -> None:
@@ -259,7 +256,7 @@ class Probe(NamedTuple):
         return self.peak_bytes is not None and self.peak_bytes <= self.budget_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GuardDecision:
     """What the guard decided about the batch size of a training, and why."""
 
@@ -303,27 +300,18 @@ def accumulated(asked: int, probes: Sequence[Probe], accumulate_now: int) -> Gua
     has fewer rows than were asked for where the dataset has no more.
     """
     full, last = probes[0], probes[-1]
-    need = f"A training step on {full.rows} rows needs {_needed(full)}"
     if full.fits:
-        return GuardDecision(
-            batch_size=asked,
-            accumulate_grad_batches=accumulate_now,
-            action="keep",
-            reason=f"{need}, {size_text(full.budget_bytes)} may be used: the batch size stays.",
-        )
-    need = f"{need}, but {size_text(full.budget_bytes)} may be used"
+        room = size_text(full.budget_bytes)
+        reason = f"{_needed(full)}, {room} may be used: the batch size stays."
+        return GuardDecision(asked, accumulate_now, "keep", reason)
     if not last.fits:
-        return _nothing_fits(need, accumulate_now)
+        return _nothing_fits(full, accumulate_now)
     batches = accumulate_now * -(-full.rows // last.rows)
     before, after = full.rows * accumulate_now, last.rows * batches
     seen = f"still sees {after}" if after == before else f"sees {after} instead of {before}"
-    return GuardDecision(
-        batch_size=last.rows,
-        accumulate_grad_batches=batches,
-        action="accumulate",
-        reason=f"{need}: the loader now gives {last.rows} rows at a time and gradients accumulate "
-        f"over {batches} batches. Each optimizer step {seen} rows.",
-    )
+    reason = f"{_too_large(full)}: the loader now gives {last.rows} rows at a time and gradients "
+    reason += f"accumulate over {batches} batches. Each optimizer step {seen} rows."
+    return GuardDecision(last.rows, batches, "accumulate", reason)
 
 
 def chosen(probes: Sequence[Probe], accumulate_now: int) -> GuardDecision:
@@ -334,44 +322,32 @@ def chosen(probes: Sequence[Probe], accumulate_now: int) -> GuardDecision:
     """
     fitting = [probe for probe in probes if probe.fits]
     if not fitting:
-        last = probes[-1]
-        need = f"A training step on {last.rows} row needs {_needed(last)}"
-        return _nothing_fits(
-            f"{need}, but {size_text(last.budget_bytes)} may be used", accumulate_now
-        )
+        return _nothing_fits(probes[-1], accumulate_now)
     rates = _rows_per_s(fitting)
     best = max(rates.values())
     found = next(probe for probe in fitting if rates[probe.rows] >= _NEARLY * best)
     tried = ", ".join(f"{rows}: {rate:.4g}" for rows, rate in rates.items())
-    return GuardDecision(
-        batch_size=found.rows,
-        accumulate_grad_batches=accumulate_now,
-        action="chosen",
-        reason=f'batch_size="auto": {found.rows} rows at a time, which takes '
+    reason = (
+        f'batch_size="auto": {found.rows} rows at a time, which takes '
         f"{size_text(found.peak_bytes or 0)} of the {size_text(found.budget_bytes)} that may be "
         f"used and trains {rates[found.rows] / best:.0%} of the most rows a second. Rows a second "
-        f"that were measured, by batch size: {tried}.",
+        f"that were measured, by batch size: {tried}."
     )
+    return GuardDecision(found.rows, accumulate_now, "chosen", reason)
 
 
 def skipped(asked: int, accumulate_now: int, why: str) -> GuardDecision:
     """Return the decision to leave everything as it is because nothing could be measured."""
-    return GuardDecision(
-        batch_size=asked,
-        accumulate_grad_batches=accumulate_now,
-        action="skipped",
-        reason=f"The batch size was not checked against the GPU's memory: {why}.",
-    )
+    reason = f"The batch size was not checked against the GPU's memory: {why}."
+    return GuardDecision(asked, accumulate_now, "skipped", reason)
 
 
-def _nothing_fits(need: str, accumulate_now: int) -> GuardDecision:
-    return GuardDecision(
-        batch_size=1,
-        accumulate_grad_batches=accumulate_now,
-        action="raise",
-        reason=f"{need}, and not even one row fits. Free memory on the device, use a smaller model "
-        "or smaller samples, or set guard to 'off' to try nevertheless.",
+def _nothing_fits(probe: Probe, accumulate_now: int) -> GuardDecision:
+    reason = (
+        f"{_too_large(probe)}, and not even one row fits. Free memory on the device, use a smaller "
+        "model or smaller samples, or set guard to 'off' to try nevertheless."
     )
+    return GuardDecision(1, accumulate_now, "raise", reason)
 
 
 def _is_past_knee(probes: Sequence[Probe]) -> bool:
@@ -386,9 +362,14 @@ def _rows_per_s(probes: Sequence[Probe]) -> dict[int, float]:
 
 
 def _needed(probe: Probe) -> str:
-    if probe.peak_bytes is None:
-        return "more GPU memory than there is"
-    return f"{size_text(probe.peak_bytes)} of GPU memory"
+    """Return in words how much memory training steps take."""
+    rows, peak = probe.rows, probe.peak_bytes
+    memory = "more GPU memory than there is" if peak is None else f"{size_text(peak)} of GPU memory"
+    return f"A training step on {rows} row{'' if rows == 1 else 's'} needs {memory}"
+
+
+def _too_large(probe: Probe) -> str:
+    return f"{_needed(probe)}, but {size_text(probe.budget_bytes)} may be used"
 
 
 # -- steps that are tried --------------------------------------------------------------------------

@@ -319,15 +319,11 @@ _REDUCED: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"sum": sum, "max": 
 """Name of a ``reduce_fx`` that is no mean -> what does the same to the values of parts."""
 
 
-def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Return why batches of a training cannot be taken in parts; None: they can."""
-    strategies = strategies_of(trainer)
-    reasons = {
-        # one rank that runs out of memory would leave the others waiting in a collective
-        f"{trainer.world_size} processes train together": trainer.world_size > 1,
-        f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
-    }
-    return first_that_holds(reasons) or why_not_stepped(trainer, pl_module)
+def can_be_in_parts(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Return whether batches of a training can be taken in parts."""
+    # One rank that runs out of memory would leave the others waiting in a collective.
+    alone = trainer.world_size == 1 and "SingleDeviceStrategy" in strategies_of(trainer)
+    return alone and why_not_stepped(trainer, pl_module) is None
 
 
 def why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:

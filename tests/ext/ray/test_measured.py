@@ -24,10 +24,10 @@ from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataM
 from lightning_fastdata.ext.ray import cluster
 from lightning_fastdata.ext.ray.cluster import ClusterWatch
 from lightning_fastdata.ext.ray.crew import room_for_actors
+from lightning_fastdata.insight.evidence import Evidence, evidence_of
 from lightning_fastdata.insight.finding import Finding
-from lightning_fastdata.insight.late_batches import late_batches_of
 from lightning_fastdata.insight.steps import StepHistory, StepTiming
-from lightning_fastdata.insight.verdict import Evidence, findings
+from lightning_fastdata.insight.verdict import findings
 from lightning_fastdata.insight.waits import CauseTotals, WaitCutter
 from lightning_fastdata.loading.simulate import LoaderSetup
 from lightning_fastdata.loading.source import setup_of
@@ -91,11 +91,11 @@ class Reads:
         (task,) = stamps[-1].tasks
         task = task._replace(way=task.way._replace(free_cpus=4.0))
         stamps[-1] = stamps[-1]._replace(tasks=(task,))
-        evidence = evidence_of(stamps, setup_of(self.loader, cpus=2.0, step_cpus=0.1))
+        evidence = shown_by(stamps, setup_of(self.loader, cpus=2.0, step_cpus=0.1))
         return {each.code: each for each in findings(evidence)}
 
 
-def evidence_of(stamps: list[BatchStamps], setup: LoaderSetup | None) -> Evidence:
+def shown_by(stamps: list[BatchStamps], setup: LoaderSetup | None) -> Evidence:
     """Return what the stamps of a plain loop show; each wait counts as a stall."""
     history, totals = StepHistory(), CauseTotals()
     for number, (batch, later) in enumerate(pairwise(stamps)):
@@ -108,7 +108,7 @@ def evidence_of(stamps: list[BatchStamps], setup: LoaderSetup | None) -> Evidenc
     for batch in stamps:
         totals.add(batch)
     summary = replace(history.summarize("train", duration_s=1.0), causes=totals.summary())
-    return of_loop(summary, late=late_batches_of(summary, NO_LOADER, stamps, setup))
+    return of_loop(summary, evidence=evidence_of(summary, NO_LOADER, stamps, setup))
 
 
 @pytest.fixture(scope="module")
