@@ -20,8 +20,6 @@ from programs import PRELOADED, serve
 from thoroughness import choose_examples, left_out, longest_first
 from virtual_time import PatientClock, virtual_time
 
-from lightning_fastdata.host import cpu
-
 choose_examples()
 
 # Nothing of what is imported becomes garbage.
@@ -115,7 +113,10 @@ def no_earlier_trainings(monkeypatch, tmp_path_factory):
 def nobody_counts_other_programs(monkeypatch, request):
     """Leave open what other programs of this machine take: a training is judged by itself."""
     if "realtime" not in request.keywords:
-        monkeypatch.setattr(cpu, "read_cpu_use", lambda *_, **__: None)
+        read = {"read_cpu_use": None, "read_cpu_throttling": None, "read_queued": {}}
+        for name, told in read.items():
+            monkeypatch.setattr(f"lightning_fastdata.insight.machine.{name}", lambda *_, t=told: t)
+        monkeypatch.setattr("lightning_fastdata.loading.tuner.read_cpu_throttling", lambda: None)
         monkeypatch.setattr("lightning_fastdata.loading.facts._MOST_CROWDED", 0.0)
 
 
