@@ -600,9 +600,9 @@ def measure_samples(
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there are 1,024, or as many as in four batches, or the
     budget is spent; of a dataset that reads ahead, three whole batches, the quickest of which
-    counts. It ends after fifteen samples that take long, and alike, and after 256 that take 50 ms. The first one is left out if
-    there are others, because it opens files and imports. ``at_most``: greatest number of samples
-    that are read; they are the same ones each time.
+    counts. It ends after fifteen samples that take long, and alike, and after 256 that take 50 ms.
+    The first one is left out if there are others, because it opens files and imports. ``at_most``:
+    greatest number of samples that are read; they are the same ones each time.
 
     Returns:
         None: there is no sample, or one could not be read, which raises when training reads it.

@@ -145,8 +145,8 @@ def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
 
 TRANSPOSES: Final = 4
 _SYMMETRIES: Final = {"e": 0, "h": 1, "v": 2, "r180": 3, "t": 4, "r270": 5, "r90": 6, "hvt": 7}
-"""Symmetries of the square: the sum of 4: rows become columns, then 1: left and right change places,
-2: top and bottom."""
+"""Symmetry of the square -> the sum of 4: rows become columns, then 1: left and right change
+places, 2: top and bottom."""
 _FLIPS: Final = {"HorizontalFlip": "h", "VerticalFlip": "v", "Transpose": "t"}
 
 
