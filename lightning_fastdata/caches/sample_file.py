@@ -16,6 +16,7 @@ all but its numbers. A record has the bytes of the leaves, in order, each starti
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -52,6 +53,7 @@ _ALIGNMENT_BYTES: Final = 64
 _NUMBERS: Final = {"int": np.int64, "float": np.float64, "bool": np.bool_}
 _PICTURE_MODES: Final = frozenset({"L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"})
 """Modes of PIL images whose pixels are bytes, without a palette."""
+_NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 _SUPPORTED: Final = (
     "tensors in host memory, NumPy arrays and scalars, PIL images, numbers, strings, bytes and "
     "None, in tuples, lists and dicts"
@@ -117,10 +119,10 @@ class SampleFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DatasetError(
-                f"The cache {folder} cannot be read: {error}. Delete the folder; it will be made "
-                "again."
-            ) from error
+            advice = "Delete the folder; it will be made again."
+            if getattr(error, "errno", None) in _NOT_WRITABLE:  # what it holds may be whole
+                advice = "A cache is also written to: copy it to a folder where you may write."
+            raise DatasetError(f"The cache {folder} cannot be read: {error}. {advice}") from error
 
     @classmethod
     def create(

@@ -5,6 +5,7 @@ The oracle is torch's DataLoader over the dataset without a cache.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -284,6 +285,18 @@ def test_a_cache_that_cannot_be_used_is_one_error_that_names_it(tmp_path, owner,
     with pytest.raises(FastDataError, match=f"{cached.folder}.*(Delete|[Nn]ame another)") as told:
         all_of(cache_in(root, owner))
     assert isinstance(told.value, DatasetError | OptionsError)
+
+
+def test_nobody_is_told_to_delete_a_cache_that_may_not_be_written(tmp_path, monkeypatch):
+    all_of(cache_in(tmp_path, Rows()))
+
+    def refused(path, *_, **__):
+        raise PermissionError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("numpy.memmap", refused)  # root may write anywhere
+    with pytest.raises(DatasetError, match=r"Read-only.*copy it to a folder") as told:
+        all_of(cache_in(tmp_path, Rows()))
+    assert "Delete" not in str(told.value)
 
 
 @each("break_it", UNUSABLE)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, require
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, check, require
 from lightning_fastdata.ext.sources import PATHS, OpenedInEachProcess, Paths, as_list, each_of
 from lightning_fastdata.host.system_calls import started
 from lightning_fastdata.sources.files import ColdFiles, PackedStrings, begin_to_read
@@ -289,7 +289,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
             ``retry_config``, ``credential_provider``, ...
 
     Raises:
-        OptionsError: ``keys`` is no list of texts.
+        OptionsError: ``url`` is no text, or ``keys`` is no list of texts.
         MissingPackageError: obstore is not installed (``lightning-fastdata[objects]``).
         DatasetError: The objects cannot be listed.
     """
@@ -304,6 +304,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
         **config: Any,
     ) -> None:
         require("obstore", extra="objects", what="ObjectSource")
+        check("url", url, isinstance(url, str), "addresses, such as s3://bucket and file:///folder")
         self.url = url.rstrip("/")
         self.config = config
         self.parallel_reads = parallel_reads

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,6 +302,7 @@ def test_a_text_in_the_place_of_names_is_refused(tmp_path, kind, argument):
         ("LmdbSource", {"path": "x", "keys": ["b"]}, "give a list of bytes"),
         ("Hdf5Source", {"path": "x", "names": None}, "names is None; give a list of names"),
         ("ObjectSource", {"url": "file:///x", "keys": "a"}, "keys is 'a'; give a list of keys"),
+        ("ObjectSource", {"url": Path("x")}, r"url is .*; allowed are addresses"),
     ],
 )
 def test_what_is_no_list_is_refused_before_anything_is_read(kind, arguments, named):
