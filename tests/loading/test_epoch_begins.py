@@ -235,11 +235,16 @@ class Lowest(Sampler):
             yield int(self.weights.argmin())
 
 
-def chosen_by(kind: Any, **how: Any) -> list[list[int]]:
-    """Return what two epochs read, each step of which raises the weights of its samples."""
+def chosen_by(kind: Any, then: int | None = None, **how: Any) -> list[list[int]]:
+    """Return what two epochs read, each step of which raises the weights of its samples.
+
+    ``then``: ``prefetch_factor`` that a program sets before the second one.
+    """
     sampler = Lowest()
     loader, seen = kind(Rows(), 2, sampler=sampler, **how), []
-    for _ in range(2):
+    for epoch in range(2):
+        if epoch and then is not None:
+            loader.prefetch_factor = then
         for batch in loader:
             seen.append(batch[:, 0].tolist())
             sampler.weights.index_add_(0, batch[:, 0], torch.ones(2))
@@ -249,6 +254,11 @@ def chosen_by(kind: Any, **how: Any) -> list[list[int]]:
 @each(("workers", "prefetch"), [(0, None), (1, None), (1, 3), (3, 1)])
 def test_a_sampler_that_looks_at_what_steps_write_gives_torchs_order(workers, prefetch) -> None:
     how = {"num_workers": workers, "prefetch_factor": prefetch}
+    assert chosen_by(FastDataLoader, executor="workers", **how) == chosen_by(DataLoader, **how)
+
+
+def test_a_prefetch_factor_that_is_set_later_gives_torchs_order() -> None:
+    how = {"num_workers": 1, "prefetch_factor": 3, "then": 1}
     assert chosen_by(FastDataLoader, executor="workers", **how) == chosen_by(DataLoader, **how)
 
 
