@@ -20,11 +20,10 @@ from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.finding import Gain, duration_text, gain_text
-from lightning_fastdata.insight.report import RunReport, of_rank
-from lightning_fastdata.insight.steps import MOST_RECENT, PHASES, Columns, Values, mean_ms
+from lightning_fastdata.insight.report import RunReport, figures, in_form
+from lightning_fastdata.insight.steps import MOST_RECENT, PHASES, Columns, Values
 from lightning_fastdata.insight.waits import PART_WORDS, WaitParts
 from lightning_fastdata.insight.wall import PART_NAMES, STEP_PARTS
-from lightning_fastdata.types import STAGE_WORDS
 
 _HEIGHT: Final = 1000
 _TICKS: Final = 4
@@ -41,31 +40,12 @@ def report_html(report: RunReport) -> str:
     return _TEMPLATES.get_template("page.html").render(
         report=report,
         first=first,
-        figures=_rates(report) if report.stages else (),
+        figures=figures(report) if report.stages else (),
         chart=timeline_chart(steps),
         chart_steps=min(MOST_RECENT, len(steps.get("step", ()))),
         chart_phases=_phases(steps),
         facts={**report.machine, **report.versions},
     )
-
-
-def _rates(report: RunReport) -> list[tuple[str | None, str]]:
-    """Return the figures at the top, each with its caption; a figure is None where not known."""
-    first, wall = report.stages[0], report.wall
-    on_device = first.device != "cpu"
-    # Where the model computes on CPUs, nobody knows what it would do with those that load.
-    free = first.samples_per_s_if_data_were_free if on_device else None
-    waited = report.device_minutes_waited if on_device else None
-    whole = STAGE_WORDS.get(first.stage, first.stage) + of_rank(report)
-    return [
-        (_written(None if wall is None else wall.samples_per_s), f"samples/s in the whole {whole}"),
-        (_written(first.samples_per_s), "samples/s in a step"),
-        (_written(free), "if data were free"),
-        (_written(first.speedup_possible if on_device else None, "{:.2f}x"), "to gain, at most"),
-        (_written(mean_ms(first.step), "{:.1f}"), "ms a step"),
-        (_written(first.stall_share, "{:.0%}"), "of it waiting for data"),
-        (_written(waited or None, "{:.1f}"), "GPU minutes waited"),
-    ]
 
 
 def timeline_chart(steps: Columns) -> Markup | None:
@@ -143,13 +123,8 @@ def _y(value_ms: float, top: float) -> int:
     return round(_HEIGHT * (1 - min(1.0, float(value_ms) / top)))
 
 
-def _written(number: float | None, form: str = "{:.0f}") -> str | None:
-    """Return a number in a form; None for what was not measured."""
-    return None if number is None else form.format(number)
-
-
 def _ms(value: float | None) -> str | None:
-    return _written(value, "{:.2g}" if value is not None and value < 0.1 else "{:.1f}")
+    return in_form(value, "{:.2g}" if value is not None and value < 0.1 else "{:.1f}")
 
 
 def _longest(named_s: list[tuple[str, float]]) -> str:
@@ -193,8 +168,8 @@ _TEMPLATES: Final = Environment(
 )
 _TEMPLATES.filters |= {
     "ms": _ms,
-    "number": _written,
-    "percent": partial(_written, form="{:.0%}"),
+    "number": in_form,
+    "percent": partial(in_form, form="{:.0%}"),
     "duration": duration_text,
     "longest": _longest,
     "gain_with_shares": _gain_with_shares,

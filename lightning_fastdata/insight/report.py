@@ -19,7 +19,7 @@ from lightning_fastdata.errors import OptionsError, check, is_whole, printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.finding import gain_text, steps_text
 from lightning_fastdata.insight.ranks import RankTiming, ranks_line
-from lightning_fastdata.insight.steps import Columns, StageSummary
+from lightning_fastdata.insight.steps import Columns, StageSummary, mean_ms
 from lightning_fastdata.insight.verdict import Verdict
 from lightning_fastdata.insight.waits import cause_lines
 from lightning_fastdata.insight.wall import WallTime, wall_text
@@ -248,31 +248,43 @@ def _phase_rows(stage: StageSummary, width: int) -> Iterable[str]:
         )
 
 
-def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
-    """Return the rates of a run, and where its time went."""
+def figures(report: RunReport) -> list[tuple[str | None, str]]:
+    """Return the main figures of a run, each with its caption; None where one is not known."""
     first, wall = report.stages[0], report.wall
     on_device = first.device != "cpu"
     # Where the model computes on CPUs, nobody knows what it would do with those that load.
-    gain = first.speedup_possible if on_device else None
-    if wall is not None and wall.samples_per_s is not None and first.samples_per_s is not None:
-        whole = STAGE_WORDS.get(first.stage, first.stage)
-        yield f" {wall.samples_per_s:.0f} samples/s in the whole {whole}{of_rank(report)}"
-    if first.samples_per_s is not None:
-        rates = [f"{first.samples_per_s:.0f} samples/s in a step"]
-        if gain is not None and first.samples_per_s_if_data_were_free is not None:
-            rates += [f"{first.samples_per_s_if_data_were_free:.0f} if data were free"]
-            rates += [f"{gain:.2f}x to gain"]
-        joined = "  ·  ".join(rates)
-        yield from (f" {each}" for each in ([joined] if len(joined) < width else rates))
-    if wall is not None:
-        yield from _words("", wall_text(wall, first.stage), width)
-    if on_device and report.device_minutes_waited:
-        yield from _words("", f"{report.device_minutes_waited:.1f} GPU minutes waited", width)
+    free = first.samples_per_s_if_data_were_free if on_device else None
+    waited = report.device_minutes_waited if on_device else None
+    of_rank = " of this rank" if len(report.ranks) > 1 else ""
+    whole = STAGE_WORDS.get(first.stage, first.stage) + of_rank
+    return [
+        (in_form(None if wall is None else wall.samples_per_s), f"samples/s in the whole {whole}"),
+        (in_form(first.samples_per_s), "samples/s in a step"),
+        (in_form(free), "if data were free"),
+        (in_form(first.speedup_possible if on_device else None, "{:.2f}x"), "to gain, at most"),
+        (in_form(mean_ms(first.step), "{:.1f}"), "ms a step"),
+        (in_form(first.stall_share, "{:.0%}"), "of it waiting for data"),
+        (in_form(waited or None, "{:.1f}"), "GPU minutes waited"),
+    ]
 
 
-def of_rank(report: RunReport) -> str:
-    """Return words for a rate of one rank of several; empty: the rate is that of the whole run."""
-    return " of this rank" if len(report.ranks) > 1 else ""
+def in_form(number: float | None, form: str = "{:.0f}") -> str | None:
+    """Return a number in a form; None for what was not measured."""
+    return None if number is None else form.format(number)
+
+
+def _figure_lines(report: RunReport, width: int) -> Iterable[str]:
+    """Return the rates of a run, and where its time went."""
+    told = ["" if value is None else f"{value} {caption}" for value, caption in figures(report)]
+    whole, step, free, gain, _, _, waited = told
+    if whole and step:
+        yield f" {whole}"
+    rates = list(filter(None, (step, free, gain)))
+    joined = "  ·  ".join(rates)
+    yield from (f" {each}" for each in (rates if len(joined) >= width else [joined]) if each)
+    if report.wall is not None:
+        yield from _words("", wall_text(report.wall, report.stages[0].stage), width)
+    yield from _words("", waited, width)
 
 
 def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[str]:

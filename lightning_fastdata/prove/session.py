@@ -55,7 +55,7 @@ from lightning_fastdata.prove.trials import (
 )
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import leaves, replace_leaves
-from lightning_fastdata.types import Batch, Stage
+from lightning_fastdata.types import AroundLoader, Batch, Stage
 
 _FIRST_STEPS: Final = 8
 _PROBE_S: Final = 2.0
@@ -82,11 +82,11 @@ class TrialEndedError(SystemExit):
     """The trial has come to its end: the script goes no further."""
 
 
-class TrialLoader:
+class TrialLoader(AroundLoader[Batch]):
     """Takes the place of a loader of the script; each iteration reads the part whose turn it is."""
 
     def __init__(self, session: Session, place: Place) -> None:
-        self._session, self._place = session, place
+        self.loader, self._session, self._place = place.own, session, place
 
     def __len__(self) -> int:
         return self._place.steps
@@ -95,11 +95,6 @@ class TrialLoader:
         batches = self._session.read(self._place)
         self._session.open.append(batches)
         return batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._place.own, name)
 
 
 class Place:
