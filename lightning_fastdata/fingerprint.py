@@ -167,6 +167,10 @@ _NOTED_BY_PICKLE: Final = "__slotnames__"
 """Attribute that ``copyreg`` writes into a class when its first object is pickled."""
 
 
+class CountsBatches:
+    """Base of what counts batches as they are read. Whatever holds a Trainer holds it, too."""
+
+
 class Fingerprint(NamedTuple):
     """Digests of some objects at one moment; equal to those of another one if nothing changed."""
 
@@ -174,6 +178,8 @@ class Fingerprint(NamedTuple):
     """Digest of memory of this process, which other processes copy when they start."""
     live: bytes
     """Digest of state whose changes other processes see: shared memory, and files."""
+    counts: bool = False
+    """Whether the objects hold what counts the batches that are read: each batch changes them."""
 
 
 def fingerprint(
@@ -283,7 +289,7 @@ class _Digesting(pickle.Pickler):
         self._looked_up = 0
         self._met: list[_Owner] = []
         """Modules, classes and globals whose plain data are compared."""
-        self._in_globals = False
+        self._in_globals = self._counts = False
         self._once: set[tuple[str, int]] = set()
         self._attributes: dict[type, Look] = {}
         lasting = [kind for module, *names in _SHARED for kind in loaded_classes(module, *names)]
@@ -303,7 +309,7 @@ class _Digesting(pickle.Pickler):
             return None
         if self._sink.digested_bytes > _MOST_BYTES:
             self.looks.unseen()
-        return Fingerprint(self._sink.digest.digest(), self._live.digest())
+        return Fingerprint(self._sink.digest.digest(), self._live.digest(), self._counts)
 
     def _items(self, items: dict[Any, Any]) -> None:
         if items:
@@ -354,6 +360,7 @@ class _Digesting(pickle.Pickler):
 
     def _of_others(self, obj: Any) -> Any:
         kind = type(obj)
+        self._counts |= isinstance(obj, CountsBatches)
         if isinstance(obj, MethodType):
             return _stand_in, ("method", obj.__func__, obj.__self__)
         if isinstance(obj, _REMEMBERS):

@@ -191,7 +191,7 @@ class StandbyExecutor:
         self._begins = True
         self._compared_s.clear()
         self._before = self._state()
-        if self._before is None or self._ways.aside:
+        if self._before is None or self._before.counts or self._ways.aside:
             self._turn_aside(self._source)
 
     def __iter__(self) -> StandbyExecutor:

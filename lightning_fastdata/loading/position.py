@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.fingerprint import CountsBatches, Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.loading.stamped import Around
@@ -277,7 +277,7 @@ class Pass:
         return ahead + max(reached, len(before)), sorted(numbers), digest
 
 
-class CountedBatches(Around):
+class CountedBatches(Around, CountsBatches):
     """The batches of a pass, counted as they are handed out.
 
     The pass begins when its first batch is asked for: Lightning makes an iterator before it has

@@ -27,6 +27,7 @@ from front_door.test_changing_world import (
 )
 from misses import Misses, each
 from torch.utils.data import DataLoader, Dataset
+from trainers import Learner, quiet_trainer
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning
@@ -240,6 +241,22 @@ def test_what_reading_changes_is_read_aside_after_a_warning(reads, untried, alon
     with pytest.warns(FastDataWarning, match="has changed while a batch was read"):
         assert readers_of(loader)[0] == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
     assert readers_of(loader)[1] == {0: LENGTH // 2}
+
+
+class Collates(Learner):
+    """Makes its batches itself, and so holds the Trainer that counts them."""
+
+    def collate(self, samples):
+        return torch.stack(samples)
+
+
+def test_what_holds_its_trainer_is_read_aside_without_a_warning(untried, alone):
+    model, records = Collates(), deque()
+    loader = standing_by(Cheap(), collate_fn=model.collate)
+    loader.record_stamps(records)
+    quiet_trainer(max_epochs=2).fit(model, loader)
+    assert torch.cat(model.seen).tolist() == 2 * list(range(LENGTH))
+    assert {task.process for stamps in records for task in stamps.tasks} == {0}
 
 
 class Held(Cheap):
