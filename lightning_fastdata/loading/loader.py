@@ -618,7 +618,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def _rests_on(self) -> tuple[Any, ...]:
         # A tuple is compared by identity first: a dataset may have any ``==``.
         functions = (_known_by(getattr(self, name)) for name in _FUNCTIONS)
-        return *functions, *(getattr(self, name) for name in _RESTS_ON)
+        order = order_of(self)  # a program may set the sampler in it
+        drawn = is_drawn_at_start(order), samplers.may_repeat(order)
+        return *functions, *drawn, *(getattr(self, name) for name in _RESTS_ON)
 
     def _batches(self, begun: Pass, draw_from: torch.Generator | None) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the previous epoch if they persist."""

@@ -262,6 +262,22 @@ def test_a_prefetch_factor_that_is_set_later_gives_torchs_order() -> None:
     assert chosen_by(FastDataLoader, executor="workers", **how) == chosen_by(DataLoader, **how)
 
 
+def test_another_sampler_in_the_batch_sampler_gives_torchs_order() -> None:
+    def chosen(loader: Any) -> list[list[int]]:
+        seen = [batch[:, 0].tolist() for batch in loader]
+        loader.batch_sampler.sampler = sampler = Lowest()
+        for batch in loader:
+            seen.append(batch[:, 0].tolist())
+            sampler.weights.index_add_(0, batch[:, 0], torch.ones(2))
+        return seen
+
+    workers = FastDataLoader(Rows(), 2, num_workers=1)
+    assert chosen(workers) == chosen(DataLoader(Rows(), 2, num_workers=1))
+    with pytest.warns(FastDataWarning, match="changed Rows, or its sampler, while it is read"):
+        found = chosen(FastDataLoader(Rows(), 2, num_workers="auto"))
+    assert found == chosen(DataLoader(Rows(), 2))
+
+
 def test_workers_that_are_added_read_what_the_others_read_or_are_refused() -> None:
     data = Rows()
     how = {"num_workers": 1, "executor": "workers", "persistent_workers": "unchanged"}
