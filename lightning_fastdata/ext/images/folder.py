@@ -18,6 +18,7 @@ from lightning_fastdata.caches.folders import CacheFolder
 from lightning_fastdata.errors import (
     BatchError,
     DatasetError,
+    OptionsError,
     check,
     check_callable,
     checked_seed,
@@ -121,7 +122,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         allow_empty: Whether a class may have no files.
 
     Raises:
-        OptionsError: If an option has an impossible value.
+        OptionsError: If an option has an impossible value, or a subclass has a ``find_classes`` or
+            ``make_dataset``, which ``ImageFolder`` would call.
         MissingPackageError: If a package of ``lightning-fastdata[images]`` is not installed.
         FolderError: If there are no classes or a class has no files; it is both a
             ``DatasetError`` and a ``FileNotFoundError``.
@@ -153,6 +155,13 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     ) -> None:
         for package in ("torchvision", "cv2"):
             require(package, extra="images", what="FastImageFolder")
+        for name in ("find_classes", "make_dataset"):
+            if hasattr(self, name):
+                raise OptionsError(
+                    f"{type(self).__name__}.{name} would not be called: FastImageFolder finds "
+                    "classes and files by itself, as ImageFolder does. Use torchvision's "
+                    "ImageFolder, or is_valid_file= to leave files out."
+                )
         self.rule = CropRule(size, crop, scale, ratio, horizontal_flip, resize)
         least = self.rule.shorter_side if crop == "center" else 1
         fine = shorter_side is None or is_whole(shorter_side, least)

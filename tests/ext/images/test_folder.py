@@ -307,6 +307,13 @@ def test_impossible_options_are_refused_before_the_folder_is_read(tmp_path):
             FastImageFolder(**{"root": tmp_path / "nowhere", **options})
 
 
+@pytest.mark.parametrize("name", ["find_classes", "make_dataset"])
+def test_what_image_folder_would_call_is_refused_in_a_subclass(folder, name):
+    chooses = type("Chooses", (FastImageFolder,), {name: lambda *_: None})
+    with pytest.raises(OptionsError, match=rf"Chooses\.{name} would not be called"):
+        chooses(folder, size=32)
+
+
 def test_options_may_be_numbers_and_arrays_of_numpy(folder):
     plain = {"size": 32, "scale": (0.25, 1.0), "horizontal_flip": 0.5, "shorter_side": 40}
     plain |= {"seed": 3, "max_pixels": 10**8, "check_files": True}
