@@ -229,6 +229,12 @@ class DataModule:
                 f"{type(self).__name__} has set {early[0]} before super().__init__(), which sets "
                 f"it, too. Call super().__init__({early[0]}={early[0]})."
             )
+        hidden = next(filter(self._would_hide, _SET), None)
+        if hidden is not None:
+            raise OptionsError(
+                f"{type(self).__name__} has {hidden} in its class, in whose place "
+                f"super().__init__() sets its own. Call super().__init__({hidden}=self.{hidden})."
+            )
         self._trainer: Trainer | None = None
         self._runs = 0
         """Number of runs of trainers that were given this data module."""
@@ -274,6 +280,13 @@ class DataModule:
         self._saved: dict[str, Position] = {}
         """Path of a training loader -> where it was when the run that goes on now was saved."""
         self._saved_place: Place | None = None
+
+    def _would_hide(self, name: str) -> bool:
+        """Return whether a subclass defines a setting in its class, and has not given it."""
+        own = inspect.getattr_static(type(self), name, None)
+        default = _PARAMETERS[name].default
+        left = self._received[name] is default and not hasattr(own, "__set__")
+        return left and own is not None and own is not default
 
     def __getstate__(self) -> dict[str, object]:
         # Tuners, caches and loaders belong to a trainer of this process.

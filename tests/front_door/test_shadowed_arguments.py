@@ -89,6 +89,37 @@ def test_what_is_set_before_the_constructor_would_set_it_is_refused():
         SetBefore(16)
 
 
+class Collates(Rows):
+    """Has a collation as many data modules have one, and hands it over."""
+
+    def __init__(self):
+        super().__init__(8, collate_fn=self.collate_fn)
+
+    def collate_fn(self, samples):
+        return torch.stack([row for (row,) in samples]) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("collate_fn", Collates.collate_fn),
+        ("collate_fn", staticmethod(torch.stack)),
+        ("batch_size", 16),
+        ("drop_last", True),
+        ("seed", 3),
+    ],
+)
+def test_what_a_subclass_has_in_its_class_is_not_hidden_in_silence(name, own):
+    said = rf"Own has {name} in its class.*super\(\).__init__\({name}=self.{name}\)"
+    with pytest.raises(OptionsError, match=said):
+        type("Own", (Rows,), {name: own})()
+
+
+def test_a_collation_of_a_subclass_that_is_handed_over_makes_its_batches():
+    batches = torch.cat(list(Collates().train_dataloader()))
+    assert sorted(batches.tolist()) == list(range(1, ROWS + 1))
+
+
 def test_what_was_saved_and_went_no_further_is_warned_of_once(tmp_path):
     data = Saved(16, drop_last=True)
     said = r"batch_size and drop_last.*super\(\).__init__\(batch_size=batch_size, drop_last="
