@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -48,6 +49,7 @@ from torch.utils.data import (
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
+from lightning_fastdata.batches.memory import pack
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.columns import rows_of
 from lightning_fastdata.executors.kinds import OPEN_CONNECTION, open_handles
@@ -265,15 +267,12 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         with kept_random_state():
             _answer(as_it_is, questions, values.__setitem__)
         return replace(facts, **values)
-    is_open = spec.options.num_workers == spec.options.executor == "auto"
-    # A worker_init_fn needs workers, and may open anew what they cannot share.
-    may_be_here = is_open and spec.worker_init_fn is None
     once = given_once(spec.dataset)
     handles = open_handles(spec.dataset)
     once += [each for each in handles if spec.reads_here or each == OPEN_CONNECTION]
     if once:
         here = f"it holds {once[0]}, which a side process would share; it is read as by torch"
-        return replace(facts, here=here if may_be_here else None)
+        return replace(facts, here=here if spec.may_be_here else None)
     deadline_s = _DEADLINE_HERE_S if spec.reads_here else _DEADLINE_S
     tried = partial(try_apart, start_method=method, deadline_s=deadline_s)
     in_workers = not spec.reads_here and spec.options.num_workers != "auto"
@@ -296,10 +295,10 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     if within == "sampler":  # which no worker asks
         return replace(facts, warnings=(decided_without,))
     late = failure.kind == "late" and method == "fork"
-    if (is_open and place) or (may_be_here and (late or _works_here(spec, key, failure))):
+    if (spec.is_open and place) or (spec.may_be_here and (late or _works_here(spec, key, failure))):
         here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
-        here += "" if may_be_here else ", without its worker_init_fn"
-        return replace(facts, here=here, warnings=(here,) if late or not may_be_here else ())
+        here += "" if spec.may_be_here else ", without its worker_init_fn"
+        return replace(facts, here=here, warnings=(here,) if late or not spec.may_be_here else ())
     if failure.error is not None and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
         return facts
     if failure.error is not None and questions.sample:
@@ -365,33 +364,61 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
     if questions.further:
         tell("further", _further_samples(spec, dataset, questions.further))
     if questions.cost:
-        watch, own = DrawWatch(), partial(own_states, (spec.dataset, spec.collate_fn))
-        state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
-        collate = collate_samples if spec.default_collation else spec.collate_fn
-        size = spec.batch_size or 1
-        measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
-        if spec.reads_here:  # what a sample costs decides nothing
-            drawn, cost = own(), measure(at_most=_DRAWING_SAMPLES)
-            tell("draws", watch.drew() or own() != drawn)
-            tell("cost", cost)
-            return
-        drawn, before = own(), state()
-        if not questions.sample:
-            measure(at_most=1)  # it may import, and open files, for longer than there is time
-        cost, after = measure(), state()
-        changes = before is None or before != after
+        _answer_cost(spec, dataset, tell, begun=questions.sample)
+
+
+def _answer_cost(spec: LoaderSpec, dataset: Dataset[Any], tell: Tell, *, begun: bool) -> None:
+    """Tell what a sample costs, and what else shows while some are read.
+
+    ``begun``: a sample was read before.
+    """
+    watch, own = DrawWatch(), partial(own_states, (spec.dataset, spec.collate_fn))
+    state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+    collate = collate_samples if spec.default_collation else spec.collate_fn
+    size = spec.batch_size or 1
+    measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
+    if spec.reads_here:  # what a sample costs decides nothing
+        drawn, cost = own(), measure(at_most=_DRAWING_SAMPLES)
         tell("draws", watch.drew() or own() != drawn)
-        tell("changes", changes)
         tell("cost", cost)
-        if cost is not None and changes:
-            again = measure(at_most=cost.samples)
-            if again is not None and _keeps(cost, again):
-                tell("cost_again", again)
-        pages, objects = read_pages(os.getpid()), held_objects(spec.dataset)
-        if pages is not None:
-            in_common = pages.anonymous_bytes - pages.own_bytes
-            copies = min(in_common, sum(each.counted_bytes for each in objects))
-            tell("worker_bytes", pages.own_bytes + copies)
+        return
+    drawn, before = own(), state()
+    if not begun:
+        measure(at_most=1)  # it may import, and open files, for longer than there is time
+    cost, after = measure(), state()
+    changes = before is None or before != after
+    tell("draws", watch.drew() or own() != drawn)
+    tell("changes", changes)
+    tell("cost", cost)
+    if spec.may_be_here and not spec.default_collation:
+        tell("here", _why_not_sent(dataset, collate))
+    if cost is not None and changes:
+        again = measure(at_most=cost.samples)
+        if again is not None and _keeps(cost, again):
+            tell("cost_again", again)
+    pages, objects = read_pages(os.getpid()), held_objects(spec.dataset)
+    if pages is not None:
+        in_common = pages.anonymous_bytes - pages.own_bytes
+        copies = min(in_common, sum(each.counted_bytes for each in objects))
+        tell("worker_bytes", pages.own_bytes + copies)
+
+
+def _why_not_sent(
+    dataset: Dataset[Any], collate: Callable[[list[Any]], object] | None
+) -> str | None:
+    """Return why workers could not hand over a batch; None: they can, or it cannot be made."""
+    try:
+        indices = _drawn_indices(dataset_length(dataset) or 0, 2)
+        batch = _read(dataset, indices, fetches_in_batches(dataset), math.inf)
+        batch = batch if collate is None else collate(batch)
+    except Exception:
+        return None  # it raises when training reads it
+    try:
+        pack(batch)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        return f"no side process can send its batches ({why}); it is read as by torch"
+    return None
 
 
 def _keeps(first: SampleCost, again: SampleCost) -> bool:

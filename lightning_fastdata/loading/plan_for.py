@@ -169,6 +169,19 @@ class LoaderSpec:
         return self.needs_cost and self.options.num_workers in ("auto", 0)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the options leave it open who reads."""
+        return bool(self.options.num_workers == self.options.executor == "auto")
+
+    @property
+    def may_be_here(self) -> bool:
+        """Whether the training process may read if workers cannot.
+
+        A ``worker_init_fn`` needs workers, and may open anew what they cannot share.
+        """
+        return self.is_open and self.worker_init_fn is None
+
+    @property
     def reads_here(self) -> bool:
         """Whether the options have the training process read samples itself."""
         executor = self.options.executor

@@ -260,6 +260,31 @@ def test_a_dataset_that_keeps_what_it_reads_is_read_where_it_stays_kept():
     assert keeping.reads == len(keeping)
 
 
+class Closures(Dataset):
+    """Gives functions that cannot be pickled, and computes so long that workers would pay."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        clock.sleep(0.05)
+        return lambda: index
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_batches_that_no_process_can_send_are_read_in_the_training_process(batch_size):
+    collate_fn = list if batch_size else lambda each: each
+    how = {"batch_size": batch_size, "collate_fn": collate_fn}
+    with virtual_time():
+        here = inspect(Closures(), Questions(cost=True), **how).here
+        given = inspect(Closures(), Questions(cost=True), num_workers=2, **how).here
+        loader = FastDataLoader(Closures(), num_workers="auto", **how)
+        read = [each() for batch in loader for each in (batch if batch_size else [batch])]
+    assert here.startswith("no side process can send its batches (")
+    assert read == list(range(64))
+    assert given is None
+
+
 class Counted(Dataset):
     """Draws, and counts in memory that processes share how often it is read."""
 
