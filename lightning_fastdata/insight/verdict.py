@@ -142,8 +142,9 @@ class Verdict:
     kind: Kind
     """What limits the stage. ``data-bound``: the device waits for data above 10 % of the step;
     ``balanced``: 3 to 10 %, or no longer than handing over a batch takes, or something else costs
-    much; ``compute-bound``: neither; ``unknown``: too few steps. Other kinds name a pause that takes 10 % of the run or more, and more than late
-    batches or another cost of steps do, or other programs."""
+    much; ``compute-bound``: neither; ``unknown``: too few steps. Other kinds name a pause that
+    takes 10 % of the run or more, and more than late batches or another cost of steps do, or other
+    programs."""
     sentence: str
     """One sentence on what limits the stage: how much it waits for data, or what pauses it."""
     evidence: tuple[str, ...]
