@@ -391,7 +391,10 @@ def _answer_cost(spec: LoaderSpec, dataset: Dataset[Any], tell: Tell, *, begun: 
     tell("changes", changes)
     tell("cost", cost)
     if spec.may_be_here and not spec.default_collation:
-        tell("here", _why_not_sent(dataset, collate))
+        indices = _drawn_indices(dataset_length(dataset) or 0, 2)
+        at_once = spec.batch_size is not None and fetches_in_batches(dataset)
+        read = partial(_read, dataset, indices, at_once, math.inf)
+        tell("here", _why_not_sent(spec, read))
     if cost is not None and changes:
         again = measure(at_most=cost.samples)
         if again is not None and _keeps(cost, again):
@@ -403,14 +406,12 @@ def _answer_cost(spec: LoaderSpec, dataset: Dataset[Any], tell: Tell, *, begun: 
         tell("worker_bytes", pages.own_bytes + copies)
 
 
-def _why_not_sent(
-    dataset: Dataset[Any], collate: Callable[[list[Any]], object] | None
-) -> str | None:
+def _why_not_sent(spec: LoaderSpec, read: Callable[[], list[Any]]) -> str | None:
     """Return why workers could not hand over a batch; None: they can, or it cannot be made."""
     try:
-        indices = _drawn_indices(dataset_length(dataset) or 0, 2)
-        batch = _read(dataset, indices, fetches_in_batches(dataset), math.inf)
-        batch = batch if collate is None else collate(batch)
+        samples = read()
+        batch = samples if spec.batch_size is not None else samples[0]
+        batch = batch if spec.collate_fn is None else spec.collate_fn(batch)
     except Exception:
         return None  # it raises when training reads it
     try:
@@ -823,7 +824,7 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
         """Return what was told of a worker's reading, and what ended it; empty: nothing."""
         tried = try_apart(
             read_as_worker,
-            *(stream, number, workers, spec.worker_init_fn),
+            *(spec, number, workers),
             start_method=start_method,
             deadline_s=_STREAM_DEADLINE_S,
         )
@@ -833,6 +834,8 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
         return tried.values, "" if failure is None or late else failure.what
 
     first, failed = read(0, 2)
+    if "unsent" in first:
+        return StreamSplit(splits=False, why=first["unsent"], here=True)
     splits, why = False, f"{name} asks get_worker_info() for its part"
     if failed:
         why = f"{name}, tried as one of two workers, {failed}"
@@ -852,18 +855,13 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
     return StreamSplit(splits=splits, why=why, keeps="keeps" in first)
 
 
-def read_as_worker(
-    stream: Any,
-    number: int,
-    workers: int,
-    worker_init_fn: Callable[[int], None] | None,
-    tell: Tell,
-) -> None:
+def read_as_worker(spec: LoaderSpec, number: int, workers: int, tell: Tell) -> None:
     """Read the first samples of a stream, and tell what it asked, and how many it gave to its end.
 
-    Also whether that has changed the stream: what it opens for its first sample is no change. Runs
-    where nothing else uses the stream.
+    Also whether that has changed the stream: what it opens for its first sample is no change; and
+    whether its first batch could be sent. Runs where nothing else uses the stream.
     """
+    stream: Any = spec.dataset
     told = set[str]()
 
     def note(name: str) -> None:
@@ -872,9 +870,9 @@ def read_as_worker(
             tell(name, True)
 
     watch_worker_info(note, number=number, workers=workers, dataset=stream)
-    if worker_init_fn is not None:
-        worker_init_fn(number)
-    began_s, samples = clock.monotonic(), 0
+    if spec.worker_init_fn is not None:
+        spec.worker_init_fn(number)
+    began_s, samples, batch = clock.monotonic(), 0, list[Any]()
     # The others are read only where the first of two has ended, and then to their ends: whoever
     # reads alone has the samples, and so the time, of both.
     most = _STREAM_SAMPLES if (number, workers) == (0, 2) else None
@@ -887,8 +885,10 @@ def read_as_worker(
         within_s = _STREAM_COMPARED_S
         return fingerprint(stream, within_s=within_s, with_globals=False, instead=apart)
 
-    for _ in islice(stream, most):
+    for sample in islice(stream, most):
         samples += 1
+        if samples <= 2:
+            batch.append(sample)
         if samples == 1 and most is not None:
             opened = state()
         late = clock.monotonic() - began_s > _STREAM_BUDGET_S * 2 / workers
@@ -898,6 +898,10 @@ def read_as_worker(
         tell("keeps", True)
     if not late and samples != most:
         tell("samples", samples)
+    if batch and most is not None and spec.may_be_here and not spec.default_collation:
+        why = _why_not_sent(spec, lambda: batch)
+        if why is not None:
+            tell("unsent", why)
 
 
 # A process that is thrown away

@@ -1,14 +1,21 @@
-"""Laws of a side process beside other programs: when it wakes its thread, without waiting."""
+"""Laws of a side process beside other programs: when it wakes its thread, and what wakes it."""
 
 from __future__ import annotations
+
+import re
+import select
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
+from torch.utils.data import IterableDataset
 
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.executors.pool.beside import Waker, WokenThread
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.cpu import worker_processes
 
 MS = 1_000_000
 LOOK_MS = 50
@@ -79,6 +86,31 @@ def test_a_process_wakes_its_thread_while_it_waits_for_longer_than_it_runs(share
             else:
                 assert min(samples, 1000) // 4 <= found <= 1001
         assert counts.made == any(wait_us > run_us for run_us, wait_us in shares)
+
+
+class Tens(IterableDataset):
+    def __iter__(self):
+        return iter(range(0, 1000, 10))
+
+
+@pytest.mark.parametrize("dataset", [range(200), Tens()])
+def test_a_process_is_woken_by_bells_alone_as_a_pipe_would_wake_it_on_the_cpu_of_the_training(
+    dataset,
+):
+    others = set(worker_processes())
+    batches = iter(FastDataLoader(dataset, 4, num_workers=1, executor="workers"))
+    next(batches)
+    (process,) = set(worker_processes()) - others
+    woken_by, table = [], Path(f"/proc/{process}")
+    for epoll in (each for each in (table / "fd").iterdir() if "eventpoll" in str(each.readlink())):
+        for end, events in re.findall(
+            r"tfd: +(\d+) events: +([0-9a-f]+)", (table / "fdinfo" / epoll.name).read_text()
+        ):
+            if int(events, 16) & select.EPOLLIN:
+                woken_by.append(str((table / "fd" / end).readlink()))
+    del batches
+    assert woken_by
+    assert set(woken_by) == {"anon_inode:[eventfd]"}
 
 
 @pytest.mark.parametrize("gone", [False, True])

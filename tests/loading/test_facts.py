@@ -285,6 +285,28 @@ def test_batches_that_no_process_can_send_are_read_in_the_training_process(batch
     assert given is None
 
 
+def as_it_is(sample):
+    return sample
+
+
+class StreamOfClosures(IterableDataset):
+    """The same in a row, shared out among workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        part, workers = (info.id, info.num_workers) if info else (0, 1)
+        return map(Closures().__getitem__, range(part, 64, workers))
+
+
+@pytest.mark.parametrize(("batch_size", "collate_fn"), [(4, list), (None, None), (None, as_it_is)])
+def test_a_stream_that_no_process_can_send_is_read_in_the_training_process(batch_size, collate_fn):
+    how = {"batch_size": batch_size, "collate_fn": collate_fn}
+    with virtual_time():
+        loader = FastDataLoader(StreamOfClosures(), num_workers="auto", **how)
+        read = [each() for batch in loader for each in (batch if batch_size else [batch])]
+    assert read == list(range(64))
+
+
 class Counted(Dataset):
     """Draws, and counts in memory that processes share how often it is read."""
 
@@ -693,7 +715,7 @@ def test_a_trial_ends_when_it_has_taken_a_second(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_worker, "_worker_info", None)  # and back afterwards
     taken: list[int] = []
     told: dict[str, Any] = {}
-    read_as_worker(Slow(), 0, 2, None, told.__setitem__)
+    read_as_worker(spec_of(Slow()), 0, 2, told.__setitem__)
     # What its code notes elsewhere is kept by the stream, as far as that can be told.
     assert (len(taken), told) == (4, {"keeps": True})
 
@@ -712,10 +734,13 @@ class Elsewhere(Asks):
         return super().__iter__()
 
 
-def found(stream: Any, start: Any = None, **options: Any) -> StreamSplit | None:
+def spec_of(stream: Any, start: Any = None, **options: Any) -> LoaderSpec:
     how = {"options": LoaderOptions(**options), "batch_size": 2, "worker_init_fn": start}
-    spec = LoaderSpec(dataset=stream, name="Stream", **how)
-    return inspect_dataset(spec, Questions(cost=True)).stream
+    return LoaderSpec(dataset=stream, name="Stream", **how)
+
+
+def found(stream: Any, start: Any = None, **options: Any) -> StreamSplit | None:
+    return inspect_dataset(spec_of(stream, start, **options), Questions(cost=True)).stream
 
 
 def test_a_stream_is_tried_in_a_process_that_is_thrown_away() -> None:
@@ -754,7 +779,7 @@ def test_one_alone_has_the_time_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     now: list[int] = [0]
     told: dict[str, Any] = {}
     with clock.installed(Planned()):
-        read_as_worker(Slow(), 0, 1, None, told.__setitem__)
+        read_as_worker(spec_of(Slow()), 0, 1, told.__setitem__)
     assert told == {"samples": 6}
 
 

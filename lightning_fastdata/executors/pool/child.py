@@ -90,14 +90,14 @@ def child_main(
     first = wire.receive()
     if first is None:
         return
-    progress_memory, stacks, *queues = first[1]
+    progress_memory, stacks, bell, *queue = first[1]
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     plan = prepare_process(plan, number, processes)
     progress = protocol.ProgressMemory.mapped(progress_memory)
     progress.state = protocol.State.INITIALISING
     runner = TaskRunner(wire, plan, number, progress, epoch, forked=bool(inherited.wires))
     runner.waker = Waker()
-    child = Child(runner, queues[0] if queues else None)
+    child = Child(runner, bell, *queue)
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -131,18 +131,23 @@ def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
 class Child:
     """A side process: it takes tasks and does them one after the other."""
 
-    def __init__(self, runner: TaskRunner, queue: int | None) -> None:
+    def __init__(
+        self, runner: TaskRunner, bell: int, queue: int | None = None, queue_bell: int = -1
+    ) -> None:
         self.runner = runner
         self.wire = runner.wire
         self.sent: deque[bytes] = deque()
         """Packets of tasks that came over the wire."""
-        self.queue = queue
+        self.queue, self._queue_bell = queue, queue_bell
         self.closed = False
         self.files = ListedFiles(runner.plan.dataset)
         self.poller = select.epoll()
-        self.poller.register(self.wire.fileno(), select.EPOLLIN)
+        self.poller.register(self.wire.fileno(), select.EPOLLRDHUP)
+        # Bells ring for good: what counts is that they were rung again.
+        rung = select.EPOLLIN | select.EPOLLET
+        self.poller.register(bell, rung)
         if queue is not None:  # for each task one of the processes is woken
-            self.poller.register(queue, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+            self.poller.register(queue_bell, rung | select.EPOLLEXCLUSIVE)
 
     def run(self) -> None:
         """Work until the training process closes the wire."""
@@ -242,7 +247,7 @@ class Child:
                 runner.send(runner.state(within_s))
             case protocol.Retire():
                 if self.queue is not None:
-                    self.poller.unregister(self.queue)
+                    self.poller.unregister(self._queue_bell)
                     self.queue = None
                 runner.send(protocol.Retired())
 

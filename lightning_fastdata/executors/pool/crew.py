@@ -267,8 +267,8 @@ class ChildProcess:
     """A side process, the wire to it, and what it was given to do.
 
     If it is forked it closes ``inherited_fds``: the queue, and wires of its siblings. ``epoch`` is
-    the one that ``set_epoch`` of the dataset was called with; None: the process calls it. Without a
-    ``queue`` the process is sent each of its tasks.
+    the one that ``set_epoch`` of the dataset was called with; None: the process calls it. ``queue``
+    is :attr:`.TaskQueue.read_by`; if it is empty, the process is sent each of its tasks.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class ChildProcess:
         inherited_fds: tuple[int, ...],
         *,
         epoch: int | None,
-        queue: int | None,
+        queue: tuple[int, ...],
     ) -> None:
         self.number = number
         self.tasks: dict[int, Task] = {}
@@ -330,15 +330,19 @@ class ChildProcess:
         """Descriptors to be closed when the process has ended."""
         try:
             self.progress = protocol.ProgressMemory.create()
-            self._files.append(self.progress.descriptor)
-            self.stacks = memory.create_shared_memory(1)
-            self._files.append(self.stacks)
+            self._kept(self.progress.descriptor)
+            self.stacks = self._kept(memory.create_shared_memory(1))
+            self._bell = self._kept(protocol.make_bell())
         except (OSError, WorkerError):  # no more files may be opened
             self.stop(0)
             raise
         os.ftruncate(self.stacks, 0)
-        queues = () if queue is None else (queue,)
-        self.send(protocol.Start(), (self.progress.descriptor, self.stacks, *queues))
+        files = self.progress.descriptor, self.stacks, self._bell, *queue
+        self.send(protocol.Start(), files)
+
+    def _kept(self, descriptor: int) -> int:
+        self._files.append(descriptor)
+        return descriptor
 
     @property
     def pid(self) -> int:
@@ -398,6 +402,7 @@ class ChildProcess:
             try:
                 if files or not isinstance(message, protocol.MapSlot):
                     self.wire.send(message, files)
+                    protocol.ring(self._bell)
             except BlockingIOError:
                 return False
             except OSError:
@@ -717,7 +722,7 @@ class Crew:
     def _spawn(self, number: int, epoch: int | None) -> None:
         ends = () if self._queue is None else self._queue.descriptors
         wires = (child.wire.fileno() for child in self.children.values())
-        queue = None if self._queue is None else self._queue.reading
+        queue = () if self._queue is None else self._queue.read_by
         files = (*ends, *wires)
         try:
             child = ChildProcess(self.plan, number, self.wanted, files, epoch=epoch, queue=queue)

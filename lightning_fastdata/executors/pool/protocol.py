@@ -7,6 +7,7 @@
 
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it
+                   (bells wake it: of the queue, and of its wire)
                    Start, GiveTask, GoOn, MapSlot, DropSlot, SetLayout,
                    SetStamps, AskTaken, AskState, Retire
              ---------------------------------------------------->  a wire of its own
@@ -357,8 +358,8 @@ class Wire:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.fileno = end.fileno
-        # A message comes with four descriptors at most.
-        self._ancillary_bytes = socket.CMSG_LEN(4 * array.array("i").itemsize)
+        # A message comes with five descriptors at most.
+        self._ancillary_bytes = socket.CMSG_LEN(5 * array.array("i").itemsize)
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message and open files; large ones travel as an open file themselves.
@@ -442,10 +443,25 @@ def wire_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
+def make_bell() -> int:
+    """Return the descriptor of a bell that wakes a process that waits for what is sent to it.
+
+    Linux takes who writes to a socket or a pipe for a process that is about to wait itself, and has
+    the reader run on its CPU. But a training goes on: where no CPU was idle, each batch that it
+    asked for was made on its own CPU, in its own time. Of an eventfd nothing of the kind is taken.
+    """
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+
+def ring(bell: int) -> None:
+    """Wake who waits for a bell; who does not wait will find that it was rung."""
+    os.eventfd_write(bell, 1)
+
+
 class TaskQueue:
     """A pipe of tasks. The kernel gives each packet whole to one of the processes that read.
 
-    See ``O_DIRECT`` in pipe(2). Both ends are non-blocking.
+    See ``O_DIRECT`` in pipe(2). Both ends are non-blocking. Processes wait for its bell.
 
     Raises:
         OSError: The system has no such pipes.
@@ -455,7 +471,10 @@ class TaskQueue:
         import fcntl  # which is not on all systems where this module is imported
 
         self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
-        self.descriptors = self.reading, self._writing
+        self._bell = make_bell()
+        self.read_by = self.reading, self._bell
+        """What a process needs to read: the end of the pipe, and the bell."""
+        self.descriptors = *self.read_by, self._writing
         # The pages of a user's pipes are limited; the default size holds 16 packets.
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -466,6 +485,7 @@ class TaskQueue:
             os.write(self._writing, packet)
         except BlockingIOError:
             return False
+        ring(self._bell)
         return True
 
     def numbers(self) -> set[int]:
@@ -479,7 +499,7 @@ class TaskQueue:
         return {number_in(packet) for packet in packets if self.put(packet)}
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both ends, and the bell."""
         for end in self.descriptors:
             os.close(end)
 
