@@ -206,9 +206,9 @@ def _phase(
     """Return the finding that a phase takes this share of a step, ``high``, or more."""
     ms = mean_ms(phase)
     share = e.step_times.share(ms)
-    if share is None or share < high:
+    if ms is None or share is None or share < high:
         return None
-    cause = f"{what} takes {ms:.1f} ms, {share:.0%} of a step"
+    cause = f"{what} takes {ms:.1f} ms, {e.of_step(ms):.0%} of a step"
     return make_finding(share, cause, remedy, e.step_times.without(ms), leave)
 
 
