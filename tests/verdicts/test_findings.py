@@ -141,6 +141,26 @@ def test_validation_is_never_told_to_have_the_workers_that_it_has(workers, free)
     assert bool(wanted) == bool(found.remedy)
 
 
+@each(
+    ("workers", "free", "computes_s", "saved_s"),
+    # Of 8 s of waiting: one worker hides what validation computes, and several read side by side.
+    [(0, 1, 2.0, 2.0), (0, 4, 2.0, 8.0), (1, 2, 2.0, 5.0), (1, 4, 0.0, 6.0), (0, 1, 0.0, None)],
+)
+def test_workers_of_validation_are_said_to_save_no_more_than_they_can(
+    workers, free, computes_s, saved_s
+):
+    wall = run_of(validation=8.0 + computes_s, compute=10.0 - computes_s)
+    wall = replace(wall, named_s={"validation": {"waiting for batches": 8.0}})
+    known = {"val_workers": workers, "loader": LoaderFacts(usable_cpus=free)}
+    (found,) = (f for f in findings(evidence_with(**FINE, wall=wall, **known)) if f.code == "FD318")
+    if saved_s is None:  # one worker takes as long as there is nothing beside which it could read
+        assert found.remedy.startswith("validate less often")
+        saved_s = 8.0
+    else:
+        assert found.remedy == f"num_workers {workers} -> {free} for the validation loader"
+    assert found.gain.saved_ms * wall.steps / 1000 == pytest.approx(saved_s)
+
+
 def test_nothing_measured_gives_no_findings():
     assert findings(evidence_with()) == ()
 
