@@ -243,8 +243,8 @@ def _epoch_starts(e: Evidence) -> Finding | None:
         f"{duration_text(e.wall.training_s)}, {duration_text(each_s)} each"
     )
     ends = e.loader.persistent_workers is False
-    # A worker that is kept iterates a stream anew all the same; one that ends keeps nothing open.
-    faster = replace(_KEPT_OPEN, joins=ends) if e.loader.streamed else _FASTER_START
+    # A worker that is kept asks the sampler, or iterates a stream, anew all the same.
+    faster = replace(_KEPT_OPEN if e.loader.streamed else _FASTER_START, joins=ends)
     advice = (KEEP, faster) if ends else (faster,)
     if e.loaders_anew:
         what = f"loaders are made anew in the course of the training, and {what}"
