@@ -296,6 +296,9 @@ def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -
     after_ms = max(step.mean_ms - e.stall_ms, least_ms)
     gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
     leave = _leave_alone(e.summary, "loading")
+    if remedy is not None and e.loader.learn and not gain.worthwhile:
+        learn = Advice(text=f"{prefix}{e.loader.learn}", for_speed=False)
+        return make_finding(stall.share, cause, (learn,), None, leave)
     return make_finding(stall.share, cause, tuple(advice), gain, leave)
 
 

@@ -304,6 +304,17 @@ def test_a_longer_wait_is_blamed(stall, rest):
     assert (told.kind, told.code) == ("data-bound", "FD101")
 
 
+def test_who_waits_and_gains_nothing_by_workers_is_told_how_to_learn_why():
+    for workers, cpus in ((0, 1), (0, 2), (1, 2)):
+        told = judge(stage(39.9, 40.0), LoaderFacts(num_workers=workers, usable_cpus=cpus))
+        first = told.findings[0]
+        more = f"num_workers {workers} -> {cpus}"
+        learn = "batches straight from a FastDataLoader"
+        assert first.remedy.startswith(learn if cpus == 1 else more)
+        assert (first.gain is None) == (cpus == 1)
+        assert first.severity == "high"
+
+
 # Single steps that took long
 
 
