@@ -132,7 +132,7 @@ def _slow_samples(e: Evidence) -> Finding | None:
         return None
     named = ", ".join(
         f"{printable(str(s.path or s.index), keep='')} "
-        f"({s.ms:.0f} ms, others {rounded(s.typical_ms, 2)})"
+        f"({rounded(s.ms, 3)} ms, others {rounded(s.typical_ms, 2)})"
         for s in e.causes.slow_samples[:3]
     )
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
