@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.insight.finding import Gain, LoaderFacts, StepTimes
 from lightning_fastdata.insight.machine import NO_MACHINE, MachineSeen, MemorySeen
-from lightning_fastdata.insight.steps import NO_STEPS, StageSummary, times_of
+from lightning_fastdata.insight.steps import NO_STEPS, StageSummary, mean_ms, times_of
 from lightning_fastdata.insight.waits import NO_CAUSES, WaitCauses
 from lightning_fastdata.insight.wall import NO_TIME, WallTime
 from lightning_fastdata.loading.simulate import (
@@ -146,6 +147,11 @@ class Evidence:
         """Mean stall of a step, in ms; 0: not known."""
         return self.times.stall_ms or 0.0
 
+    def of_step(self, ms: float) -> float:
+        """Return a time as the share of a step that verdicts tell, who leave out pauses between."""
+        step_ms = mean_ms(self.summary.step)
+        return ms / step_ms if step_ms else 0.0
+
     @property
     def wanted_cpus(self) -> float | None:
         """CPUs that busy workers and the training would use if alone; None: no recorded costs."""
@@ -171,6 +177,25 @@ class Evidence:
         """Largest known share, of the wait or of workers' time, spent ready but without a CPU."""
         known = (self.runqueue_share or 0.0, self.machine.queued_share or 0.0)
         return max(self.waits_for_cpu, *known)
+
+    @property
+    def without_cpu_text(self) -> str:
+        """How long loading or the training had no CPU, and of what that is a share."""
+        queued, most = self.machine.queued_share, self.machine.queued_most
+        shares = (
+            (queued if most is None else most, "the time"),
+            (self.runqueue_share, "the time to read"),
+            (self.waits_for_cpu, "the wait for data"),
+        )
+        share, of = max(((share or 0.0, of) for share, of in shares), key=itemgetter(0))
+        return f"for {share:.0%} of {of}"
+
+    @property
+    def alone_ms(self) -> float:
+        """Time of a step if no other program had a CPU, by the recorded batches; 0: not known."""
+        if self.setup is None or not self.costs:
+            return 0.0
+        return simulate(self.costs, replace(self.setup, other_cpus=0.0)).step_ms
 
     @property
     def throttled(self) -> bool:

@@ -132,7 +132,7 @@ def _slow_samples(e: Evidence) -> Finding | None:
         return None
     named = ", ".join(
         f"{printable(str(s.path or s.index), keep='')} "
-        f"({s.ms:.0f} ms, others {rounded(s.typical_ms, 2)})"
+        f"({rounded(s.ms, 3)} ms, others {rounded(s.typical_ms, 2)})"
         for s in e.causes.slow_samples[:3]
     )
     repair = f"repair these samples: {named}" if named else "repair the slow samples"
@@ -260,10 +260,11 @@ def _spent(
 
     ``gain``: what spending less on it gains; None: at most the share. ``more``: added to the cause.
     """
-    stall = e.times.stall_share
-    cause = f"{what} is {share:.0%} of the wait for data, which costs {stall or 0.0:.0%} of each "
-    cause += f"step{more}"
-    return make_finding(stall, cause, remedy, gain or e.gain_without(share), leave)
+    cause = (
+        f"{what} is {share:.0%} of the wait for data, which costs {e.of_step(e.stall_ms):.0%} of "
+    )
+    cause += f"each step{more}"
+    return make_finding(e.times.stall_share, cause, remedy, gain or e.gain_without(share), leave)
 
 
 def _few_workers(e: Evidence) -> Finding | None:
@@ -288,7 +289,7 @@ def _few_cpus(e: Evidence) -> Finding | None:
         return None
     reads_itself = e.setup is not None and not e.setup.workers
     who = "the training process waits" if reads_itself else "ready workers wait"
-    facts = [f"{who} for a CPU for {e.without_cpu:.0%} of the time"]
+    facts = [f"{who} for a CPU {e.without_cpu_text}"]
     if e.throttled:
         facts.append(f"a CPU quota held back threads for {e.machine.throttled_cpus:.1f} CPUs")
     wanted, now = e.best_workers(), e.setup
@@ -328,7 +329,7 @@ def _neighbours(e: Evidence) -> Finding | None:
     here = e.setup is None or not e.setup.workers
     if here and not e.crowded:
         return None
-    facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
+    facts = [f"workers, or the training process, wait for a CPU {e.without_cpu_text}"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {cpus_text(e.setup.cpus)}")
     if (e.machine.other_cpus or 0.0) >= OTHERS_LOW:
@@ -338,12 +339,17 @@ def _neighbours(e: Evidence) -> Finding | None:
     lost_ms = runqueue * (e.times.step_ms or 0.0)
     if e.summary.device != "cpu":  # else the model, too, computes on the CPUs that others have
         lost_ms = min(e.stall_ms, lost_ms)
+    # Shares of several processes add up to more than a step, whose own work remains.
+    most_ms = (e.times.step_ms or 0.0) - e.alone_ms
+    gain = e.times.without(max(0.0, min(lost_ms, most_ms)))
+    if gain is None or not gain.worthwhile:
+        return None
     return make_finding(
         e.times.stall_share,
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
-        e.times.without(lost_ms),
+        gain,
         "" if waits else "more workers: they would wait, too",
     )
 
@@ -417,7 +423,7 @@ def _uneven(e: Evidence) -> Finding | None:
     return make_finding(
         e.times.stall_share,
         f"one of {workers} workers makes {most / samples:.0%} of the samples of this stream, and "
-        f"waiting for batches costs {e.times.stall_share or 0.0:.0%} of each step",
+        f"waiting for batches costs {e.of_step(e.stall_ms):.0%} of each step",
         "share the stream out evenly: at least as many files as workers, of equal size, each read "
         "by one worker (get_worker_info() in __iter__)",
         e.times.without(min(e.stall_ms, less_ms)),

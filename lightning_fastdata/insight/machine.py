@@ -45,6 +45,8 @@ class MachineSeen:
     queued_share: float | None = None
     """Share of time ready to run but without a CPU: that of the training process plus the mean of
     the workers. It is known of any loader."""
+    queued_most: float | None = None
+    """The larger of these two shares."""
     throttled_cpus: float | None = None
     """Number of CPUs, mean over time, that had threads to run but were held back by the quota."""
     other_cpus: float | None = None
@@ -121,23 +123,21 @@ class HostMeter:
         """Return what the machine reports of the training so far."""
         self._look(clock.monotonic())
         found = MachineSeen.between(self._began, self._usage())
-        return replace(found, queued_share=self._queued_share())
+        shares = self._queued_shares()
+        together = min(1.0, sum(shares)) if shares else None
+        return replace(found, queued_share=together, queued_most=max(shares, default=None))
 
     def _usage(self) -> Usage:
         used = read_cpu_use([os.getpid(), *self._workers()])
         return clock.monotonic(), read_cpu_throttling(), used
 
-    def _queued_share(self) -> float | None:
-        """Return the share of time without a CPU, as in ``MachineSeen``; None: no process was seen.
-
-        It is the sum of the training process's share and the mean share of the workers.
-        """
+    def _queued_shares(self) -> list[float]:
+        """Return the training process's share of time without a CPU, and the workers' mean."""
         own, workers = list[tuple[float, float]](), list[tuple[float, float]]()
         for process, times in self._queued.items():
             (own if process == os.getpid() else workers).append(times)
         sums = [map(sum, zip(*group, strict=True)) for group in (own, workers) if group]
-        shares = [queued_s / lasted_s for lasted_s, queued_s in sums if lasted_s > 0]
-        return min(1.0, sum(shares)) if shares else None
+        return [queued_s / lasted_s for lasted_s, queued_s in sums if lasted_s > 0]
 
     def _look(self, now_s: float) -> None:
         workers = self._workers()

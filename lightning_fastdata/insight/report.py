@@ -296,7 +296,7 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
         waits = stages[0].causes if stages and stages[0].stalls else None
         brief = [] if waits is None else cause_lines(waits, brief=True)
         # The largest part of the wait is told by a cause from stamps, and need not be said again.
-        brief = brief[1 if causes[0] != verdict.sentence else 0 :]
+        brief = brief[1 if why else 0 :]
         why.append("; ".join(line for line in brief if not any(line in cause for cause in causes)))
     why.append("; ".join(verdict.evidence))
     for label, line in _labelled("why", filter(None, why)):

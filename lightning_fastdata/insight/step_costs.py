@@ -206,9 +206,9 @@ def _phase(
     """Return the finding that a phase takes this share of a step, ``high``, or more."""
     ms = mean_ms(phase)
     share = e.step_times.share(ms)
-    if share is None or share < high:
+    if ms is None or share is None or share < high:
         return None
-    cause = f"{what} takes {ms:.1f} ms, {share:.0%} of a step"
+    cause = f"{what} takes {ms:.1f} ms, {e.of_step(ms):.0%} of a step"
     return make_finding(share, cause, remedy, e.step_times.without(ms), leave)
 
 
@@ -222,8 +222,9 @@ def _transfer(e: Evidence) -> Finding | None:
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
         remedy += "dataset or in collate_fn"
     elif e.summary.device == "cpu":  # where nothing is copied
-        if (mean_ms(e.summary.transfer) or 0.0) < _LOOKING_MS:
-            return None
+        looked = e.summary.transfer
+        if looked is None or min(looked.mean_ms, looked.p50_ms) < _LOOKING_MS:
+            return None  # a few long ones are those in which the process had no CPU
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "
         remedy += "which Lightning does not look"

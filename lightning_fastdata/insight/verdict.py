@@ -194,12 +194,12 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(
         kind=kind,
         sentence=sentence,
-        evidence=_evidence(summary, loader),
+        evidence=_evidence(summary, loader, evidence.wall),
         findings=tuple(each.finding for each in order),
     )
 
 
-def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
+def _evidence(summary: StageSummary, loader: LoaderFacts, wall: WallTime) -> tuple[str, ...]:
     evidence = [
         f"step {each.step} took {duration_text((each.step_ms or 0.0) / 1e3)}, and is judged without"
         for each in summary.long_steps
@@ -212,7 +212,10 @@ def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
         if wait.p50_ms > 0 and wait.p95_ms > 3 * wait.p50_ms:
             evidence.append(f"waits come in bursts (p50 {wait.p50_ms:.1f}, p95 {wait.p95_ms:.1f})")
     if summary.cold_wait_ms is not None:
-        evidence.append(f"first batch of an epoch after {summary.cold_wait_ms:.0f} ms")
+        # Workers of torch start in iter(), before the first batch is waited for.
+        later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
+        first_ms = max(summary.cold_wait_ms, 1000 * later_s / max(1, summary.cold_steps - 1))
+        evidence.append(f"first batch of an epoch after {first_ms:.0f} ms")
     which = "" if loader.loader is None else f"{loader.loader}: "
     if loader.num_workers is None:
         evidence.append(f"{which}number of workers not known")
@@ -222,8 +225,10 @@ def _evidence(summary: StageSummary, loader: LoaderFacts) -> tuple[str, ...]:
         usable = "usable CPUs not known" if cpus is None else cpus_text(cpus, "usable ")
         evidence.append(f"{which}{workers}, {usable}")
     if loader.augment_on is not None:
-        where = "CPU" if loader.augment_on == "cpu" else "device"
-        evidence.append(f"transforms run on the {where}")
+        where = "on the CPU" if loader.augment_on == "cpu" else "on the device"
+        if loader.augment_on == "device" and summary.device == "cpu":
+            where = "in the training process"
+        evidence.append(f"transforms run {where}")
     return tuple(evidence)
 
 
@@ -291,6 +296,9 @@ def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -
     after_ms = max(step.mean_ms - e.stall_ms, least_ms)
     gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
     leave = _leave_alone(e.summary, "loading")
+    if remedy is not None and e.loader.learn and not gain.worthwhile:
+        learn = Advice(text=f"{prefix}{e.loader.learn}", for_speed=False)
+        return make_finding(stall.share, cause, (learn,), None, leave)
     return make_finding(stall.share, cause, tuple(advice), gain, leave)
 
 

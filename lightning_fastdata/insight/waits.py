@@ -424,7 +424,7 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
             name = printable(name, keep="")
             lines.append(
-                f"{name} took {sample.ms:.0f} ms, others {rounded(sample.typical_ms, 2)} ms"
+                f"{name} took {rounded(sample.ms, 3)} ms, others {rounded(sample.typical_ms, 2)} ms"
             )
     places = [each for each in causes.lines if each.share > WORTH_SAYING]
     named = {each.calls for each in places}

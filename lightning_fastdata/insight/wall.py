@@ -50,6 +50,9 @@ _MADE_ONCE: Final = Advice(
     text="reload_dataloaders_every_n_epochs=0, and a dataset that is built once, in setup()"
 )
 _KEPT_OPEN: Final = Advice(text="have the dataset keep what its __iter__ opens")
+_RARER: Final = Advice(
+    text="validate less often (check_val_every_n_epoch), or on fewer batches (limit_val_batches)"
+)
 _BESIDE: Final = {
     "callbacks": "run {name} less often, or make it cheaper",
     "checkpoints": "save less often (every_n_train_steps, train_time_interval), to a faster disk, "
@@ -240,8 +243,8 @@ def _epoch_starts(e: Evidence) -> Finding | None:
         f"{duration_text(e.wall.training_s)}, {duration_text(each_s)} each"
     )
     ends = e.loader.persistent_workers is False
-    # A worker that is kept iterates a stream anew all the same; one that ends keeps nothing open.
-    faster = replace(_KEPT_OPEN, joins=ends) if e.loader.streamed else _FASTER_START
+    # A worker that is kept asks the sampler, or iterates a stream, anew all the same.
+    faster = replace(_KEPT_OPEN if e.loader.streamed else _FASTER_START, joins=ends)
     advice = (KEEP, faster) if ends else (faster,)
     if e.loaders_anew:
         what = f"loaders are made anew in the course of the training, and {what}"
@@ -251,16 +254,21 @@ def _epoch_starts(e: Evidence) -> Finding | None:
 
 def _validation(e: Evidence) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
+    wall = e.wall
+    waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
+    all_s = wall.parts_s.get("validation", 0.0)
     text = f"have workers read {which} (num_workers)"
-    cpus, enough = e.loader.usable_cpus, False
+    cpus, closed, enough, least_s = e.loader.usable_cpus, e.loader.closed, False, 0.0
     if e.val_workers is not None and cpus is not None:
         free = e.machine.left_of(cpus)
         text = f"num_workers {e.val_workers} -> {free} for {which}"
         enough = e.val_workers >= free  # a worker for each free CPU is enough
-    advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
-    wall = e.wall
-    waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
-    all_s = wall.parts_s.get("validation", 0.0)
+        # Workers make at most one batch each in the time that one takes now.
+        least_s = all_s * e.val_workers / free if e.val_workers else waited_s / free
+    gain = _gain(wall, min(waited_s, all_s - least_s))
+    workers = Advice(text=text, changes=("val.num_workers",), gain=gain)
+    useless = gain is not None and not gain.worthwhile and not set(workers.changes) & set(closed)
+    advice = () if enough else (_RARER if useless else workers,)
     what = (
         f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
         f"{wall.share(waited_s):.0%} of the run"
@@ -296,10 +304,16 @@ def _pause(
     share = wall.share(seconds)
     if share < _PAUSE_HIGH or not wall.steps:
         return None
+    return make_finding(share, what, remedy, _gain(wall, seconds), leave)
+
+
+def _gain(wall: WallTime, seconds: float) -> Gain | None:
+    """Return the gain of a run that takes so many seconds less; None: it has no steps."""
+    if not wall.steps:
+        return None
     before_ms = 1000 * wall.training_s / wall.steps
     after_ms = max(0.0, before_ms - 1000 * seconds / wall.steps)
-    gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
-    return make_finding(share, what, remedy, gain, leave)
+    return Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
 
 
 RULES: Final = (

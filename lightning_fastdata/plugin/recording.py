@@ -343,13 +343,14 @@ class Recording:
         """Return the loaders of the main stage, in whatever form they come; None: there are none.
 
         A trainer that has been fitted calls the validation loaders of the fit its own also in
-        ``validate``, so that the loaders that were shown are preferred there.
+        ``validate``, so that the loaders that were shown are preferred there. Elsewhere the trainer
+        may have made others from these, as it does of any loader in ``predict``.
         """
-        if self._shown is not None and not self.fits:
+        if self._shown is not None and self.main.stage == "val":
             return self._shown
         name = "train_dataloader" if self.fits else f"{self.main.stage}_dataloaders"
         found: object = getattr(self._trainer, name)
-        return found
+        return self._shown if found is None and not self.fits else found
 
     def val_loaders(self) -> object:
         """Return the loaders of the validation of a fit; None: there are none."""

@@ -178,6 +178,17 @@ def test_loaders_that_lightning_makes_anew_go_on_recording(tmp_path, executor):
     assert report.stages[0].causes.batches == 9
 
 
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_a_loader_that_is_given_tells_in_every_method(tmp_path, method):
+    """Of any loader that is given to predict, Lightning makes another."""
+
+    callback = quiet()
+    trainer = make_trainer(tmp_path, callbacks=[callback])
+    getattr(trainer, method)(Linear(), FastDataLoader(Waits(32), 4, num_workers=1))
+    assert callback.report.stages[0].causes.batches == 7
+    assert not any("not known" in note for note in callback.report.notes)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         for i in range(24):

@@ -10,10 +10,11 @@ import pytest
 from insight.made_up import stage
 from stamps import made_up
 from stamps.made_up import MS
-from verdicts.known import judge
+from verdicts.known import evidence_with, judge
 
 from lightning_fastdata.insight.report import RunReport
 from lightning_fastdata.insight.waits import CauseTotals, cause_lines
+from lightning_fastdata.insight.wall import WallTime
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.lines import Place
 
@@ -101,6 +102,23 @@ def test_each_part_above_five_percent_is_put_into_words_largest_first():
     assert len(lines) == 2
     assert lines[0].startswith("76% of the wait (76.0 ms a batch): reading was ready")
     assert lines[1].startswith("20% of the wait (20.0 ms a batch): reading and transforming")
+
+
+def test_no_sample_is_said_to_take_no_time():
+    causes = totals_of(batch(0, 0.08, slowest=0.01), batch(1, 0.6, slowest=0.5, index=133))
+    lines = cause_lines(causes.summary())
+    assert any(line.startswith("sample 133 took 0.5 ms, others ") for line in lines), lines
+
+
+def test_what_waits_are_made_of_is_told_once_beside_a_pause_that_leads():
+    summary = replace(stage(30.0, 20.0), causes=totals_of(batch(0, 30)).summary())
+    parts_s = {"callbacks": 8.0, "compute": 1.0, "wait": 1.0}
+    wall = WallTime(total_s=10.0, parts_s=parts_s, steps=100, samples=800)
+    verdict = judge(summary, evidence=evidence_with(wall=wall))
+    text = " ".join(RunReport(stages=(summary,), verdict=verdict).text().split())
+    assert verdict.kind == "held up"
+    assert "waiting for storage, a network or a lock is 100% of the wait for data" in text
+    assert "reading waited for storage" not in text
 
 
 def report(stall_ms):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from lightning_fastdata.insight.finding import (
 )
 from lightning_fastdata.insight.machine import MachineSeen
 from lightning_fastdata.insight.ranks import RankTiming
+from lightning_fastdata.insight.steps import PhaseSummary
 from lightning_fastdata.insight.verdict import COSTS, RULES, findings
 from lightning_fastdata.insight.waits import LineShare, OperationShare, SlowSample, WaitParts
 from lightning_fastdata.insight.wall import WallTime
@@ -71,6 +72,8 @@ FINE = {"step_ms": 40.0, "wait_ms": 0.0, "stall_ms": 0.1}
 BLUR = OperationShare(name="albumentations Blur", share=0.6, augments=True)
 IO = {"costs": costs(blocked=40.0), "setup": setup()}
 CPU = {"costs": costs(cpu=40.0), "setup": setup()}
+QUEUED = {"costs": costs(cpu=10.0), "setup": setup()}
+"""Costs of a step of 40 ms that waits for CPUs for most of it."""
 
 TABLE = {
     "FD302": (late({"slow_sample_ms": 14.0, "read_cpu_ms": 10.0}, slow_samples=(SLOW,)), "58%"),
@@ -97,7 +100,7 @@ TABLE = {
     "FD312": (evidence_with(**FINE, transfer_ms=4.0, device="cuda"), "10%"),
     "FD313": (evidence_with(**FINE, augment_ms=8.0), "20%"),
     "FD315": (
-        late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}, runqueue_share=0.6, **CPU),
+        late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}, runqueue_share=0.6, **QUEUED),
         "1.0 of 8 CPUs",
     ),
     "FD316": (
@@ -136,6 +139,26 @@ def test_validation_is_never_told_to_have_the_workers_that_it_has(workers, free)
     wanted = f"num_workers {workers} -> {free} for" if workers < free else ""
     assert wanted in found.remedy
     assert bool(wanted) == bool(found.remedy)
+
+
+@each(
+    ("workers", "free", "computes_s", "saved_s"),
+    # Of 8 s of waiting: one worker hides what validation computes, and several read side by side.
+    [(0, 1, 2.0, 2.0), (0, 4, 2.0, 8.0), (1, 2, 2.0, 5.0), (1, 4, 0.0, 6.0), (0, 1, 0.0, None)],
+)
+def test_workers_of_validation_are_said_to_save_no_more_than_they_can(
+    workers, free, computes_s, saved_s
+):
+    wall = run_of(validation=8.0 + computes_s, compute=10.0 - computes_s)
+    wall = replace(wall, named_s={"validation": {"waiting for batches": 8.0}})
+    known = {"val_workers": workers, "loader": LoaderFacts(usable_cpus=free)}
+    (found,) = (f for f in findings(evidence_with(**FINE, wall=wall, **known)) if f.code == "FD318")
+    if saved_s is None:  # one worker takes as long as there is nothing beside which it could read
+        assert found.remedy.startswith("validate less often")
+        saved_s = 8.0
+    else:
+        assert found.remedy == f"num_workers {workers} -> {free} for the validation loader"
+    assert found.gain.saved_ms * wall.steps / 1000 == pytest.approx(saved_s)
 
 
 def test_nothing_measured_gives_no_findings():
@@ -360,8 +383,12 @@ def test_what_moves_and_augments_batches_is_named(code, known, cause):
 
 def test_less_than_a_millisecond_is_no_cost_of_a_cpu():
     known = {"step_ms": 10.0, "transfer_ms": 0.9}
-    found = findings(evidence_with(TABLE["FD312"][0], device="cpu", **known))
-    assert "FD312" not in {each.code for each in found}
+    small = evidence_with(TABLE["FD312"][0], device="cpu", **known)
+    # Nor are a few long ones, in which the process had no CPU.
+    bursts = replace(small.summary.transfer, mean_ms=2.3, p50_ms=0.1)
+    rare = replace(small, summary=replace(small.summary, transfer=bursts))
+    for evidence in (small, rare):
+        assert "FD312" not in {each.code for each in findings(evidence)}
 
 
 @each(
@@ -428,13 +455,37 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
 
 def test_without_other_programs_a_model_on_the_cpus_is_faster_too():
     parts = {"read_cpu_ms": 3.0, "read_runqueue_ms": 3.0}
-    known = {"step_ms": 40.0, "wait_ms": 6.0, "stall_ms": 6.0, "runqueue_share": 0.6, **CPU}
+    known = {"step_ms": 40.0, "wait_ms": 6.0, "stall_ms": 6.0, "runqueue_share": 0.6, **QUEUED}
     for device, after_ms in (("cpu", 16.0), ("cuda", 34.0)):
         found = findings(evidence_with(late(parts), device=device, **known))
         (gain,) = (each.gain for each in found if each.code == "FD315")
         assert gain.after_ms == pytest.approx(after_ms)
     gone = Gain(before_ms=40.0, after_ms=0.0, basis="floor")
     assert gain_text(gone) == "at most all 40.0 ms of a step"
+
+
+def test_nothing_is_said_to_make_a_step_shorter_than_its_own_work_takes():
+    # Workers and the training lack a CPU for 60 % of the time each, which is more than a step.
+    machine = MachineSeen(queued_share=1.0, queued_most=0.6, machine_cpus=2.0, other_cpus=1.0)
+    known = {"setup": setup(1, cpus=2.0), "machine": machine}
+    parts = {"read_cpu_ms": 8.0, "read_runqueue_ms": 8.0}
+    found, *_ = findings(late(parts, costs=costs(cpu=10.0), **known))
+    assert (found.code, "for 60% of the time;" in found.cause) == ("FD315", True)
+    assert 10.0 <= found.gain.after_ms < 12.0
+    # A step that would take as long without other programs is not held up by them.
+    found = findings(late(parts, costs=costs(cpu=40.0), **known))
+    assert "FD315" not in {each.code for each in found}
+
+
+@each("code", ["FD303", "FD307", "FD308", "FD312", "FD313", "FD323", "FD324"])
+def test_a_share_of_a_step_is_the_one_that_the_verdict_and_the_bars_tell(code):
+    evidence, figure = TABLE[code]
+    told = findings(evidence)[0].cause
+    gap = PhaseSummary(mean_ms=10.0, p50_ms=10.0, p95_ms=10.0, share=0.0)
+    paused = replace(evidence, summary=replace(evidence.summary, gap=gap))
+    (found,) = (each for each in findings(paused) if each.code == code)
+    assert found.cause == told
+    assert figure in told
 
 
 def test_no_number_of_workers_is_said_to_make_a_step_shorter_than_it_computes():
@@ -449,16 +500,16 @@ def test_nobody_is_told_to_add_workers_and_to_leave_them_alone():
     short = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
     waits = {"read_blocked_ms": 20.0, "read_runqueue_ms": 4.0}
     for parts, workers, leaves in ((short, 2, True), (waits, 2, False), (short, 0, False)):
-        known = {"costs": costs(blocked=40.0, cpu=4.0), "setup": setup(workers, cpus=8.0)}
+        known = {"costs": costs(blocked=10.0, cpu=1.0), "setup": setup(workers, cpus=8.0)}
         found = findings(late(parts, runqueue_share=0.6, **known))
         (told,) = (each for each in found if each.code == "FD315")
         assert ("more workers" in told.leave_alone) is leaves
 
 
-@pytest.mark.parametrize(("blocked", "wanted"), [(0.0, "0.6"), (40.0, "0.3")])
+@pytest.mark.parametrize(("blocked", "wanted"), [(0.0, "0.6"), (10.0, "0.3")])
 def test_the_own_work_of_a_training_that_reads_itself_is_what_it_reads(blocked, wanted):
     parts = {"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}
-    reads_itself = {"costs": costs(cpu=40.0, blocked=blocked), "setup": setup(0, cpus=2.0)}
+    reads_itself = {"costs": costs(cpu=10.0, blocked=blocked), "setup": setup(0, cpus=2.0)}
     (found,) = (f for f in findings(late(parts, **reads_itself)) if f.code == "FD315")
     assert f"own work needs {wanted} of 2 CPUs" in found.cause
 
@@ -467,7 +518,24 @@ def test_no_worker_is_said_to_lack_a_cpu_where_the_training_reads():
     parts = {"read_cpu_ms": 12.0, "read_runqueue_ms": 6.0}
     found, *_ = findings(late(parts, costs=costs(cpu=40.0), setup=setup(0, cpus=0.5)))
     assert found.code == "FD306"
-    assert found.cause == "the training process waits for a CPU for 33% of the time"
+    assert found.cause == "the training process waits for a CPU for 33% of the wait for data"
+
+
+def test_a_share_of_the_wait_for_data_is_not_told_as_one_of_the_time():
+    short = late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0})
+    others = replace(short.machine, machine_cpus=2.0, other_cpus=1.0)
+    for code, machine in (("FD306", short.machine), ("FD315", others)):
+        for queued, reads, told in (
+            (None, None, "67% of the wait for data"),
+            (None, 0.7, "70% of the time to read"),
+            (0.8, 0.7, "80% of the time"),
+        ):
+            seen = replace(machine, queued_share=queued)
+            known = {"machine": seen, "runqueue_share": reads, **QUEUED}
+            if code == "FD306":
+                known |= {"costs": costs(cpu=40.0), "setup": setup(2, cpus=0.5)}
+            found, *_ = findings(evidence_with(short, **known))
+            assert (found.code, f"{told};" in f"{found.cause};") == (code, True)
 
 
 def test_more_actors_are_told_up_to_the_cpus_that_are_free():
