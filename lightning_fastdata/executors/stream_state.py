@@ -141,6 +141,8 @@ class StreamHistory:
         self._is_known = True
         self._refused = ""
         self._told = False
+        self.has_state = tells_state(self._stream)
+        """Whether the stream has a state, or its iterator was seen to have one."""
         self.drew = False
         """Whether the stream, or its ``collate_fn``, was seen to draw from global generators."""
 
@@ -181,6 +183,7 @@ class StreamHistory:
         """Note what the reader of a part tells with its next batch."""
         self._notes[lane].append(note)
         self._refused = self._refused or note.refused
+        self.has_state |= note.state is not None
         self.drew |= note.drew
 
     def handed_over(self, lane: int) -> None:
@@ -227,7 +230,7 @@ class StreamHistory:
                 FastDataWarning,
                 stacklevel=2,
             )
-        anew = self._is_known or not tells_state(self._stream)
+        anew = self._is_known or not self.has_state
         if self._refused or (anew and not begun):
             return ()
         sure = self._is_known or all(lane.state is not None for lane in found)

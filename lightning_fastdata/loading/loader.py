@@ -58,7 +58,7 @@ from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampabl
 from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order import samplers
 from lightning_fastdata.order.epoch_order import Counted, dataset_length, first_epoch
-from lightning_fastdata.order.indices import EpochIndices, tells_state
+from lightning_fastdata.order.indices import EpochIndices, may_tell_state, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
     is_drawn_at_start,
@@ -804,8 +804,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             if indices is None and begun is not None:
                 if found is begun:
                     state = replace(state, lanes=inner.lanes(begun.executor, batches, over=False))
-                elif begun.exhausted and begun.epoch == epoch - 1:
-                    state = replace(state, lanes=inner.lanes(begun.executor, 0, over=True))
+                elif begun.epoch == epoch - 1:
+                    taken = 0 if begun.exhausted else None
+                    state = replace(state, lanes=inner.lanes(begun.executor, taken, over=True))
         if indices is not None:
             state = position.with_indices(state, indices, opened=self._opened)
         if not (state.is_known or self._told_loose):
@@ -889,11 +890,12 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
             position.check_stream(state, now)
         kept = inner if isinstance(inner, KeptExecutor) else None
         lives_on = self.keeps is True or not self.num_workers if kept is None else kept.keep
+        keeps_state = tells_state if kept is None else may_tell_state
         if kept is not None and len(lanes) == now.parts and (state.batches or lives_on):
             kept.go_on_in_stream(lanes)
         elif state.batches:
             return state.batches
-        elif state.epoch and lives_on and tells_state(self.dataset):
+        elif state.epoch and lives_on and keeps_state(self.dataset):
             why = position.why_new(state, now, by_torch=kept is None)
             position.tell_new_stream(self.dataset, state, why)
         return 0

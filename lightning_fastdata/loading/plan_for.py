@@ -30,7 +30,7 @@ from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.loading.facts import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.indices import tells_state
+from lightning_fastdata.order.indices import may_tell_state
 from lightning_fastdata.order.samplers import is_drawn_at_start
 
 if TYPE_CHECKING:
@@ -423,8 +423,8 @@ class Planner:
         if workers == 0:
             # Keys for draws that are not made would cost each step of the training some 20 us.
             keyed |= spec.transformed or BadSamples.of(spec.options.on_bad_sample) != BadSamples()
-            # torch's iterator gives nobody the state of a stream.
-            keyed |= spec.is_stream and tells_state(spec.dataset)
+            # torch's iterator gives nobody the state of a stream, nor that of its iterator.
+            keyed |= spec.is_stream and may_tell_state(spec.dataset)
             here: ExecutorName = "inline" if keyed else "torch"
             return ExecutorChoice(here, "num_workers=0 asks for the training process")
         if isinstance(workers, int):

@@ -333,13 +333,13 @@ class KeptExecutor:
             executor.start_epoch(repeat(self.settings.batch_size), self.epoch(), resume=resume)
 
     def lanes(
-        self, executor: Executor | None, batches: int, *, over: bool
+        self, executor: Executor | None, batches: int | None, *, over: bool
     ) -> list[dict[str, Any]] | None:
         """Return the position of each part of a stream after ``batches`` of an epoch: plain data.
 
         Empty: the stream has no state, and its batches are counted. None: its state is not known.
-        ``executor``: the one that read the epoch. ``over``: all batches of the epoch were taken,
-        and the position is where the next epoch begins.
+        ``executor``: the one that read the epoch. ``over``: the epoch has ended, and the position
+        is where the next one begins. ``batches`` are None if it was left before its end.
 
         Raises:
             OptionsError: That batch was not handed out, or too long ago.
@@ -348,6 +348,8 @@ class KeptExecutor:
             return None
         if over and not self.keep:
             return []
+        if batches is None:
+            return None if executor.history.has_state else []
         found = executor.history.position(batches, over=over)
         return None if found is None else [lane.as_dict() for lane in found]
 

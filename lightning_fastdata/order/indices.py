@@ -83,6 +83,12 @@ def tells_state(obj: object) -> TypeGuard[Stateful]:
     return True
 
 
+def may_tell_state(stream: object) -> bool:
+    """Return whether a stream tells its state, or its iterator may: a generator has none."""
+    begin = getattr(type(stream), "__iter__", None)
+    return tells_state(stream) or not inspect.isgeneratorfunction(begin)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Place in an epoch at which to begin."""

@@ -601,9 +601,12 @@ def is_drawn_at_start(source: object) -> bool:
     """Return whether the order of an epoch is fixed when it begins, so that no step can change it.
 
     ``source``: a batch sampler, or a sampler. It is so for most of torch's own and those of this
-    package; a sampler of the user's may depend on what the training writes.
+    package; a sampler of the user's may depend on what the training writes. One that draws from a
+    ``generator`` of the user's as it goes leaves it where torch does, if the epoch is broken off.
     """
-    return type(_grouped_in(source)) in _DRAWN_AT_START
+    sampler = _grouped_in(source)
+    draws = type(sampler) is RandomSampler and sampler.generator is not None
+    return type(sampler) in _DRAWN_AT_START and not (draws and may_repeat(sampler))
 
 
 def may_repeat(source: object) -> bool:

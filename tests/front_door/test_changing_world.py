@@ -39,6 +39,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
@@ -999,6 +1000,19 @@ def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() 
     for workers in (1, 2, "auto"):
         wanted = seen(DataLoader, 1 if workers == "auto" else workers)
         assert seen(FastDataLoader, workers) == wanted
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", [{"replacement": True, "num_samples": 400}, {"num_samples": 400}])
+def test_orders_behind_epochs_that_are_broken_off_are_torchs_where_a_sampler_draws_as_it_goes(
+    how: Any, workers: int
+) -> None:
+    def seen(kind: Any) -> list[list[int]]:
+        sampler = RandomSampler(range(20), generator=torch.Generator().manual_seed(1), **how)
+        loader = kind(list(range(20)), 4, sampler=sampler, num_workers=workers)
+        return [batch.tolist() for _ in range(3) for batch in itertools.islice(loader, 2)]
+
+    assert seen(FastDataLoader) == seen(DataLoader)
 
 
 def test_rows_are_gathered_of_a_random_subset_whose_indices_steps_change_as_torch_reads_it() -> (

@@ -393,7 +393,12 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
 # Each kind of dataset has its executor
 
 
-class WithState(Stream):
+class OfGenerators(Stream):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+class WithState(OfGenerators):
     def state_dict(self):
         return {}
 
@@ -409,7 +414,8 @@ SAMPLES = [torch.zeros(3)] * 8
     ("dataset", "about", "name"),
     [
         (Stream(), {}, "workers"),
-        (Stream(), {"workers": 0}, "torch"),
+        (Stream(), {"workers": 0}, "inline"),
+        (OfGenerators(), {"workers": 0}, "torch"),
         (WithState(), {"workers": 0}, "inline"),
         (COLUMN, {}, "gather"),
         (COLUMN, {"workers": 0}, "torch"),

@@ -31,7 +31,7 @@ from thoroughness import some
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from virtual_time import virtual_time
 
-from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import StreamAsk, StreamFetcher
@@ -202,6 +202,40 @@ class KnowsPasses(IterableDataset):
         self.passes, self.goes_on = state["passes"], True
 
 
+class CountsIterators(IterableDataset):
+    """Has another order in each pass, which its iterator alone can tell."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return OfPass(self)
+
+
+class OfPass:
+    """A pass of a stream, whose number is part of its state."""
+
+    def __init__(self, stream):
+        self.stream, self.number, self.at = stream, stream.passes, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        samples = ordered(self.number)
+        if self.at >= len(samples):
+            raise StopIteration
+        self.at += 1
+        return samples[self.at - 1]
+
+    def state_dict(self):
+        return {"number": self.number, "at": self.at}
+
+    def load_state_dict(self, state):
+        self.stream.passes = self.number = state["number"]
+        self.at = state["at"]
+
+
 class Once(IterableDataset, Samples):
     """Ends for ever."""
 
@@ -248,6 +282,7 @@ STATEFUL = (
     OwnIterator,
     OfIterator,
     KnowsPasses,
+    CountsIterators,
     Once,
     Uneven,
 )
@@ -259,6 +294,13 @@ STATEFUL = (
 class Plain(IterableDataset):
     def __iter__(self):
         yield from ordered(0)
+
+
+class Listed(IterableDataset):
+    """Gives an iterator of Python, which has no state."""
+
+    def __iter__(self):
+        return iter(ordered(0))
 
 
 class Drawing(IterableDataset):
@@ -664,16 +706,13 @@ def trained(folder, name, stream, resume=None, saves=Asks, **how):
     def index(samples):
         return {"index": torch.tensor(samples)}
 
-    options = LoaderOptions(executor="inline", num_workers=0)
-    data = FastDataModule.from_datasets(
-        stream(), batch_size=BATCH, options=options, collate_fn=index
-    )
+    data = FastDataModule.from_datasets(stream(), batch_size=BATCH, num_workers=0, collate_fn=index)
     train(Recorder(folder / name), data, folder, resume=resume, callbacks=[saves()], **how)
     return lines(folder / name)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@each("stream", [CountsPasses, OwnIterator, KnowsPasses, Resumes])
+@each("stream", [CountsPasses, OwnIterator, KnowsPasses, CountsIterators, Resumes])
 def test_an_epoch_that_a_checkpoint_ended_is_not_trained_again(tmp_path, stream):
     whole = trained(tmp_path, "whole", stream)
     kept = lines_before(tmp_path / "whole.ckpt")
@@ -691,12 +730,17 @@ class SavesInItsFirstStep(Callback):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @each("saves", [Asks, SavesInItsFirstStep])
-def test_a_pass_that_was_left_before_its_end_is_told(tmp_path, saves):
-    trained(tmp_path, "left", CountsPasses, saves=saves, limit_train_batches=2)
+@each(
+    ("stream", "told"),
+    [(CountsPasses, 1), (CountsIterators, 1), (Listed, 0), (Plain, 0)],
+)
+def test_a_pass_that_was_left_before_its_end_is_told(tmp_path, saves, stream, told):
+    trained(tmp_path, "left", stream, saves=saves, limit_train_batches=2)
     saved = torch.load(tmp_path / "left.ckpt", weights_only=True)["FastDataModule"]
-    again = resumed(saved["lightning_fastdata"]["loaders"][""], CountsPasses, 0)
-    with pytest.warns(FastDataWarning, match=r"Epoch 1 begins as .* left before its end"):
+    again = resumed(saved["lightning_fastdata"]["loaders"][""], stream, 0)
+    with warned() as texts:
         next(iter(again))
+    assert ["left before its end" in text for text in texts] == [True] * told
 
 
 def on_rank(rank, loader, saved):
