@@ -88,8 +88,21 @@ def timed_loop_that_is_left() -> object:
     return None
 
 
+def breaks_at_once(worker: int) -> None:
+    raise ValueError("broken")
+
+
+def loop_whose_workers_fail_as_they_start() -> object:
+    for data in (ROWS, Stream(lambda: iter(torch.ones(12, 32)))):
+        loader = FastDataLoader(data, 2, num_workers=1, worker_init_fn=breaks_at_once)
+        with pytest.raises(ValueError, match="broken"):
+            next(iter(loader))
+    return None
+
+
 WAYS = (module, module_with_workers, stream, from_loaders, callback, training_that_breaks)
-LOOPS = (loop, timed_loop, timed_loop_that_is_left)
+TIMED_LOOPS = (timed_loop, timed_loop_that_is_left)
+LOOPS = (loop, *TIMED_LOOPS, loop_whose_workers_fail_as_they_start)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Total length")
