@@ -471,7 +471,9 @@ class EpochIterator:
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        self._over = weakref.finalize(self, executor.close) if over is None else over
+        # The executor may hold errors of batches to come, whose tracebacks hold this iterator: if a
+        # finalizer held the executor, none of them would ever end.
+        self._over = over or weakref.finalize(self, _close, weakref.ref(executor))
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -513,6 +515,12 @@ class EpochIterator:
         """Give no more batches."""
         self.executor = None
         self._error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
+
+
+def _close(of: Callable[[], Executor | None]) -> None:
+    executor = of()
+    if executor is not None:
+        executor.close()
 
 
 def _pinning_device() -> str | None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, StepTimer
+from lightning_fastdata.errors import BatchError
 
 ROWS = Samples(lambda index: torch.full((32,), float(index)), 12)
 
@@ -88,8 +89,30 @@ def timed_loop_that_is_left() -> object:
     return None
 
 
+def breaks_at_once(worker: int) -> None:
+    raise ValueError("broken")
+
+
+def loop_whose_workers_fail_as_they_start() -> object:
+    for data in (ROWS, Stream(lambda: iter(torch.ones(12, 32)))):
+        loader = FastDataLoader(data, 2, num_workers=1, worker_init_fn=breaks_at_once)
+        with pytest.raises(ValueError, match="broken"):
+            next(iter(loader))
+    return None
+
+
+def loop_over_batches_that_are_errors() -> object:
+    loader = FastDataLoader(Samples(lambda index: {index}, 12), 2, num_workers="auto")
+    for _ in range(2):
+        with pytest.raises(BatchError):
+            next(iter(loader))
+    return None
+
+
 WAYS = (module, module_with_workers, stream, from_loaders, callback, training_that_breaks)
-LOOPS = (loop, timed_loop, timed_loop_that_is_left)
+TIMED_LOOPS = (timed_loop, timed_loop_that_is_left)
+LOOPS_THAT_BREAK = (loop_whose_workers_fail_as_they_start, loop_over_batches_that_are_errors)
+LOOPS = (loop, *TIMED_LOOPS, *LOOPS_THAT_BREAK)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Total length")

@@ -288,8 +288,8 @@ class ChildProcess:
         """Messages for which the wire had no room."""
         self.answers = 0
         """Number of tasks that the process has ended."""
-        self.failure: BaseException | None = None
-        """Error that ``worker_init_fn`` raised in the process; None: none."""
+        self.failed: protocol.InitFailed | None = None
+        """What ``worker_init_fn`` raised in the process; None: nothing."""
         self.asked = False
         """Whether the process has still to tell the state of what it reads."""
         self.state: protocol.StateTold | None = None
@@ -362,6 +362,17 @@ class ChildProcess:
     def ends(self) -> tuple[int, ...]:
         """Descriptors that become readable when the process sends or dies; the wire is first."""
         return (self.wire.fileno(), *self._pidfd)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ``worker_init_fn`` raised in the process; None: none.
+
+        It is a new one each time: an error that was raised holds those through which it went, who
+        hold this process, and would keep all that belongs to it until the program ends.
+        """
+        if self.failed is None:
+            return None
+        return as_error(self.failed.kind, self.number, self.failed.text)
 
     @property
     def began(self) -> bool:
@@ -703,9 +714,9 @@ class Crew:
                 if self._queue is not None:
                     self._queue.numbers()  # wakes others for tasks that it was woken for
             case protocol.InitFailed(kind, text):
-                child.failure = as_error(kind, child.number, text)
+                child.failed = message
                 if not self._streams:
-                    raise child.failure
+                    raise as_error(kind, child.number, text)
 
     # How processes begin and end
 
