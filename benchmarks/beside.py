@@ -5,7 +5,7 @@
 The other programs compute without end. They run in the session of this one, or each in a session
 of its own, as what is started in another terminal or by a service: Linux shares out its CPUs among
 sessions first. Seconds of whole epochs in turn, with workers that are kept; the ratio is the median
-over rounds of torch's time over ours. In the last row the training process computes, too.
+over rounds of torch's time over ours. In the last rows the training process computes, too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WORKLOADS = (
     (0.3, 32, 60, 0),
     (0.025, 128, 90, 0),
     (1.0, 16, 50, 20),
+    (0.1, 64, 150, 6),
 )
 _BEGIN_S = 0.3
 """Seconds that the other programs have to begin."""
