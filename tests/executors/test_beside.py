@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import select
 from contextlib import suppress
@@ -15,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.executors.pool.beside import Waker, WokenThread
+from lightning_fastdata.executors.pool.protocol import TaskQueue
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import worker_processes
 
@@ -92,6 +95,19 @@ def test_a_process_wakes_its_thread_while_it_waits_for_longer_than_it_runs(share
 class Tens(IterableDataset):
     def __iter__(self):
         return iter(range(0, 1000, 10))
+
+
+def test_a_queue_that_cannot_be_made_leaves_nothing_open(monkeypatch):
+    def refuses(_flags):
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(os, "pipe2", refuses)
+    closed = []
+    monkeypatch.setattr(os, "eventfd", lambda *_: -7)
+    monkeypatch.setattr(os, "close", closed.append)
+    with pytest.raises(OSError, match="too many"):
+        TaskQueue()
+    assert closed == [-7]
 
 
 def epolls_of(process):

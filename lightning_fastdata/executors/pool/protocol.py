@@ -470,8 +470,12 @@ class TaskQueue:
     def __init__(self) -> None:
         import fcntl  # which is not on all systems where this module is imported
 
-        self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
         self._bell = make_bell()
+        try:
+            self.reading, self._writing = os.pipe2(os.O_DIRECT | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            os.close(self._bell)
+            raise
         self.read_by = self.reading, self._bell
         """What a process needs to read: the end of the pipe, and the bell."""
         self.descriptors = *self.read_by, self._writing
