@@ -57,7 +57,7 @@ from lightning_fastdata.executors.pool.watches import death
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock, system_calls
 from lightning_fastdata.host.clock import Clocks
-from lightning_fastdata.host.memory import read_pages
+from lightning_fastdata.host.memory import read_host_memory, read_own_bytes, read_pages
 from lightning_fastdata.order.epoch_order import dataset_length, rank_now
 from lightning_fastdata.order.samplers import BlockShuffleSampler, ShuffleSampler
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -116,6 +116,10 @@ _DEAR_BATCH_MS: Final = 30  # a hundred times what it takes to hand a batch over
 _ALIKE: Final = 2
 _AHEAD_BUDGETS: Final = 4
 """Factor on the time for datasets that read ahead, as these mostly wait."""
+MOST_WAITING: Final = 64
+"""Most workers that read samples which wait; of others there are no more than CPUs."""
+OF_MEMORY: Final = 0.8
+"""Share of the memory that is left which workers may take."""
 _WEIGHED_SAMPLES: Final = 16  # number of samples whose bytes are counted
 _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
@@ -222,7 +226,8 @@ class DatasetFacts:
     """Cost of reading a sample again, where that is far less as the dataset keeps samples."""
     worker_bytes: int | None = None
     """Bytes of memory that a worker comes to have of its own: what a process had that tried the
-    dataset, and what it would copy of the dataset's objects by reading all of them."""
+    dataset, and what it would copy of the dataset's objects by reading all of them. None also where
+    memory has room for far more."""
     here: str | None = None  # why the training process alone can read it; None: nothing says so
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
     warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
@@ -399,11 +404,24 @@ def _answer_cost(spec: LoaderSpec, dataset: Dataset[Any], tell: Tell, *, begun: 
         again = measure(at_most=cost.samples)
         if again is not None and _keeps(cost, again):
             tell("cost_again", again)
-    pages, objects = read_pages(os.getpid()), held_objects(spec.dataset)
-    if pages is not None:
-        in_common = pages.anonymous_bytes - pages.own_bytes
-        copies = min(in_common, sum(each.counted_bytes for each in objects))
-        tell("worker_bytes", pages.own_bytes + copies)
+    computes = cost is not None and cost.wait_ms < cost.cpu_ms
+    most = os.cpu_count() if computes else MOST_WAITING
+    tell("worker_bytes", _worker_bytes(spec.dataset, most or MOST_WAITING))
+
+
+def _worker_bytes(dataset: object, most: int) -> int | None:
+    """Return the bytes that a worker comes to have of its own, as this process has.
+
+    None: they are not known, or there is room for ``most`` processes of this one's whole size.
+    """
+    whole = read_own_bytes(os.getpid())  # which takes 15 us, and what follows 10 ms
+    if whole is not None and most * whole <= OF_MEMORY * read_host_memory().available_bytes:
+        return None
+    pages, objects = read_pages(os.getpid()), held_objects(dataset)
+    if pages is None:
+        return None
+    in_common = pages.anonymous_bytes - pages.own_bytes
+    return pages.own_bytes + min(in_common, sum(each.counted_bytes for each in objects))
 
 
 def _why_not_sent(spec: LoaderSpec, read: Callable[[], list[Any]]) -> str | None:

@@ -27,7 +27,13 @@ from lightning_fastdata.executors.kinds import (
 )
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory, size_text
-from lightning_fastdata.loading.facts import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.loading.facts import (
+    MOST_WAITING,
+    OF_MEMORY,
+    DatasetFacts,
+    Questions,
+    inspect_dataset,
+)
 from lightning_fastdata.loading.options import LoaderOptions
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import may_tell_state
@@ -56,7 +62,6 @@ _AT_START_S: Final = 0.25  # most time of an epoch that is read at once when it 
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 SET: Final = "set by you"
 _NO_WORKERS: Final = "not used: no workers"
-MOST_WAITING: Final = 64
 _FIRST_ACTORS: Final = 8  # each takes seconds to start, and a CPU that others may want
 _SHORTEST_WAIT_MS: Final = 0.2  # to hand a sample out and take it back waits for about as long
 _HANDOVER_MS: Final = 0.1  # CPU time for the messages of a sample, its key, its copy into the batch
@@ -72,8 +77,6 @@ _FORK_MS: Final = 60  # to start a process and to end it; measured as those abov
 _FRESH_MS: Final = 2500  # to start and to end a process that imports torch anew
 _SURELY_LESS: Final = 0.9  # share of an epoch's time below which fewer workers surely pay
 _FEWEST_OF_STREAM: Final = 4
-_OF_MEMORY: Final = 0.8
-"""Share of the memory that is left which workers may take."""
 _FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
 _FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
 _ONE_STREAM: Final = (
@@ -642,7 +645,7 @@ class Planner:
         left the kernel kills.
         """
         each, left = self.facts.worker_bytes, self.machine.memory.available_bytes
-        room = int(_OF_MEMORY * left) // self.machine.cpu.ranks_on_host
+        room = int(OF_MEMORY * left) // self.machine.cpu.ranks_on_host
         if not each or count * each <= room:
             return count, why, []
         fewer = max(1, room // each)

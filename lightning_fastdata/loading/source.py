@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import os
 import sys
 import warnings
@@ -488,6 +489,7 @@ class EpochIterator:
         except StopIteration:
             self.executor = None
             self._over()
+            multiprocessing.active_children()  # of which some may have ended, as after a trial
             raise
         self._given += 1
         if self._reported is not None and self._given > self._reported:

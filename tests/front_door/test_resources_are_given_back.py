@@ -126,6 +126,10 @@ def test_a_way_of_use_leaves_nothing_behind(way: Callable[[], object]) -> None:
     for thread in set(threading.enumerate()) - threads:
         thread.join(20)  # it has been told to end
         assert not thread.is_alive(), thread.name
-    assert not multiprocessing.active_children()
+    for process in multiprocessing.active_children():
+        process.join(20)  # it was killed, and takes the kernel a while
+        assert process.exitcode is not None, process.name
+        del process
     del kept
+    gc.collect()
     assert not open_files() - files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loading.planned import Planted, machine
+from loading.planned import Planted, machine, memory
 from misses import each
 from open_files import open_files
 from thoroughness import LONG
@@ -148,7 +149,20 @@ def test_nothing_of_it_is_left():
     before = open_files()
     for act in (int, fail, killed):
         try_apart(send_then, act, start_method="fork")
+    ended = multiprocessing.active_children()
+    while ended:
+        ended.pop().join()  # it was killed, which takes the kernel a while
+    gc.collect()
     assert not open_files() - before
+
+
+@pytest.mark.parametrize("left_bytes", [2**20, 2**50])
+def test_the_memory_of_a_worker_is_found_out_where_it_may_be_short(monkeypatch, left_bytes):
+    read = "lightning_fastdata.loading.facts.read_host_memory"
+    monkeypatch.setattr(read, lambda: memory(left_bytes))
+    found = inspect(Planted(), started="fork").worker_bytes
+    assert (found is None) == (left_bytes == 2**50)
+    assert found is None or found > 2**20
 
 
 # What is found out

@@ -102,4 +102,5 @@ def test_a_signal_in_the_middle_of_a_fork_is_delivered(
             place()
         assert not armed
         assert place() == list(range(6))
-    assert not multiprocessing.active_children()
+    for process in multiprocessing.active_children():
+        process.join()  # whoever answered was killed, which takes the kernel a while
