@@ -25,6 +25,7 @@ from lightning_fastdata.device.backend import (
     device_streams,
     is_out_of_memory,
 )
+from lightning_fastdata.device.shared_draws import told_of_shared_draws
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import rank_now
 from lightning_fastdata.order.samplers import tell_samplers
@@ -227,7 +228,8 @@ class _Work:
             return moved
         key = SampleKey(self._seed, self._epoch, count.samples)
         self._counts[-1] = _Count(count.batches + 1, count.samples + batch_samples(moved))
-        with drawn_under(self._seed, self._epoch, count.batches, self._device):
+        draws = drawn_under(self._seed, self._epoch, count.batches, self._device)
+        with draws, told_of_shared_draws(self._transform, moved):
             return self._transform.apply_unprepared(moved, key)
 
 

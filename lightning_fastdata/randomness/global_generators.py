@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, TypeAlias
@@ -14,6 +14,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
 import torch
+
+from lightning_fastdata.device.backend import generators_in_use
 
 PYTHON: Any = getattr(random.getstate, "__self__", None)
 """The generator behind ``random``."""
@@ -221,3 +223,16 @@ def kept_random_state(names: Collection[str] = GENERATORS) -> Iterator[None]:
         yield
     finally:
         watch.restore()
+
+
+def snapshot_random_states() -> Callable[[], None]:
+    """Return what puts back the random states of Python, numpy, torch and its devices."""
+    host = DrawWatch()
+    on_device = [(each, each.get_state()) for each in generators_in_use()]
+
+    def undo() -> None:
+        host.restore()
+        for generator, state in on_device:
+            generator.set_state(state)
+
+    return undo

@@ -20,7 +20,7 @@ from lightning_fastdata import prefetch
 from lightning_fastdata.device import backend
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.insight.steps import EventClock
-from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
+from lightning_fastdata.randomness.global_generators import snapshot_random_states
 
 STREAMED = ("cuda", "xpu")
 """Types of devices with streams."""

@@ -19,9 +19,10 @@ from lightning_fastdata import (
     FastDataModule,
     FastDataWarning,
     as_batch_transform,
+    prefetch,
 )
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.plugin.transforms import told_of_shared_draws
+from lightning_fastdata.device.shared_draws import told_of_shared_draws
 
 torch.set_num_threads(1)
 
@@ -217,15 +218,22 @@ def train(tmp_path, front_door, transform):
             callback = DataThroughputCallback(transform, report=False, summary=False)
             trainer = quiet_trainer(tmp_path, callbacks=[callback])
             trainer.fit(model, DataLoader(Photos(), COUNT))
+        elif front_door == "prefetch":
+            batches = list(prefetch(DataLoader(Photos(), COUNT), "cpu", transform))
+            return batches, texts_of(said)
         else:
             data = FastDataModule.from_datasets(
                 Photos(), batch_size=COUNT, num_workers=0, augment=transform, seed=1
             )
             quiet_trainer(tmp_path).fit(model, datamodule=data)
-    return model.seen, [str(one.message) for one in said if one.category is FastDataWarning]
+    return model.seen, texts_of(said)
 
 
-@each("front_door", ["module", "callback"])
+def texts_of(said):
+    return [str(one.message) for one in said if one.category is FastDataWarning]
+
+
+@each("front_door", ["module", "callback", "prefetch"])
 def test_it_is_said_once_with_what_to_do(front_door, tmp_path):
     batches, said = train(tmp_path, front_door, ONCE["v2 in a lambda"])
     assert len(batches) == 2
@@ -235,7 +243,7 @@ def test_it_is_said_once_with_what_to_do(front_door, tmp_path):
     assert "v2.Compose([<lambda>])" in text
 
 
-@each("front_door", ["module", "callback"])
+@each("front_door", ["module", "callback", "prefetch"])
 @each("transform", [BY_SAMPLE["each by itself"], mixed(CutMix(), num_classes=99)])
 def test_nothing_is_said_of_others(front_door, transform, tmp_path):
     assert train(tmp_path, front_door, transform)[1] == []

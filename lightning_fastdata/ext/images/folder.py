@@ -64,6 +64,10 @@ _OTHER_PIXELS: Final = (
 )
 
 
+_IMAGE_FOLDERS: Final = ("transform", "target_transform", "transforms", "loader")
+"""Attributes of torchvision's ``ImageFolder`` that have no effect here."""
+
+
 class FolderError(DatasetError, FileNotFoundError):
     """An image folder is missing, or has no classes or no files.
 
@@ -309,6 +313,15 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         if self.shorter_side is None:
             return image
         return StoredPicture(shrunk(image, self.shorter_side))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        reads = type(self).__getitem__ is FastImageFolder.__getitem__
+        if reads and name in _IMAGE_FOLDERS and value is not None:
+            raise OptionsError(
+                f"FastImageFolder calls no {name}, which ImageFolder does. Give a pipeline to "
+                "FastDataModule(augment=...), or call it in a dataset around this one."
+            )
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         # The unpacked list would be expensive to send to workers.

@@ -42,11 +42,8 @@ from lightning_fastdata.plugin.datasets import (
     taken_apart,
 )
 from lightning_fastdata.plugin.guard import parts
-from lightning_fastdata.plugin.guard.snapshots import (
-    NoRoomError,
-    Snapshot,
-    snapshot_random_states,
-)
+from lightning_fastdata.plugin.guard.snapshots import NoRoomError, Snapshot
+from lightning_fastdata.randomness.global_generators import snapshot_random_states
 from lightning_fastdata.torch_internals import not_compiled
 
 if TYPE_CHECKING:

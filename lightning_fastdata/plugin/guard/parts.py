@@ -26,8 +26,9 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin import seams
-from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
+from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo
 from lightning_fastdata.plugin.transforms import carry_out_draws
+from lightning_fastdata.randomness.global_generators import snapshot_random_states
 from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
 
 if TYPE_CHECKING:

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_fastdata.device.backend import generators_in_use
-from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import held_by
 
 Undo: TypeAlias = Callable[[], object]
@@ -116,16 +114,3 @@ def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
     if identities(live) != identities(saved):  # else it is left alone, as it may be read meanwhile
         live.clear()
         (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
-
-
-def snapshot_random_states() -> Undo:
-    """Return what puts back the random states of Python, numpy, torch and its devices."""
-    host = DrawWatch()
-    on_device = [(each, each.get_state()) for each in generators_in_use()]
-
-    def undo() -> None:
-        host.restore()
-        for generator, state in on_device:
-            generator.set_state(state)
-
-    return undo

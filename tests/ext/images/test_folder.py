@@ -314,6 +314,23 @@ def test_what_image_folder_would_call_is_refused_in_a_subclass(folder, name):
         chooses(folder, size=32)
 
 
+class CallsItsTransform(FastImageFolder):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.transform(image), target
+
+
+@each("name", ["transform", "target_transform", "transforms", "loader"])
+def test_what_image_folder_would_call_is_refused_unless_a_subclass_calls_it(folder, name):
+    dataset = FastImageFolder(folder, size=32)
+    with pytest.raises(OptionsError, match=rf"calls no {name}, .*augment="):
+        setattr(dataset, name, torch.neg)
+    own = CallsItsTransform(folder, size=32)
+    setattr(own, name, None)
+    own.transform = torch.neg
+    assert torch.equal(own[0][0], -dataset[0][0])
+
+
 def test_options_may_be_numbers_and_arrays_of_numpy(folder):
     plain = {"size": 32, "scale": (0.25, 1.0), "horizontal_flip": 0.5, "shorter_side": 40}
     plain |= {"seed": 3, "max_pixels": 10**8, "check_files": True}
