@@ -56,7 +56,7 @@ from lightning_fastdata.executors.kinds import OPEN_CONNECTION, open_handles
 from lightning_fastdata.executors.pool.watches import death
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock, system_calls
-from lightning_fastdata.host.clock import Clocks
+from lightning_fastdata.host.clock import Clocks, SpentMeter
 from lightning_fastdata.host.memory import read_host_memory, read_own_bytes, read_pages
 from lightning_fastdata.order.epoch_order import dataset_length, rank_now
 from lightning_fastdata.order.samplers import BlockShuffleSampler, ShuffleSampler
@@ -201,6 +201,8 @@ class StreamSplit:
     """Whether the stream's library reads in processes of its own, which workers could not reach."""
     keeps: bool = False
     """Whether each sample that was read in a trial has changed the stream."""
+    computes: bool = field(default=False, compare=False)
+    """Whether the samples that were read in a trial computed for longer than they waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -870,14 +872,16 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
                 f"two workers of {name}, tried, give {together} samples, and one alone "
                 f"{alone.get('samples')}{failed and f': the second {failed}'}"
             )
-    return StreamSplit(splits=splits, why=why, keeps="keeps" in first)
+    told = {name: name in first for name in ("keeps", "computes")}
+    return StreamSplit(splits=splits, why=why, **told)
 
 
 def read_as_worker(spec: LoaderSpec, number: int, workers: int, tell: Tell) -> None:
     """Read the first samples of a stream, and tell what it asked, and how many it gave to its end.
 
-    Also whether that has changed the stream: what it opens for its first sample is no change; and
-    whether its first batch could be sent. Runs where nothing else uses the stream.
+    Also whether that has changed the stream: what it opens for its first sample is no change;
+    whether it computed for longer than it waited; and whether its first batch could be sent. Runs
+    where nothing else uses the stream.
     """
     stream: Any = spec.dataset
     told = set[str]()
@@ -894,7 +898,7 @@ def read_as_worker(spec: LoaderSpec, number: int, workers: int, tell: Tell) -> N
     # The others are read only where the first of two has ended, and then to their ends: whoever
     # reads alone has the samples, and so the time, of both.
     most = _STREAM_SAMPLES if (number, workers) == (0, 2) else None
-    late, opened = False, None
+    late, opened, spent = False, None, SpentMeter()
 
     def state() -> Fingerprint | None:
         # Pipelines draw by keys, and DataPipes count what they give in a pass.
@@ -903,15 +907,21 @@ def read_as_worker(spec: LoaderSpec, number: int, workers: int, tell: Tell) -> N
         within_s = _STREAM_COMPARED_S
         return fingerprint(stream, within_s=within_s, with_globals=False, instead=apart)
 
+    spent.began()
     for sample in islice(stream, most):
         samples += 1
         if samples <= 2:
             batch.append(sample)
         if samples == 1 and most is not None:
+            spent.paused()
             opened = state()
+            spent.began()
         late = clock.monotonic() - began_s > _STREAM_BUDGET_S * 2 / workers
         if late:
             break
+    wall_s, cpu_s, queued_s = spent.used()
+    if wall_s - queued_s < 2 * cpu_s:
+        tell("computes", True)
     if opened is not None and state() not in (None, opened):
         tell("keeps", True)
     if not late and samples != most:

@@ -605,15 +605,16 @@ class Planner:
     def workers_of_stream(self, computing: int, why: str) -> tuple[int, str, list[str]]:
         """Return how many workers read a stream, why, and what to report where it is not known.
 
-        ``computing``, more than one, is their number if there were an index. For a stream they are
-        four at least: streams often wait, and none can be tried beforehand without losing samples.
+        ``computing``, more than one, is their number if there were an index. They are four at least
+        unless the stream was seen to compute: streams often wait.
         """
         stream = self.facts.stream
         if stream is None or not stream.splits:
             unseen = "it was not looked at" if stream is None else stream.why
             limit = _ONE_STREAM.format(count=computing, why=unseen)
             return 1, f"several might each read the whole stream: {unseen}", [limit]
-        count, most = max(computing, _FEWEST_OF_STREAM), stream.most_workers
+        fewest = 1 if stream.computes else _FEWEST_OF_STREAM
+        count, most = max(computing, fewest), stream.most_workers
         if most is not None and most < count:
             return max(1, most), f"no more than it has shards: {stream.why}", []
         why = why if count == computing else f"{count} at least, as streams often wait"

@@ -38,7 +38,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data._utils import worker as torch_worker
-from virtual_time import virtual_time
+from virtual_time import VirtualClock, virtual_time
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import DatasetError
@@ -734,6 +734,24 @@ def test_a_trial_ends_when_it_has_taken_a_second(monkeypatch: pytest.MonkeyPatch
     assert (len(taken), told) == (4, {"keeps": True})
 
 
+@pytest.mark.parametrize(("wait_s", "work_s"), [(0.0, 0.01), (0.009, 0.01), (0.011, 0.01)])
+def test_it_is_told_whether_a_stream_computes_for_longer_than_it_waits(
+    virtual: VirtualClock, monkeypatch: pytest.MonkeyPatch, wait_s: float, work_s: float
+) -> None:
+    class Takes(Stream):
+        def __iter__(self) -> Iterator[int]:
+            for number in range(9):
+                virtual.sleep(wait_s)
+                virtual.queue(0.05)  # while others have the CPUs
+                virtual.work(work_s)
+                yield number
+
+    monkeypatch.setattr(torch_worker, "_worker_info", None)
+    told: dict[str, Any] = {}
+    read_as_worker(spec_of(Takes()), 0, 2, told.__setitem__)
+    assert told == {"samples": 9} | ({"computes": True} if wait_s < work_s else {})
+
+
 # -- in a process of its own -----------------------------------------------------------------------
 
 
@@ -877,6 +895,8 @@ def test_there_are_as_many_workers_as_cpus_four_at_least_and_no_more_than_shards
         count, why, told = planned(cpus, split)
         assert (count, told) == (wanted, [])
         assert "it has shards" in why
+    computes = StreamSplit(splits=True, why="it asks", computes=True)
+    assert [planned(cpus, computes)[0] for cpus in (2, 6)] == [2, 6]
     count, _, told = planned(6, StreamSplit(splits=False, why="of its code"))
     assert count == 1
     assert "set num_workers=6, or split=True" in told[0]
