@@ -5,13 +5,14 @@ The loaders of the script are made anew with one thing changed, in the same orde
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -54,7 +55,7 @@ from lightning_fastdata.prove.trials import (
     turns,
 )
 from lightning_fastdata.torch_internals import MAKES_BATCHES
-from lightning_fastdata.tree import leaves, replace_leaves
+from lightning_fastdata.tree import HOLD_NOTHING, children, leaves, rebuilt, replace_leaves
 from lightning_fastdata.types import AroundLoader, Batch, Stage
 
 _FIRST_STEPS: Final = 8
@@ -285,7 +286,7 @@ class Session:
     def _batches(self, place: Place, arm: str) -> Generator[Batch]:
         if arm == FREE and place.kept:
             for batch in cycle(place.kept):
-                yield copied(batch) if self._in_place else batch
+                yield apart(copied(batch) if self._in_place else batch)
         remedy = self.trial.remedies.get(arm)
         if remedy is None:
             yield from place.loader(AS_IS, Change(), None)
@@ -318,7 +319,7 @@ class Session:
 
     def _probed(self, place: Place, batch: Batch) -> Generator[Batch]:
         if len(place.kept) < _KEPT:
-            place.kept.append(copied(batch))
+            place.kept.append(apart(copied(batch)))
         if place.stage != "train":
             yield batch
             return
@@ -686,6 +687,21 @@ def copied(batch: Batch) -> Batch:
     return replace_leaves(
         batch, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
     )
+
+
+def apart(batch: Batch, depth: int = 8) -> Batch:
+    """Return a batch that a step may take apart: in containers and objects of its own.
+
+    Its tensors are the same. Containers are entered down to a ``depth``.
+    """
+    if isinstance(batch, HOLD_NOTHING):
+        return batch
+    try:
+        if depth and (isinstance(batch, Mapping | list | tuple) or is_dataclass(batch)):
+            return rebuilt(batch, [apart(part, depth - 1) for _, part in children(batch) or ()])
+        return copy.copy(batch)  # a step may set attributes of an object, such as a graph
+    except Exception:
+        return batch
 
 
 def tensors_in(batch: Batch) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import textwrap
+from collections import UserDict
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -224,6 +225,45 @@ def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
     found = tried(script)
     assert found.outcome == "change"
     assert found.gain.factor == pytest.approx((STEP_S + ROWS * READ_S) / STEP_S, rel=1e-6)
+
+
+class Graph:
+    """Batches of libraries of graphs are objects."""
+
+    def __init__(self, rows):
+        self.x = torch.stack(rows)
+
+
+def takes_a_key(batch):
+    batch.pop("x")
+
+
+def sets_an_attribute(batch):
+    assert batch.x.ndim == 2
+    batch.x = batch.x.sum()
+
+
+def empties_a_list(batch):
+    batch.pop().clear()
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "takes_apart"),
+    [
+        (lambda rows: {"x": torch.stack(rows), "n": 1}, takes_a_key),
+        (lambda rows: UserDict(x=torch.stack(rows)), takes_a_key),
+        (lambda rows: [1, ["text"]], empties_a_list),
+        (Graph, sets_an_attribute),
+    ],
+    ids=["dict", "UserDict", "list", "object"],
+)
+def test_steps_may_take_their_batches_apart(tried, collate_fn, takes_apart):
+    def script(the_clock):
+        for batch in StepTimer("cpu").batches(DataLoader(Slow(), ROWS, collate_fn=collate_fn)):
+            takes_apart(batch)
+            the_clock.advance(round(STEP_S * 1e9))
+
+    assert tried(script).outcome == "change"
 
 
 class Together(DataLoader):
