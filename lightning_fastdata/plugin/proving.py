@@ -171,6 +171,8 @@ class ProvingHooks:
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.min_epochs = 10**9
         trainer.fit_loop.epoch_loop.max_steps = -1
+        for config in trainer.strategy.lr_scheduler_configs:  # steps may call them by hand
+            vars(config.scheduler)["step"] = seams.nothing
         if pl_module.automatic_optimization:
             # A schedule for a fixed number of steps raises an error after these.
             trainer.strategy.lr_scheduler_configs = []

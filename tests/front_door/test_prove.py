@@ -266,6 +266,15 @@ def test_steps_may_take_their_batches_apart(tried, collate_fn, takes_apart):
     assert tried(script).outcome == "change"
 
 
+def test_schedules_that_steps_call_by_hand_stand_still(tried):
+    def script(the_clock):
+        module = module_of(lightning, the_clock, lambda: module.lr_schedulers().step())
+        module.automatic_optimization = False
+        quiet(lightning, logger=False).fit(module, DataLoader(Slow(), ROWS))
+
+    assert tried(script).outcome == "change"
+
+
 class Together(DataLoader):
     """Its workers take four seconds for a batch each, on the clock of the test."""
 
