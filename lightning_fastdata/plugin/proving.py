@@ -79,7 +79,12 @@ class ProvingHooks:
         self._leave_out(trainer, trial)
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             self.session.epochs = trainer.max_epochs
-        self._every = trainer.check_val_every_n_epoch, trainer.val_check_interval
+        self._most_batches = trainer.max_steps * trainer.accumulate_grad_batches
+        by_clock = seams.end_validations_by_clock(trainer)
+        if by_clock:
+            trial.notes.append("Validations come by the clock, and are in no figure.")
+        every = None if by_clock else trainer.val_check_interval
+        self._every = trainer.check_val_every_n_epoch, every
         self._limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
         trainer.limit_train_batches = 1.0
         if seams.attributes_of(trainer).overfit_batches:
@@ -206,7 +211,9 @@ def _limit(loader: object, limit: float | int | None) -> int | None:
 
 
 def _validations(every_epochs: int | None, interval: object, batches: int | None) -> float:
-    """Return how often an epoch validates, on average."""
+    """Return how often an epoch validates, on average; without an interval: never."""
+    if interval is None:
+        return 0.0
     once = 1.0
     if isinstance(interval, float) and interval > 0:
         once = float(int(1 / interval + 1e-9))

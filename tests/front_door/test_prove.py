@@ -275,6 +275,20 @@ def test_schedules_that_steps_call_by_hand_stand_still(tried):
     assert tried(script).outcome == "change"
 
 
+@pytest.mark.skipif(lightning.__version__ < "2.6", reason="it validates by its batches alone")
+def test_validations_by_the_clock_are_told_and_are_in_no_figure(tried):
+    def script(the_clock):
+        trainer = quiet(lightning, logger=False, val_check_interval="00:00:00:01")
+        train, val = DataLoader(Slow(), ROWS), DataLoader(Slow(2 * ROWS), ROWS)
+        trainer.fit(module_of(lightning, the_clock), train, val)
+
+    found = tried(script)
+    assert found.outcome == "change"
+    assert "by the clock" in found.text()
+    epochs_s = {block.arm: block.epoch_s for block in found.trial.blocks}
+    assert epochs_s[AS_IS] == pytest.approx(BATCHES * (STEP_S + ROWS * READ_S))
+
+
 class Together(DataLoader):
     """Its workers take four seconds for a batch each, on the clock of the test."""
 
