@@ -323,8 +323,8 @@ def _ended_itself(code: int, *, began: bool) -> str:
         before = "the trial did" if began else "a training began"
         return f"the script ended with code {code} before {before}"
     return (
-        "the script made no Lightning Trainer that fits. A loop of its own is tried if it reads "
-        "its batches through StepTimer().batches(loader)"
+        "the script made no Lightning Trainer that fits, or none without fast_dev_run. A loop of "
+        "its own is tried if it reads its batches through StepTimer().batches(loader)"
     )
 
 

@@ -57,6 +57,8 @@ class ProvingHooks:
             return
         if self.session is not None:
             raise TrialEndedError(0)
+        if stage != "fit" or seams.attributes_of(trainer).fast_dev_run:
+            return
         settings = self.settings
         trial = Trial(script=settings.script)
         self.session = Session(
@@ -173,6 +175,8 @@ class ProvingHooks:
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let nothing but the trial end the training."""
+        if self.session is None:
+            return
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.min_epochs = 10**9
         trainer.fit_loop.epoch_loop.max_steps = -1

@@ -56,6 +56,7 @@ class TrainerAttributes(Protocol):
     callbacks: list[Callback]
     profiler: Any
     log_every_n_steps: int
+    fast_dev_run: int | bool
     overfit_batches: int | float
     reload_dataloaders_every_n_epochs: int
 

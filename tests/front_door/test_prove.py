@@ -266,6 +266,16 @@ def test_steps_may_take_their_batches_apart(tried, collate_fn, takes_apart):
     assert tried(script).outcome == "change"
 
 
+def test_a_run_of_fast_dev_run_is_no_trial(tried):
+    def script(the_clock):
+        quiet(lightning, fast_dev_run=True).fit(module_of(lightning, the_clock), DataLoader(Slow()))
+        training(Slow())(the_clock)
+
+    found = tried(script)
+    assert found.outcome == "change"
+    assert found.trial.facts["batches"] == BATCHES
+
+
 def test_schedules_that_steps_call_by_hand_stand_still(tried):
     def script(the_clock):
         module = module_of(lightning, the_clock, lambda: module.lr_schedulers().step())
