@@ -174,6 +174,9 @@ class Session:
 
     ``make_fast`` makes the loader that ``from_loaders`` would make of a loader of a stage; None: a
     plain FastDataLoader is used.
+
+    Raises:
+        TrialEndedError: A trial has come to its end already; the script went on all the same.
     """
 
     def __init__(
@@ -185,6 +188,8 @@ class Session:
         device: torch.device,
         make_fast: Callable[[str, Any], Any] | None = None,
     ) -> None:
+        if _is_over(file):
+            raise TrialEndedError(0)
         self.trial, self.file = trial, file
         self.device, self.make_fast = device, make_fast
         self.budget_s, self._until_s = budget_s, clock.monotonic() + budget_s
@@ -394,6 +399,7 @@ class Session:
     def _end(self, why: str) -> NoReturn:
         self.trial.stopped = why
         self.trial.ended = not why
+        self.trial.facts["over"] = True
         self._write()
         for arm in (AS_IS, *self.trial.remedies):
             self._close(arm)
@@ -518,6 +524,12 @@ class Session:
         turn = self._turn
         self.trial.facts["now"] = "" if turn is None else f"{turn.phase}: {turn.arm}"
         write_atomically(self.file, json.dumps(asdict(self.trial)))
+
+
+def _is_over(file: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(json.loads(file.read_text("utf-8"))["facts"].get("over"))
+    return False
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import textwrap
 from collections import UserDict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -274,6 +275,22 @@ def test_a_run_of_fast_dev_run_is_no_trial(tried):
     found = tried(script)
     assert found.outcome == "change"
     assert found.trial.facts["batches"] == BATCHES
+
+
+def test_a_trial_is_not_begun_anew_where_a_script_goes_on_after_it(tried):
+    folds = []
+
+    def script(the_clock):
+        for fold in range(2):
+            try:
+                training(Slow(), each_step=partial(folds.append, fold))(the_clock)
+            except SystemExit:
+                ended = True
+        if ended:
+            raise SystemExit
+
+    assert tried(script).outcome == "change"
+    assert set(folds) == {0}
 
 
 def test_schedules_that_steps_call_by_hand_stand_still(tried):
