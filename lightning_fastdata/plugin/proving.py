@@ -40,6 +40,8 @@ class ProvingHooks:
         self._loaders: dict[str, object] = {}
         self._limits: dict[str, float | int | None] = {}
         self._every: tuple[Any, Any] = (1, 1.0)
+        self._most_batches = -1
+        """Batches after which the training ends; below 0: it has no limit of steps."""
         self._advanced = False
         self._began_s = clock.unix_s() - 1.0  # times of files are coarse
 
@@ -158,6 +160,8 @@ class ProvingHooks:
             session.validations = (
                 _validations(*self._every, dataset_length(train[0])) if train else 0.0
             )
+            if train and self._most_batches > 0:
+                session.ends_after(self._most_batches)
             session.advance()
             self._advanced = True
         # A new form each time, as Lightning keeps counts in it.

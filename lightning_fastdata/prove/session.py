@@ -236,6 +236,12 @@ class Session:
         self._places[stage].append(place)
         return TrialLoader(self, place)
 
+    def ends_after(self, steps: int) -> None:
+        """Note that the training ends after so many batches, if not before."""
+        batches = self._places["train"][0].batches
+        if batches:
+            self.epochs = min(self.epochs, steps / batches)
+
     def stepped(self) -> None:
         """Note that a training step has ended."""
         self._stepped_s = self._validated_s = clock.monotonic()

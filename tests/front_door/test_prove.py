@@ -316,6 +316,16 @@ def test_validations_by_the_clock_are_told_and_are_in_no_figure(tried):
     assert epochs_s[AS_IS] == pytest.approx(BATCHES * (STEP_S + ROWS * READ_S))
 
 
+def test_a_training_that_its_steps_end_within_an_epoch_has_no_use_for_a_cache(tried):
+    def script(the_clock):
+        trainer = quiet(lightning, logger=False, max_steps=BATCHES // 2)
+        trainer.fit(module_of(lightning, the_clock), DataLoader(Slow(), ROWS))
+
+    trial = tried(script).trial
+    assert trial.facts["epochs"] == 0.5
+    assert "one epoch" in trial.refused["a cache in memory"]
+
+
 class Together(DataLoader):
     """Its workers take four seconds for a batch each, on the clock of the test."""
 
