@@ -107,7 +107,9 @@ class ProvingHooks:
         """Remove the file that LightningCLI has written of this run: the next one would find it."""
         for callback in seams.attributes_of(trainer).callbacks:
             name = getattr(callback, "config_filename", None)
-            if not (getattr(callback, "already_saved", False) and isinstance(name, str)):
+            # With `overwrite` it may have been there before, and no run minds it.
+            new = not getattr(callback, "overwrite", False)
+            if not (new and getattr(callback, "already_saved", False) and isinstance(name, str)):
                 continue
             file = Path(trainer.log_dir or trainer.default_root_dir, name)
             with suppress(OSError):

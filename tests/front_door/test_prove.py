@@ -326,6 +326,13 @@ def test_a_training_that_its_steps_end_within_an_epoch_has_no_use_for_a_cache(tr
     assert "one epoch" in trial.refused["a cache in memory"]
 
 
+def test_a_config_that_each_run_overwrites_is_not_removed(tried, tmp_path):
+    (tmp_path / "mine.yaml").write_text("of the run before")
+    config = SaveConfigCallback(LightningArgumentParser(), Namespace(), "mine.yaml", overwrite=True)
+    tried(training(Slow(), callbacks=[config]))
+    assert (tmp_path / "mine.yaml").exists()
+
+
 class Together(DataLoader):
     """Its workers take four seconds for a batch each, on the clock of the test."""
 
