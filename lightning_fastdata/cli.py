@@ -51,6 +51,7 @@ _NOT_YET: Final = (
     f"fastdata: no training has begun within {_BEFORE_S:.0f} s. It is waited for; Ctrl-C ends it.\n"
 )
 _SHOWN_LINES: Final = 15
+_SHOWN_BYTES: Final = 4096
 _INTERRUPTED: Final = 130
 _BY_CTRL_C: Final = "it was interrupted"
 
@@ -286,7 +287,7 @@ def prove(
         if not trial.ended and (stopped or not trial.stopped):
             trial.stopped = stopped or _ended_itself(code, began=file.exists())
         interrupted = stopped == _BY_CTRL_C
-        printed = Path(folder, "script.log").read_text("utf-8", "replace").splitlines()
+        printed = _last_lines(Path(folder, "script.log"))
     from lightning_fastdata.insight.report import print_lines
     from lightning_fastdata.prove.trials import conclude
 
@@ -294,7 +295,7 @@ def prove(
     print_lines([found.text()])
     if found.outcome == "not known" and not interrupted and printed:
         sys.stderr.write("\nThe script printed at last:\n")
-        sys.stderr.writelines(f"  {line}\n" for line in printed[-_SHOWN_LINES:])
+        sys.stderr.writelines(f"  {line}\n" for line in printed)
     if json is not None:
         Path(json).write_text(json_lines.dumps(asdict(trial)), "utf-8")
     if interrupted or found.exit_code:
@@ -402,6 +403,13 @@ def _run_trial(
             stopped = _BY_CTRL_C
             _stop(child)
     return child.returncode or 0, stopped
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Return the last lines of what a script printed, which may be anything, and any number."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
+        return file.read().decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

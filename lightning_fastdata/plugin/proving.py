@@ -55,12 +55,10 @@ class ProvingHooks:
         logs = Path(self.settings.file).with_name("logs")
         logs.mkdir(parents=True, exist_ok=True)
         made = seams.hide_loggers(trainer, str(logs))
-        if stage != "fit":
+        if stage != "fit" or seams.attributes_of(trainer).fast_dev_run:
             return
         if self.session is not None:
             raise TrialEndedError(0)
-        if stage != "fit" or seams.attributes_of(trainer).fast_dev_run:
-            return
         settings = self.settings
         trial = Trial(script=settings.script)
         self.session = Session(

@@ -387,6 +387,7 @@ for batch in StepTimer().batches([1, 2, 3]):
         ("raise ValueError('wrong config')", "code 1 before a training began", "wrong config"),
         (f"{LOOP}    break\nprint('left')", "code 0 before the trial did", "left"),
         (f"{LOOP}    raise KeyError('far')", "before the trial did", "far"),
+        ("print(10**6 * 'x', 'in one line')", "no Lightning Trainer that fits", "in one line"),
     ],
 )
 def test_how_a_script_ends_before_anything_is_known_is_told_with_what_it_printed(
@@ -396,6 +397,7 @@ def test_how_a_script_ends_before_anything_is_known_is_told_with_what_it_printed
     done = prove(tmp_path, "--budget", "20", "--json", "found.json", "train.py", code=2)
     assert why in done.stdout
     assert shown in done.stderr
+    assert len(done.stderr) < 10_000
     assert "ends at most 20 s after its training" in done.stderr
     assert why in json.loads((tmp_path / "found.json").read_text())["stopped"]
 
