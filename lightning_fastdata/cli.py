@@ -5,6 +5,7 @@ What loads torch or Lightning is imported in the command that needs it.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json as json_lines
 import math
@@ -250,11 +251,24 @@ def _program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str
     return [found, *rest]
 
 
+@contextmanager
+def _told_if_it_cannot_start(program: str) -> Iterator[None]:
+    """Raise OptionsError if the system cannot start a program in the block."""
+    try:
+        yield
+    except OSError as error:
+        shell = " A script needs a first line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
+        raise OptionsError(
+            f"{program} cannot be started: {error.strerror or error}.{shell}"
+        ) from error
+
+
 def _become(program: list[str], environ: Mapping[str, str]) -> None:
     sys.stderr.flush()
     sys.stdout.flush()
     if os.name == "posix":
-        os.execve(program[0], program, environ)
+        with _told_if_it_cannot_start(program[0]):
+            os.execve(program[0], program, environ)
     # Elsewhere the shell would take the end of this process for the end of the script.
     raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
 
@@ -380,7 +394,8 @@ def _run_trial(
 ) -> tuple[int, str]:
     """Run the script to its end; return its exit code, and why it was stopped; empty: not."""
     with Path(folder, "script.log").open("wb") as log:
-        child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        with _told_if_it_cannot_start(program[0]):
+            child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
         stopped = said = ""
         started_s, began_s = clock.monotonic(), math.inf
         told = False
