@@ -374,8 +374,8 @@ class Conclusion:
         remedy, epochs = self.trial.remedies[self.remedy], self.trial.facts.get("epochs")
         says = list(remedy.says)
         if remedy.change.cache and epochs:
-            all_of_it = in_all(self.trial, self.remedy, self.gain.factor)
-            says.append(f"in the {epochs:.3g} epochs of this script that is {all_of_it:.3g}x in all")
+            gain = in_all(self.trial, self.remedy, self.gain.factor)
+            says.append(f"in the {epochs:.3g} epochs of this script that is {gain:.3g}x in all")
         return tuple(says)
 
     @property
