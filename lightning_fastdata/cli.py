@@ -5,6 +5,7 @@ What loads torch or Lightning is imported in the command that needs it.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json as json_lines
 import math
@@ -51,6 +52,7 @@ _NOT_YET: Final = (
     f"fastdata: no training has begun within {_BEFORE_S:.0f} s. It is waited for; Ctrl-C ends it.\n"
 )
 _SHOWN_LINES: Final = 15
+_SHOWN_BYTES: Final = 4096
 _INTERRUPTED: Final = 130
 _BY_CTRL_C: Final = "it was interrupted"
 
@@ -249,11 +251,24 @@ def _program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str
     return [found, *rest]
 
 
+@contextmanager
+def _told_if_it_cannot_start(program: str) -> Iterator[None]:
+    """Raise OptionsError if the system cannot start a program in the block."""
+    try:
+        yield
+    except OSError as error:
+        shell = " A script needs a first line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
+        raise OptionsError(
+            f"{program} cannot be started: {error.strerror or error}.{shell}"
+        ) from error
+
+
 def _become(program: list[str], environ: Mapping[str, str]) -> None:
     sys.stderr.flush()
     sys.stdout.flush()
     if os.name == "posix":
-        os.execve(program[0], program, environ)
+        with _told_if_it_cannot_start(program[0]):
+            os.execve(program[0], program, environ)
     # Elsewhere the shell would take the end of this process for the end of the script.
     raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
 
@@ -286,7 +301,7 @@ def prove(
         if not trial.ended and (stopped or not trial.stopped):
             trial.stopped = stopped or _ended_itself(code, began=file.exists())
         interrupted = stopped == _BY_CTRL_C
-        printed = Path(folder, "script.log").read_text("utf-8", "replace").splitlines()
+        printed = _last_lines(Path(folder, "script.log"))
     from lightning_fastdata.insight.report import print_lines
     from lightning_fastdata.prove.trials import conclude
 
@@ -294,7 +309,7 @@ def prove(
     print_lines([found.text()])
     if found.outcome == "not known" and not interrupted and printed:
         sys.stderr.write("\nThe script printed at last:\n")
-        sys.stderr.writelines(f"  {line}\n" for line in printed[-_SHOWN_LINES:])
+        sys.stderr.writelines(f"  {line}\n" for line in printed)
     if json is not None:
         Path(json).write_text(json_lines.dumps(asdict(trial)), "utf-8")
     if interrupted or found.exit_code:
@@ -323,8 +338,8 @@ def _ended_itself(code: int, *, began: bool) -> str:
         before = "the trial did" if began else "a training began"
         return f"the script ended with code {code} before {before}"
     return (
-        "the script made no Lightning Trainer that fits. A loop of its own is tried if it reads "
-        "its batches through StepTimer().batches(loader)"
+        "the script made no Lightning Trainer that fits, or none without fast_dev_run. A loop of "
+        "its own is tried if it reads its batches through StepTimer().batches(loader)"
     )
 
 
@@ -379,7 +394,8 @@ def _run_trial(
 ) -> tuple[int, str]:
     """Run the script to its end; return its exit code, and why it was stopped; empty: not."""
     with Path(folder, "script.log").open("wb") as log:
-        child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        with _told_if_it_cannot_start(program[0]):
+            child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
         stopped = said = ""
         started_s, began_s = clock.monotonic(), math.inf
         told = False
@@ -402,6 +418,13 @@ def _run_trial(
             stopped = _BY_CTRL_C
             _stop(child)
     return child.returncode or 0, stopped
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Return the last lines of what a script printed, which may be anything, and any number."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
+        return file.read().decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -46,6 +46,9 @@ WIDTH: Final = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MAX_BYTES: Final = 64 << 20
 """Most bytes of a file that is read as a report; reports have some 10 kB."""
+_MARKS: Final = (b'"schema_version"', b"<title>fastdata")
+"""What a report, or its page, has in its first ``_BEGINS_BYTES``."""
+_BEGINS_BYTES: Final = 1024
 _DEEPEST: Final = 8
 """Depth to which a report is taken apart. Reports are nested less; a hostile file may be more."""
 _MEASURED: Final = re.compile(
@@ -191,6 +194,16 @@ def report_file(path: str | os.PathLike[str], suffix: str) -> Path:
     check("The path of a report", path, bool(os.fspath(path)), "paths of a file or a folder")
     file = Path(path)
     return file / f"report{suffix}" if file.is_dir() else file
+
+
+def check_ours(file: Path) -> None:
+    """Raise OptionsError if there is a file that holds something else than a report."""
+    with suppress(OSError), file.open("rb") as there:
+        begins = there.read(_BEGINS_BYTES)
+        if begins and not any(mark in begins for mark in _MARKS):
+            raise OptionsError(
+                f"{file} is a file of yours, and stays as it is. Give report= another path"
+            )
 
 
 def _stage_as_dict(stage: StageSummary) -> dict[str, Any]:

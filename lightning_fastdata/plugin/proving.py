@@ -40,6 +40,8 @@ class ProvingHooks:
         self._loaders: dict[str, object] = {}
         self._limits: dict[str, float | int | None] = {}
         self._every: tuple[Any, Any] = (1, 1.0)
+        self._most_batches = -1
+        """Batches after which the training ends; below 0: it has no limit of steps."""
         self._advanced = False
         self._began_s = clock.unix_s() - 1.0  # times of files are coarse
 
@@ -53,7 +55,7 @@ class ProvingHooks:
         logs = Path(self.settings.file).with_name("logs")
         logs.mkdir(parents=True, exist_ok=True)
         made = seams.hide_loggers(trainer, str(logs))
-        if stage != "fit":
+        if stage != "fit" or seams.attributes_of(trainer).fast_dev_run:
             return
         if self.session is not None:
             raise TrialEndedError(0)
@@ -79,7 +81,12 @@ class ProvingHooks:
         self._leave_out(trainer, trial)
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             self.session.epochs = trainer.max_epochs
-        self._every = trainer.check_val_every_n_epoch, trainer.val_check_interval
+        self._most_batches = trainer.max_steps * trainer.accumulate_grad_batches
+        by_clock = seams.end_validations_by_clock(trainer)
+        if by_clock:
+            trial.notes.append("Validations come by the clock, and are in no figure.")
+        every = None if by_clock else trainer.val_check_interval
+        self._every = trainer.check_val_every_n_epoch, every
         self._limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
         trainer.limit_train_batches = 1.0
         if seams.attributes_of(trainer).overfit_batches:
@@ -98,7 +105,9 @@ class ProvingHooks:
         """Remove the file that LightningCLI has written of this run: the next one would find it."""
         for callback in seams.attributes_of(trainer).callbacks:
             name = getattr(callback, "config_filename", None)
-            if not (getattr(callback, "already_saved", False) and isinstance(name, str)):
+            # With `overwrite` it may have been there before, and no run minds it.
+            new = not getattr(callback, "overwrite", False)
+            if not (new and getattr(callback, "already_saved", False) and isinstance(name, str)):
                 continue
             file = Path(trainer.log_dir or trainer.default_root_dir, name)
             with suppress(OSError):
@@ -151,6 +160,8 @@ class ProvingHooks:
             session.validations = (
                 _validations(*self._every, dataset_length(train[0])) if train else 0.0
             )
+            if train and self._most_batches > 0:
+                session.ends_after(self._most_batches)
             session.advance()
             self._advanced = True
         # A new form each time, as Lightning keeps counts in it.
@@ -168,9 +179,13 @@ class ProvingHooks:
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let nothing but the trial end the training."""
+        if self.session is None:
+            return
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.min_epochs = 10**9
         trainer.fit_loop.epoch_loop.max_steps = -1
+        for config in trainer.strategy.lr_scheduler_configs:  # steps may call them by hand
+            vars(config.scheduler)["step"] = seams.nothing
         if pl_module.automatic_optimization:
             # A schedule for a fixed number of steps raises an error after these.
             trainer.strategy.lr_scheduler_configs = []
@@ -204,7 +219,9 @@ def _limit(loader: object, limit: float | int | None) -> int | None:
 
 
 def _validations(every_epochs: int | None, interval: object, batches: int | None) -> float:
-    """Return how often an epoch validates, on average."""
+    """Return how often an epoch validates, on average; without an interval: never."""
+    if interval is None:
+        return 0.0
     once = 1.0
     if isinstance(interval, float) and interval > 0:
         once = float(int(1 / interval + 1e-9))

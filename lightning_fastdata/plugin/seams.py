@@ -56,6 +56,7 @@ class TrainerAttributes(Protocol):
     callbacks: list[Callback]
     profiler: Any
     log_every_n_steps: int
+    fast_dev_run: int | bool
     overfit_batches: int | float
     reload_dataloaders_every_n_epochs: int
 
@@ -564,6 +565,17 @@ def steps_logged_by(trainer: Trainer, counted: int) -> int:
     """
     stepped = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     return counted if stepped is None else int(stepped)
+
+
+def end_validations_by_clock(trainer: Trainer) -> bool:
+    """Have a trainer validate by its batches; return whether it did so by the clock.
+
+    Lightning 2.6 does, if ``val_check_interval`` is a time; the trainer then has no such attribute.
+    """
+    by_clock = _private(trainer, "_val_check_time_interval") is not None
+    if by_clock:
+        vars(trainer)["_val_check_time_interval"] = None
+    return by_clock
 
 
 # -- what else a data module and a callback ask of their trainer -----------------------------------

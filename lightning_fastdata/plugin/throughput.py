@@ -45,6 +45,7 @@ from lightning_fastdata.insight.ranks import (
 )
 from lightning_fastdata.insight.report import (
     RunReport,
+    check_ours,
     page_line,
     print_lines,
     report_file,
@@ -124,7 +125,7 @@ class ThroughputHooks:
         summary: Print the summary when a run of the trainer ends.
         report: Where to write the report of a fit, as JSON; beside it, it is written as a page,
             with the suffix ``.html``. In a folder it is ``report.json``. Default: that in the
-            trainer's ``log_dir``;
+            trainer's ``log_dir``, where a file of yours that has such a name is not replaced;
             ``False`` writes none, and none is written to a URL. ``validate``, ``test`` and
             ``predict`` write ``report-validate.json``, ``report-test.json`` and
             ``report-predict.json`` (of ``x.json``: ``x-test.json``). It is written after 50 steps,
@@ -421,7 +422,7 @@ class ThroughputHooks:
         page = None
         if file is not None:
             with survived("The report was not written"):
-                page = write_report(report, file)
+                page = run.write(report, file)
         if file is not None and page is not None and run.logs:
             with survived("The report was not attached"):
                 for each in (file, page):
@@ -605,7 +606,7 @@ class MeasuredRun:
             report = self.report(ended=False)
             if report is not None and self.file is not None:
                 with self._ours.survived("The report was not written"):
-                    write_report(report, self.file)
+                    self.write(report, self.file)
         finally:
             self._judged_s = now_s = clock.monotonic()
             self._spent_s += now_s - began_s
@@ -716,6 +717,19 @@ class MeasuredRun:
             machine=describe_machine(self.trainer.strategy.root_device),
         )
 
+    def write(self, report: RunReport, file: Path) -> Path:
+        """Write a report as JSON, and beside it as a page; return the path of the page.
+
+        Raises:
+            OptionsError: Nobody named the file, and one of that name is no report.
+        """
+        page = file.with_suffix(".html")
+        if self._ours.report_path is True:
+            check_ours(file)
+            check_ours(page)
+        report.write_json(file)
+        return report.write_html(page)
+
     def wall(self) -> WallTime:
         """Return where the wall time of this run went so far."""
         history = self.recording.main.timeline.history
@@ -760,9 +774,3 @@ def _slowest_loader(loaders: object, meter: StageMeter) -> tuple[str | None, obj
             return label, loader
     labels = " or ".join(label for label, _ in several)
     return labels or None, next(seams.flattened(loaders), None)
-
-
-def write_report(report: RunReport, file: Path) -> Path:
-    """Write a report as JSON, and beside it as a page; return the path of the page."""
-    report.write_json(file)
-    return report.write_html(file.with_suffix(".html"))

@@ -5,13 +5,14 @@ The loaders of the script are made anew with one thing changed, in the same orde
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -54,7 +55,7 @@ from lightning_fastdata.prove.trials import (
     turns,
 )
 from lightning_fastdata.torch_internals import MAKES_BATCHES
-from lightning_fastdata.tree import leaves, replace_leaves
+from lightning_fastdata.tree import HOLD_NOTHING, children, leaves, rebuilt, replace_leaves
 from lightning_fastdata.types import AroundLoader, Batch, Stage
 
 _FIRST_STEPS: Final = 8
@@ -173,6 +174,9 @@ class Session:
 
     ``make_fast`` makes the loader that ``from_loaders`` would make of a loader of a stage; None: a
     plain FastDataLoader is used.
+
+    Raises:
+        TrialEndedError: A trial has come to its end already; the script went on all the same.
     """
 
     def __init__(
@@ -184,6 +188,8 @@ class Session:
         device: torch.device,
         make_fast: Callable[[str, Any], Any] | None = None,
     ) -> None:
+        if _is_over(file):
+            raise TrialEndedError(0)
         self.trial, self.file = trial, file
         self.device, self.make_fast = device, make_fast
         self.budget_s, self._until_s = budget_s, clock.monotonic() + budget_s
@@ -229,6 +235,12 @@ class Session:
         place = Place(stage, own, limit)
         self._places[stage].append(place)
         return TrialLoader(self, place)
+
+    def ends_after(self, steps: int) -> None:
+        """Note that the training ends after so many batches, if not before."""
+        batches = self._places["train"][0].batches
+        if batches:
+            self.epochs = min(self.epochs, steps / batches)
 
     def stepped(self) -> None:
         """Note that a training step has ended."""
@@ -285,7 +297,7 @@ class Session:
     def _batches(self, place: Place, arm: str) -> Generator[Batch]:
         if arm == FREE and place.kept:
             for batch in cycle(place.kept):
-                yield copied(batch) if self._in_place else batch
+                yield apart(copied(batch) if self._in_place else batch)
         remedy = self.trial.remedies.get(arm)
         if remedy is None:
             yield from place.loader(AS_IS, Change(), None)
@@ -318,7 +330,7 @@ class Session:
 
     def _probed(self, place: Place, batch: Batch) -> Generator[Batch]:
         if len(place.kept) < _KEPT:
-            place.kept.append(copied(batch))
+            place.kept.append(apart(copied(batch)))
         if place.stage != "train":
             yield batch
             return
@@ -393,6 +405,7 @@ class Session:
     def _end(self, why: str) -> NoReturn:
         self.trial.stopped = why
         self.trial.ended = not why
+        self.trial.facts["over"] = True
         self._write()
         for arm in (AS_IS, *self.trial.remedies):
             self._close(arm)
@@ -517,6 +530,12 @@ class Session:
         turn = self._turn
         self.trial.facts["now"] = "" if turn is None else f"{turn.phase}: {turn.arm}"
         write_atomically(self.file, json.dumps(asdict(self.trial)))
+
+
+def _is_over(file: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(json.loads(file.read_text("utf-8"))["facts"].get("over"))
+    return False
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -686,6 +705,21 @@ def copied(batch: Batch) -> Batch:
     return replace_leaves(
         batch, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
     )
+
+
+def apart(batch: Batch, depth: int = 8) -> Batch:
+    """Return a batch that a step may take apart: in containers and objects of its own.
+
+    Its tensors are the same. Containers are entered down to a ``depth``.
+    """
+    if isinstance(batch, HOLD_NOTHING):
+        return batch
+    try:
+        if depth and (isinstance(batch, Mapping | list | tuple) or is_dataclass(batch)):
+            return rebuilt(batch, [apart(part, depth - 1) for _, part in children(batch) or ()])
+        return copy.copy(batch)  # a step may set attributes of an object, such as a graph
+    except Exception:
+        return batch
 
 
 def tensors_in(batch: Batch) -> list[torch.Tensor]:

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import textwrap
+from collections import UserDict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -226,6 +228,111 @@ def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
     assert found.gain.factor == pytest.approx((STEP_S + ROWS * READ_S) / STEP_S, rel=1e-6)
 
 
+class Graph:
+    """Batches of libraries of graphs are objects."""
+
+    def __init__(self, rows):
+        self.x = torch.stack(rows)
+
+
+def takes_a_key(batch):
+    batch.pop("x")
+
+
+def sets_an_attribute(batch):
+    assert batch.x.ndim == 2
+    batch.x = batch.x.sum()
+
+
+def empties_a_list(batch):
+    batch.pop().clear()
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "takes_apart"),
+    [
+        (lambda rows: {"x": torch.stack(rows), "n": 1}, takes_a_key),
+        (lambda rows: UserDict(x=torch.stack(rows)), takes_a_key),
+        (lambda rows: [1, ["text"]], empties_a_list),
+        (Graph, sets_an_attribute),
+    ],
+    ids=["dict", "UserDict", "list", "object"],
+)
+def test_steps_may_take_their_batches_apart(tried, collate_fn, takes_apart):
+    def script(the_clock):
+        for batch in StepTimer("cpu").batches(DataLoader(Slow(), ROWS, collate_fn=collate_fn)):
+            takes_apart(batch)
+            the_clock.advance(round(STEP_S * 1e9))
+
+    assert tried(script).outcome == "change"
+
+
+def test_a_run_of_fast_dev_run_is_no_trial(tried):
+    def script(the_clock):
+        quiet(lightning, fast_dev_run=True).fit(module_of(lightning, the_clock), DataLoader(Slow()))
+        training(Slow())(the_clock)
+
+    found = tried(script)
+    assert found.outcome == "change"
+    assert found.trial.facts["batches"] == BATCHES
+
+
+def test_a_trial_is_not_begun_anew_where_a_script_goes_on_after_it(tried):
+    folds = []
+
+    def script(the_clock):
+        for fold in range(2):
+            try:
+                training(Slow(), each_step=partial(folds.append, fold))(the_clock)
+            except SystemExit:
+                ended = True
+        if ended:
+            raise SystemExit
+
+    assert tried(script).outcome == "change"
+    assert set(folds) == {0}
+
+
+def test_schedules_that_steps_call_by_hand_stand_still(tried):
+    def script(the_clock):
+        module = module_of(lightning, the_clock, lambda: module.lr_schedulers().step())
+        module.automatic_optimization = False
+        quiet(lightning, logger=False).fit(module, DataLoader(Slow(), ROWS))
+
+    assert tried(script).outcome == "change"
+
+
+@pytest.mark.skipif(lightning.__version__ < "2.6", reason="it validates by its batches alone")
+def test_validations_by_the_clock_are_told_and_are_in_no_figure(tried):
+    def script(the_clock):
+        trainer = quiet(lightning, logger=False, val_check_interval="00:00:00:01")
+        train, val = DataLoader(Slow(), ROWS), DataLoader(Slow(2 * ROWS), ROWS)
+        trainer.fit(module_of(lightning, the_clock), train, val)
+
+    found = tried(script)
+    assert found.outcome == "change"
+    assert "by the clock" in found.text()
+    epochs_s = {block.arm: block.epoch_s for block in found.trial.blocks}
+    assert epochs_s[AS_IS] == pytest.approx(BATCHES * (STEP_S + ROWS * READ_S))
+
+
+def test_a_training_that_its_steps_end_within_an_epoch_has_no_use_for_a_cache(tried):
+    def script(the_clock):
+        trainer = quiet(lightning, logger=False, max_steps=BATCHES // 2)
+        trainer.fit(module_of(lightning, the_clock), DataLoader(Slow(), ROWS))
+
+    trial = tried(script).trial
+    assert trial.facts["epochs"] == 0.5
+    assert "one epoch" in trial.refused["a cache in memory"]
+
+
+def test_a_config_that_each_run_overwrites_is_not_removed(tried, tmp_path):
+    (tmp_path / "mine.yaml").write_text("of the run before")
+    config = SaveConfigCallback(LightningArgumentParser(), Namespace(), "mine.yaml", overwrite=True)
+    tried(training(Slow(), callbacks=[config]))
+    assert (tmp_path / "mine.yaml").exists()
+
+
 class Together(DataLoader):
     """Its workers take four seconds for a batch each, on the clock of the test."""
 
@@ -280,6 +387,7 @@ for batch in StepTimer().batches([1, 2, 3]):
         ("raise ValueError('wrong config')", "code 1 before a training began", "wrong config"),
         (f"{LOOP}    break\nprint('left')", "code 0 before the trial did", "left"),
         (f"{LOOP}    raise KeyError('far')", "before the trial did", "far"),
+        ("print(10**6 * 'x', 'in one line')", "no Lightning Trainer that fits", "in one line"),
     ],
 )
 def test_how_a_script_ends_before_anything_is_known_is_told_with_what_it_printed(
@@ -289,6 +397,7 @@ def test_how_a_script_ends_before_anything_is_known_is_told_with_what_it_printed
     done = prove(tmp_path, "--budget", "20", "--json", "found.json", "train.py", code=2)
     assert why in done.stdout
     assert shown in done.stderr
+    assert len(done.stderr) < 10_000
     assert "ends at most 20 s after its training" in done.stderr
     assert why in json.loads((tmp_path / "found.json").read_text())["stopped"]
 

@@ -158,6 +158,22 @@ def test_what_is_no_file_is_refused_as_a_report_and_never_replaced(tmp_path, nam
     assert there() == before
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.html"])
+def test_a_file_that_is_no_report_is_not_replaced_by_one_that_nobody_named(tmp_path, name):
+    def written():
+        callback = DataThroughputCallback(summary=False)
+        trained(DataLoader(range(60)), folder=tmp_path, callbacks=[callback])
+        return {file.name: file.read_bytes() for file in tmp_path.glob("report.*")}
+
+    (tmp_path / name).write_bytes(b"a report of something else")
+    with pytest.warns(FastDataWarning, match=f"{name} is a file of yours"):
+        assert written() == {name: b"a report of something else"}
+    (tmp_path / name).write_bytes(b"")
+    first = written()
+    assert set(first) == {"report.json", "report.html"}
+    assert written() != first, "one of ours is replaced"
+
+
 class WritesAlone:
     """What scripts set as sys.stdout to have all that is printed in a file, too."""
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import run_program
+from programs import refused, run_program
 from torch.utils.data import DataLoader
 from trainers import trained
 from warm_python import warm_python
@@ -170,3 +170,14 @@ def test_what_cannot_be_run_is_said(command, said, capsys):
     with pytest.raises(SystemExit) as raised:
         main(["run", *command])
     assert said in str(raised.value) + capsys.readouterr().err
+
+
+def test_a_script_of_a_shell_without_its_first_line_is_told_as_such(tmp_path):
+    from lightning_fastdata.cli import main
+
+    script = tmp_path / "train.sh"
+    script.write_text("python train.py")
+    script.chmod(0o755)
+    for command in ("run", "prove"):
+        with refused(f"{script} cannot be started.*#!/bin/sh"):
+            main([command, str(script)])

@@ -27,7 +27,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "seams.md").read_text("utf-8")
 NAMES = (
     "_data_source", "_loaded_from_state_dict", "_batches_that_stepped", "_combined_loader",
     "_accelerator_connector", "_data_connector", "_datahook_selector",
-    "_checkpoint_connector", "_loaded_checkpoint", "_data_fetcher",
+    "_checkpoint_connector", "_loaded_checkpoint", "_data_fetcher", "_val_check_time_interval",
 )  # fmt: skip
 CLASSES_KNOWN_BY_NAME = {
     "DataHooks": "core.hooks",

@@ -128,6 +128,24 @@ def test_a_cache_is_promised_for_the_epochs_that_the_script_has():
     assert any(f"that is {in_all:.3g}x in all" in said for said in found.says)
 
 
+@pytest.mark.parametrize(("epochs", "wins"), [(3, "fast"), (1000, "cache"), (None, "cache")])
+def test_a_cache_is_taken_where_it_gains_most_in_all_epochs_of_the_script(epochs, wins):
+    times = {AS_IS: 10.0, FREE: 2.0, "cache": 2.2, "fast": 2.6, "fast + cache": 2.6}
+    training = Training(times, remedies=[CACHE, FAST])
+    training.trial.facts["epochs"] = epochs
+    assert training.run().remedy == wins
+
+
+def test_the_first_epoch_of_a_cache_gains_what_the_rest_of_its_remedy_does():
+    times = {AS_IS: 10.0, FREE: 0.9, "cache": 6.0, "fast": 5.0, "fast + cache": 1.0}
+    training = Training(times, remedies=[CACHE, FAST])
+    training.trial.facts["epochs"] = 3
+    found = training.run()
+    assert found.remedy == "fast + cache"
+    [in_all] = [said for said in found.says if "in all" in said]
+    assert float(re.search(r"is ([\d.]+)x", in_all)[1]) == pytest.approx(30 / (5 + 1 + 1), rel=0.05)
+
+
 @pytest.mark.parametrize("drift", [0.03, -0.012])
 def test_what_drifts_is_no_gain(drift):
     times = {AS_IS: 10.0, FREE: 5.0, "num_workers=2": 10.0, "fast": 10.0}
