@@ -113,9 +113,10 @@ class Mixture(Dataset[Any]):
         self.epoch: int = Counted()
         self._lengths = lengths
         schedule = _schedule(lengths if weights is None else weights)
-        self._set(
-            {step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()}
-        )
+        self._made_with = {
+            step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()
+        }
+        self._set(self._made_with)
         self._streams = {
             name: _Stream(part, name)
             for name, part in self.datasets.items()
@@ -229,11 +230,13 @@ class Mixture(Dataset[Any]):
         none = dict.fromkeys(self._lengths, 0.0)
         before = {int(start): {**none, **each} for start, each in saved["weights"]}
         place = epoch * self.length + samples
-        now = self._order.segment(place).weights
+        # Not as a state that was loaded before left them: it may lie behind this one.
+        made = self._made_with
+        now = made[max(start for start in made if start <= place)]
         joined = {start: each for start, each in before.items() if start < place}
         if not joined or joined[max(joined)] != now:
             joined[place] = now
-        self._set(joined | {at: each for at, each in self._schedule.items() if at > place})
+        self._set(joined | {at: each for at, each in made.items() if at > place})
 
 
 def _length_of(part: Any, name: str) -> int | None:

@@ -241,6 +241,18 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
 
 
+def test_of_two_states_that_are_loaded_the_second_alone_counts():
+    """Also one of an earlier place, to which a training goes back."""
+    early, late = state_after(1, 1), state_after(1, 4)
+    new = {"a": 0, "b": 1}
+    for states in ((late, early), (early, late)):
+        loader = next(loaders(1, new))
+        for state in states:
+            loader.load_state_dict(state)
+            rest = [batch.tolist() for batch in loader]
+        assert rest == steps(1, states[-1], weights=new, epochs=1)
+
+
 def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told():
     state = numbered().state_dict()
     more = Mixture(
