@@ -226,7 +226,8 @@ def _stored(dataset: Any, block: int | None) -> tuple[Ints, NDArray[np.int64] | 
     if type(dataset) is Subset:
         starts, positions, said = _stored(dataset.dataset, block)
         # Indices below 0 count from the end, as those of a list do.
-        places = np.asarray(dataset.indices, np.int64).reshape(-1) % max(1, len(dataset.dataset))
+        length = dataset_length(dataset.dataset) or 1
+        places = np.asarray(dataset.indices, np.int64).reshape(-1) % length
         if positions is not None:
             inverse = np.empty_like(positions)
             inverse[positions] = np.arange(len(positions))
