@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import select
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import IterableDataset
+from virtual_time import virtual_time
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.executors.pool.beside import Waker, WokenThread
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import Resources
+from lightning_fastdata.executors.pool.beside import Waker, WokenThread, poll
 from lightning_fastdata.executors.pool.protocol import TaskQueue
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import worker_processes
 
@@ -85,11 +89,75 @@ def test_a_process_wakes_its_thread_while_it_waits_for_longer_than_it_runs(share
             wakes_in(machine, waker, counts, run_us=run_us, wait_us=wait_us)
             found = wakes_in(machine, waker, counts, run_us=run_us, wait_us=wait_us)
             samples = 1_000_000 // (run_us + wait_us)
+            assert waker.waits == (wait_us > run_us)
             if wait_us < run_us:
                 assert found == 0
             else:
                 assert min(samples, 1000) // 4 <= found <= 1001
         assert counts.made == any(wait_us > run_us for run_us, wait_us in shares)
+
+
+class Poller:
+    """Has an event at a time, and takes as long as it is told to wait for it."""
+
+    def __init__(self, comes_ns: int, starved_until_ns: int) -> None:
+        self.comes_ns, self.starved_until_ns = comes_ns, starved_until_ns
+        self.waits_ms: list[float | None] = []
+
+    def starved(self) -> bool:
+        return clock.monotonic_ns() < self.starved_until_ns
+
+    def poll(self, ms: float | None) -> list[tuple[int, int]]:
+        self.waits_ms.append(ms)
+        left_ns = self.comes_ns - clock.monotonic_ns()
+        waits_ns = left_ns if ms is None else min(left_ns, round(1e6 * ms))
+        clock.sleep(max(0, waits_ns) / 1e9)
+        return [(1, 1)] if clock.monotonic_ns() >= self.comes_ns else []
+
+
+@given(
+    until_us=st.none() | st.integers(-1000, 50_000),
+    comes_us=st.integers(0, 60_000),
+    starved_us=st.integers(0, 60_000),
+)
+@max_examples(100)
+def test_who_waits_for_starved_processes_wakes_each_millisecond(until_us, comes_us, starved_us):
+    with virtual_time():
+        began_ns = clock.monotonic_ns()
+        poller = Poller(began_ns + 1000 * comes_us, began_ns + 1000 * starved_us)
+        until_ns = None if until_us is None else began_ns + 1000 * until_us
+        events = poll(poller, until_ns, poller.starved)
+        took_us = (clock.monotonic_ns() - began_ns) // 1000
+    most_us = comes_us if until_us is None else max(0, until_us)
+    assert bool(events) == (comes_us <= most_us)
+    assert took_us == min(comes_us, most_us)
+    wakes = poller.waits_ms.count(1.0)
+    assert poller.waits_ms[:wakes] == [1.0] * wakes
+    assert len(poller.waits_ms) <= wakes + 1
+    assert wakes == pytest.approx(min(took_us, starved_us) / 1000, abs=1)
+
+
+class Crowded(clock.Clock):
+    """A clock of a machine on which a thread waits for a CPU so many times as long as it runs."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def open_schedstat(self) -> int:
+        return -1
+
+    def queued_ns(self, schedstat: int) -> int:
+        return self.times * self.thread_time_ns()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_process_tells_whether_it_is_starved(times):
+    plan = FetchPlan(dataset=list(range(8)), collate_fn=list)
+    given = Resources(executor="workers", workers=1)
+    with clock.installed(Crowded(times)), closing(PoolExecutor(plan, given)) as executor:
+        executor.start_epoch([[0, 1], [2, 3]], 0)
+        assert list(executor) == [[0, 1], [2, 3]]
+        assert executor.children[0].progress.starved == (times > 1)
 
 
 class Tens(IterableDataset):

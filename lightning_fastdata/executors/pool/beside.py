@@ -5,7 +5,9 @@ each other, and has one wait whose threads only compute: beside four busy progra
 sessions, torch's workers, whose queues have threads, got twice the CPU time of ours (Linux 6.18,
 ``benchmarks/beside.py``). So a process that waits for a CPU for longer than it runs wakes a thread
 of its own now and then. That thread sleeps on at once, in the kernel, and never needs the lock of
-the interpreter. A process that does not wait has no such thread.
+the interpreter. A process that does not wait has no such thread. It does so between two samples,
+which is seldom if they take long. So the training process, while it waits for such processes, wakes
+once a millisecond, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from lightning_fastdata.host import clock
 
@@ -60,7 +62,8 @@ class Waker:
         self._schedule = clock.ThreadSchedule()
         self._looked_ns = 0
         self._read_ns = self._schedule.read_ns() or (0, 0)
-        self._waits = False
+        self.waits = False
+        """Whether the process waited for CPUs for longer than it ran, at the last look."""
 
     def mark(self) -> None:
         """Wake the thread if the process has waited for CPUs for longer than it ran."""
@@ -71,7 +74,21 @@ class Waker:
             ran_ns, queued_ns = (
                 now - then for now, then in zip(self._read_ns, before, strict=True)
             )
-            self._looked_ns, self._waits = now_ns, queued_ns > ran_ns
-        if self._waits:
+            self._looked_ns, self.waits = now_ns, queued_ns > ran_ns
+        if self.waits:
             self._woken = self._woken or self._make()
             self._woken.wake()
+
+
+def poll(poller: Any, until_ns: int | None, starved: Callable[[], bool]) -> list[tuple[int, int]]:
+    """Return the events of a ``select.poll``; empty: there were none ``until_ns`` of the clock.
+
+    ``until_ns`` None: it waits for as long as it takes. While the processes that it waits for are
+    ``starved``, it wakes each millisecond.
+    """
+    while True:
+        left_ms = None if until_ns is None else max(0.0, (until_ns - clock.monotonic_ns()) / 1e6)
+        waking = starved() and (left_ms is None or left_ms > _EVERY_NS / 1e6)
+        events: list[tuple[int, int]] = poller.poll(_EVERY_NS / 1e6 if waking else left_ms)
+        if events or not waking:
+            return events

@@ -464,6 +464,7 @@ class TaskRunner:
         self.progress.read(batch, position)
         if self.waker is not None and clock.monotonic_ns() >= self.waker.due_ns:
             self.waker.mark()
+            self.progress.starved = self.waker.waits
 
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
         mark = partial(self._reads, task.batch)

@@ -30,6 +30,7 @@ from lightning_fastdata.errors import DatasetError, WorkerError, as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import forks
 from lightning_fastdata.executors.pool import protocol, watches
+from lightning_fastdata.executors.pool.beside import poll
 from lightning_fastdata.executors.pool.child import Inherited, child_main
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import files_being_read, held_signals
@@ -674,9 +675,9 @@ class Crew:
                 self._writing ^= {end}
                 self._poller.modify(end, select.POLLIN | (select.POLLOUT if child.outbox else 0))
         self._look_at_memory()
-        left_ms = None if until is None else max(0.0, (until - clock.monotonic()) * 1000)
         readable: list[ChildProcess] = []
-        for end, event in self._poller.poll(left_ms):
+        until_ns = None if until is None else round(until * 1e9)
+        for end, event in poll(self._poller, until_ns, self._starved):
             child = self._by_end[end]
             if event & select.POLLOUT:
                 child.flush()
@@ -685,6 +686,9 @@ class Crew:
         if not readable and until is not None and clock.monotonic() >= until:
             return None
         return self._read(readable)
+
+    def _starved(self) -> bool:
+        return any(child.progress.starved for child in self.children.values())
 
     def _read(self, children: Iterable[ChildProcess]) -> Iterator[Answer | Loss]:
         for child in children:

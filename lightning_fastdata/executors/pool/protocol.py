@@ -304,10 +304,13 @@ class State(IntEnum):
     """The process takes tasks."""
 
 
+_NOTES: Final = ("batch", "position", "state", "generation", "starved")
+
+
 class ProgressMemory(ctypes.Structure):
     """Memory in which a side process notes how far it has got, mapped from a descriptor."""
 
-    _fields_ = tuple((n, ctypes.c_int64) for n in ("batch", "position", "state", "generation"))
+    _fields_ = tuple((n, ctypes.c_int64) for n in _NOTES)
     batch: int
     """Batch number of the sample that is being read; -1: none is."""
     position: int
@@ -316,6 +319,8 @@ class ProgressMemory(ctypes.Structure):
     """One of :class:`State`, or the number of the task that the process took last."""
     generation: int
     """Generation of the present epoch; tasks of a smaller one need not be done."""
+    starved: int
+    """Whether the process waits for CPUs for longer than it runs: 1 or 0."""
     descriptor: int
 
     @classmethod
