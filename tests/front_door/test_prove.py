@@ -304,7 +304,7 @@ def test_schedules_that_steps_call_by_hand_stand_still(tried):
     assert tried(script).outcome == "change"
 
 
-@pytest.mark.skipif(lightning.__version__ < "2.6", reason="it validates by its batches alone")
+@pytest.mark.skipif(lightning.__version__ < "2.6", reason="2.5 validates by its batches alone")
 def test_validations_by_the_clock_are_told_and_are_in_no_figure(tried):
     def script(the_clock):
         trainer = quiet(lightning, logger=False, val_check_interval="00:00:00:01")
