@@ -16,7 +16,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.finding import LoaderFacts, class_of_settings, read_loader
 from lightning_fastdata.insight.report import RunReport
-from lightning_fastdata.insight.stage import StageMeter
+from lightning_fastdata.insight.stage import StageMeter, not_known
 from lightning_fastdata.insight.steps import StageSummary
 from lightning_fastdata.insight.verdict import Verdict, judge
 from lightning_fastdata.insight.wall import loop_time
@@ -164,7 +164,7 @@ class StepTimer:
             verdict=verdict,
             device_minutes_waited=waited,
             recent={each.stage: each.timeline.history.newest() for each in stages},
-            notes=tuple(dict.fromkeys(note for each in late for note in each.not_known())),
+            notes=not_known(late),
             versions=read_versions(),
             machine=describe_machine(self.device),
         )
@@ -290,11 +290,6 @@ class LoopStage(StageMeter):
                 val_workers=val_facts.num_workers,
             )
         )
-
-    def not_known(self) -> tuple[str, ...]:
-        """Return what is not known, and why; several stages may say the same."""
-        missing = self.stamps.missing()
-        return () if missing is None else (f"Why batches were late is not known: {missing}.",)
 
 
 def _unwrapped(loader: object) -> object:

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from importlib import import_module
 from typing import Any, Final
 
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.prove import read_settings
 
 RUN_VARIABLE: Final = "LIGHTNING_FASTDATA_RUN"
 """Environment variable with the callback's arguments from ``fastdata run``, as JSON; the processes
 of all ranks inherit it."""
+
+_NO_GUARD: Final = (
+    "A worker process that starts runs the whole script, and would train, too. Put what trains "
+    'under `if __name__ == "__main__":`.'
+)
 
 
 def lightning_callbacks() -> list[Any]:
@@ -32,10 +39,23 @@ def pytorch_lightning_callbacks() -> list[Any]:
 
 def _callbacks(home: str) -> list[Any]:
     to_prove, to_run = read_settings(), os.environ.get(RUN_VARIABLE)
+    if _only_imports():
+        if to_prove is not None:
+            raise OptionsError(_NO_GUARD)
+        return []
     if to_prove is not None:
         _silence()
         return [import_module(home).ProvingCallback(to_prove)]
     return [import_module(home).AddedCallback(**json.loads(to_run))] if to_run else []
+
+
+def _only_imports() -> bool:
+    """Return whether this is a worker that starts, and imports the script by its other name.
+
+    A script of which nothing stands under ``if __name__ == "__main__":`` trains then once more.
+    """
+    # It takes the place of the program that starts workers, which is in no file, when it has run.
+    return "__mp_main__" in sys.modules and not hasattr(sys.modules["__main__"], "__file__")
 
 
 def _silence() -> None:

@@ -452,3 +452,12 @@ class StageStamps:
             files = None if owner is None else files_of(owner.dataset, [cast("int", index)])
             return None if files is None else files[0]
         return None
+
+
+def not_known(late: Iterable[StageMeter]) -> tuple[str, ...]:
+    """Return why it is not known why batches were late, for stages in which they were."""
+    missing = {each.stage: why for each in late if (why := each.stamps.missing()) is not None}
+    if not missing:
+        return ()
+    names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
+    return (f"Why batches were late is not known for {names}: {reasons}.",)

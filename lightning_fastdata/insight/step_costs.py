@@ -219,7 +219,8 @@ def _transfer(e: Evidence) -> Finding | None:
     if e.before_hook or e.transfer_hook:
         moves = e.transfer_hook or ("" if e.summary.device == "cpu" else "the copy to the device")
         what = " with ".join(filter(None, (e.before_hook, moves)))
-        remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
+        hooks = " and ".join(filter(None, (e.before_hook, e.transfer_hook)))
+        remedy = f"make {hooks} cheaper, or do in the workers what needs no device: in the "
         remedy += "dataset or in collate_fn"
     elif e.summary.device == "cpu":  # where nothing is copied
         looked = e.summary.transfer
@@ -234,7 +235,7 @@ def _transfer(e: Evidence) -> Finding | None:
 
 def _augmentation(e: Evidence) -> Finding | None:
     what = e.augment_hook or "augmenting on the device"
-    where = "there" if e.augment_hook else "on the device, or on uint8"
+    where = f"in {e.augment_hook}" if e.augment_hook else "on the device, or on uint8"
     fewer = Advice(text=f"fewer or cheaper transforms {where}", joins=True)
     elsewhere = Advice(
         text="FastDataModule(augment_on='cpu') if the workers keep up with the whole pipeline",

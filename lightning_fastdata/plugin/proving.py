@@ -57,6 +57,8 @@ class ProvingHooks:
         made = seams.hide_loggers(trainer, str(logs))
         if stage != "fit" or seams.attributes_of(trainer).fast_dev_run:
             return
+        # On the instance: a script may ask for checkpoints of its own, also where it goes on.
+        vars(trainer)["save_checkpoint"] = seams.nothing
         if self.session is not None:
             raise TrialEndedError(0)
         settings = self.settings
@@ -125,8 +127,6 @@ class ProvingHooks:
             if isinstance(callback, ThroughputHooks):
                 callback.summary, callback.report_path = False, False
         seams.attributes_of(trainer).callbacks = kept
-        # On the instance: a script may ask for checkpoints of its own.
-        vars(trainer)["save_checkpoint"] = seams.nothing
         said = ", ".join(dict.fromkeys(left_out))
         trial.notes.append(
             "Loggers are silent, learning rate schedules stand still, and nothing is saved by the "

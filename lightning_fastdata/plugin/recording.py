@@ -13,7 +13,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_fastdata.insight.machine import HostMeter
-from lightning_fastdata.insight.stage import StageMeter
+from lightning_fastdata.insight.stage import StageMeter, not_known
 from lightning_fastdata.insight.wall import Activity, WallClock
 from lightning_fastdata.plugin import seams
 
@@ -393,12 +393,7 @@ class Recording:
     def notes(self) -> tuple[str, ...]:
         """Return why it is not known why batches were late, for stages in which they were."""
         summaries = [(meter, meter.summary()) for meter in self.meters]
-        meters = [meter for meter, summary in summaries if summary is not None and summary.stalls]
-        missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
-        if not missing:
-            return ()
-        names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
-        return (f"Why batches were late is not known for {names}: {reasons}.",)
+        return not_known(m for m, summary in summaries if summary is not None and summary.stalls)
 
     def listener(self, action: str) -> Listener | None:
         """Return what to call when Lightning announces an action; None: nothing."""

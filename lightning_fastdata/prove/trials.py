@@ -465,7 +465,7 @@ def _without_a_change(trial: Trial, unsure: tuple[str, Gain] | None) -> tuple[Ou
         return "not known", f"Not decided: {free}, and no change has been confirmed yet."
     known = {block.arm for block in trial.blocks} | trial.failed.keys()
     if untried := [name for name in trial.remedies if name not in known]:
-        names = ", ".join(untried)
+        names = f"{', '.join(untried)}; --budget gives more"
         return "not known", f"Not decided: {free}, and there was no time to try {names}."
     if not trial.remedies:
         return "not known", f"Nothing tried: {free}, and there is no change to try on this loader."

@@ -277,20 +277,22 @@ def test_a_run_of_fast_dev_run_is_no_trial(tried):
     assert found.trial.facts["batches"] == BATCHES
 
 
-def test_a_trial_is_not_begun_anew_where_a_script_goes_on_after_it(tried):
+def test_a_trial_is_not_begun_anew_where_a_script_goes_on_after_it(tried, tmp_path):
     folds = []
 
     def script(the_clock):
         for fold in range(2):
+            trainer = quiet(lightning, logger=False)
+            module = module_of(lightning, the_clock, partial(folds.append, fold))
             try:
-                training(Slow(), each_step=partial(folds.append, fold))(the_clock)
+                trainer.fit(module, DataLoader(Slow(), ROWS))
             except SystemExit:
-                ended = True
-        if ended:
-            raise SystemExit
+                trainer.save_checkpoint("mine.ckpt")
+        raise SystemExit
 
     assert tried(script).outcome == "change"
     assert set(folds) == {0}
+    assert {path.name for path in tmp_path.iterdir()} == {"trial"}
 
 
 def test_schedules_that_steps_call_by_hand_stand_still(tried):
@@ -302,7 +304,7 @@ def test_schedules_that_steps_call_by_hand_stand_still(tried):
     assert tried(script).outcome == "change"
 
 
-@pytest.mark.skipif(lightning.__version__ < "2.6", reason="it validates by its batches alone")
+@pytest.mark.skipif(lightning.__version__ < "2.6", reason="2.5 validates by its batches alone")
 def test_validations_by_the_clock_are_told_and_are_in_no_figure(tried):
     def script(the_clock):
         trainer = quiet(lightning, logger=False, val_check_interval="00:00:00:01")

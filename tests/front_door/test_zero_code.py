@@ -16,7 +16,10 @@ from warm_python import warm_python
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.bindings import AddedCallback
+from lightning_fastdata.prove import PROVE_VARIABLE
+from lightning_fastdata.zero_code import RUN_VARIABLE
 
+PROVE = {"script": "train.py", "file": "trial.json", "budget_s": 20.0}
 SCRIPT = """
 import argparse, hashlib, sys
 import torch
@@ -181,3 +184,32 @@ def test_a_script_of_a_shell_without_its_first_line_is_told_as_such(tmp_path):
     for command in ("run", "prove"):
         with refused(f"{script} cannot be started.*#!/bin/sh"):
             main([command, str(script)])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("variable", "settings", "first", "again", "code"),
+    [
+        (RUN_VARIABLE, {}, "AddedCallback", "asked []", 0),
+        (PROVE_VARIABLE, PROVE, "ProvingCallback", "would train, too", 1),
+    ],
+)
+def test_a_worker_that_runs_the_whole_script_begins_nothing_of_ours(
+    tmp_path, method, variable, settings, first, again, code
+):
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+import multiprocessing
+from lightning_fastdata.zero_code import lightning_callbacks
+
+print("asked", [type(each).__name__ for each in lightning_callbacks()], flush=True)
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("{method}").Process(target=print)
+    worker.start()
+    worker.join()
+    print("code", worker.exitcode)
+""")
+    done = run_program(script, cwd=tmp_path, env={**os.environ, variable: json.dumps(settings)})
+    assert done.stdout.startswith(f"asked ['{first}']")
+    assert again in done.stdout + done.stderr
+    assert f"code {code}" in done.stdout
