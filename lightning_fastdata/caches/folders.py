@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.fingerprint import is_data
+from lightning_fastdata.fingerprint import file_under, functions_of, is_data
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
@@ -306,11 +306,9 @@ def _is_built_in(obj: object) -> bool:
 
 
 def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
-    """Return what identifies an array mapped from a file; None: the array is in memory."""
-    owner: Any = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    if not isinstance(owner, np.memmap) or owner.filename is None:
+    """Return what identifies an array mapped from a file; None: its numbers do, as in memory."""
+    owner = file_under(array)
+    if owner is None or owner.filename is None:
         return None
     file, began = Path(owner.filename), owner.offset + array.ctypes.data - owner.ctypes.data
     status = file.stat()
@@ -334,11 +332,44 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     yield _source(obj)
     if isinstance(obj, type):
         yield obj.__mro__[1:]
-        # Methods are in the source; a value made elsewhere, such as a table or pipeline, is not.
-        yield {name: value for name, value in vars(obj).items() if is_data(name, value)}
+        # Methods are in the source; a value made elsewhere, such as a table or pipeline, is not,
+        # nor what methods hold, nor one that was put there from elsewhere.
+        yield {name: value for name, value in vars(obj).items() if _is_value(name, value)}
+        seen: set[int] = set()
+        for name, value in vars(obj).items():
+            for function in functions_of(value):
+                more = _of_method(function, obj, seen)
+                if more:
+                    yield name, more
     elif isinstance(obj, FunctionType):
         yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
         yield closed_over(obj)
+
+
+def _is_value(name: str, value: object) -> bool:
+    """Return whether an attribute of a class is data, or an object of a user's class."""
+    return is_data(name, value) or is_users(type(value).__module__)
+
+
+def _of_method(function: object, cls: type, seen: set[int]) -> list[object]:
+    """Return what a method of a class holds, and its source if that of the class has it not.
+
+    Functions that it holds count likewise: some, as those of a dataclass, have no source.
+    """
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return []
+    seen.add(id(function))
+    found: list[object] = []
+    named = *(function.__kwdefaults__ or {}).values(), *vars(function).values()
+    for each in (*(function.__defaults__ or ()), *named, *closed_over(function)):
+        if isinstance(each, FunctionType):
+            found += _of_method(each, cls, seen)
+        elif each is not cls:
+            found.append(each)
+    within = function.__qualname__.rpartition(".")[0] == cls.__qualname__
+    if not within or "__wrapped__" in vars(function):  # a wrapper has the name of what it wraps
+        found.append(_source_of_method(function))
+    return found
 
 
 def _imported_as(module: str) -> str:

@@ -570,3 +570,64 @@ def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_wor
     with warnings.catch_warnings():
         warnings.simplefilter("error", ld.FastDataWarning)
         assert torch.cat(list(loader)).tolist() == [*range(7), 99, *range(8, 40)]
+
+
+def forty(labels, change):
+    """Return a dataset whose class closes over its labels, and what changes them."""
+
+    class Closed(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return labels[index]
+
+    return Closed(), change
+
+
+def closing(_folder):
+    labels = list(range(40))
+    return forty(labels, lambda _: labels.__setitem__(5, -1))
+
+
+def patching(_folder):
+    return forty(list(range(40)), lambda data: setattr(type(data), "__getitem__", negative))
+
+
+def negative(_self, index):
+    return -index
+
+
+class Held(Dataset):
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return int(self.labels[index])
+
+
+def writing_to_its_own_map(folder):
+    np.save(folder / "labels.npy", np.arange(40))
+    labels = np.load(folder / "labels.npy", mmap_mode="c")
+    return Held(labels), lambda _: labels.__setitem__(5, -1)
+
+
+CHANGES = [closing, patching, writing_to_its_own_map]
+
+
+@each("made", CHANGES)
+def test_a_change_is_seen_wherever_it_is(folder, made):
+    data, change = made(folder)
+    cached = ld.CachedDataset(data, folder / "cache")
+    assert cached[0] == 0
+    loader = ld.FastDataLoader(cached, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ld.FastDataWarning)
+        assert torch.cat([*loader, *loader]).tolist() == [*range(40), *range(40)]
+    assert cached.stored == 40
+    change(data)
+    with pytest.warns(ld.FastDataWarning, match="has changed"):
+        assert torch.cat(list(loader)).tolist() == [data[index] for index in range(40)]

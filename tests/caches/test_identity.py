@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import enum
 import functools
 import importlib
@@ -187,6 +188,99 @@ def test_what_a_class_holds_counts(monkeypatch):
     assert identity(Tabled()) != first
 
 
+class Described:
+    def __init__(self, value):
+        self.value = value
+
+    def __get__(self, _owner, _type=None):
+        return self.value
+
+
+def scaling(by):
+    def decorate(method):
+        @functools.wraps(method)
+        def called(self, index):
+            return by[0] * method(self, index)
+
+        return called
+
+    return decorate
+
+
+def closed_over(by, **_):
+    class Data(Plain):
+        def __getitem__(self, index):
+            return by[0] * index
+
+    return Data
+
+
+def as_default(by, **_):
+    class Data(Plain):
+        def __getitem__(self, index, by=by):
+            return by[0] * index
+
+    return Data
+
+
+def decorated(by, **_):
+    class Data(Plain):
+        @scaling(by)
+        def __getitem__(self, index):
+            return index
+
+    return Data
+
+
+def in_a_property(by, **_):
+    class Data(Plain):
+        scale = property(lambda _: by[0])
+
+    return Data
+
+
+def in_a_descriptor(by, **_):
+    class Data(Plain):
+        scale = Described(by)
+
+    return Data
+
+
+def of_a_base(by, **_):
+    class Data(closed_over(by)):
+        pass
+
+    return Data
+
+
+def put_there(by, method):
+    class Data(Plain):
+        change = method
+
+    return Data
+
+
+HOLDERS = [closed_over, as_default, decorated, in_a_property, in_a_descriptor, of_a_base, put_there]
+
+
+@each("made", HOLDERS)
+def test_what_methods_of_a_class_hold_counts(made):
+    first = identity(made([1], method=times_two)())
+    assert identity(made([1], method=times_two)()) == first
+    assert identity(made([2], method=times_three)()) != first
+
+
+@dataclasses.dataclass
+class Settings:
+    size: int = 3
+    names: list = dataclasses.field(default_factory=list)
+
+
+def test_methods_without_a_source_are_no_obstacle():
+    assert identity(Plain(held=Settings())) == identity(Plain(held=Settings()))
+    assert identity(Plain(held=Settings())) != identity(Plain(held=Settings(names=["a"])))
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -202,6 +296,14 @@ def test_a_memory_map_counts_by_its_file_and_by_which_part_of_it(tmp_path):
     assert len({first, *(identity(Plain(held=view)) for view in views)}) == 5
     os.utime(tmp_path / "a.npy", ns=(1, 1))
     assert identity(Plain(held=opened())) != first
+
+
+def test_numbers_that_are_changed_in_a_memory_map_of_ones_own_count(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    own = np.load(tmp_path / "a.npy", mmap_mode="c")
+    first = identity(Plain(held=own))
+    own[7] = 1
+    assert identity(Plain(held=own)) != first
 
 
 class Named(Plain):
