@@ -24,6 +24,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -43,7 +44,16 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
 from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
 from lightning_fastdata.sources.files import PackedStrings
-from lightning_fastdata.tree import bytes_of, closed_over, has_method, held, held_by, is_users
+from lightning_fastdata.sources.shared import SharedList
+from lightning_fastdata.tree import (
+    HOLD_NOTHING,
+    bytes_of,
+    closed_over,
+    has_method,
+    held,
+    held_by,
+    is_users,
+)
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """Place of a cache: ``"disk"``, ``"ram"`` or a folder."""
@@ -56,6 +66,9 @@ _MOST_FILES: Final = 20_000
 """Most files whose size and time are read; of a longer list, this many evenly spread over it."""
 _LONGEST_PATH: Final = 1020
 _DEPTH: Final = 4
+_TEXTS: Final = (str, bytes, os.PathLike)
+_CLOSED: Final = (*HOLD_NOTHING, type, ModuleType)
+"""Classes of objects that are not looked into for names of files."""
 _FEW: Final = 16
 
 
@@ -424,14 +437,19 @@ def named_files(dataset: object) -> Iterator[NamedFile]:
     file in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
-    for part in datasets_in(dataset):
-        groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
+    parts = list(datasets_in(dataset))
+    seen = set(map(id, parts))
+    for part in parts:
+        held = (*_attributes(part), *_settings(part))
+        groups = [list(_texts(value, _DEPTH, seen)) for value in held]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
         names: dict[str, None] = {}
+        told: dict[str, None] = {}
         for group in groups:
             paths = _existing(group)
-            yield from _regular(paths)
+            yield from _regular([path for path in paths if path not in told])
+            told |= dict.fromkeys(paths)
             if not paths:
                 names |= dict.fromkeys(group)
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
@@ -455,23 +473,60 @@ def datasets_in(dataset: object) -> Iterator[object]:
             ]
 
 
-def _texts(value: object, depth: int) -> Iterator[str]:
-    """Yield the paths and short strings in nested containers, arrays and tables."""
-    if isinstance(value, str | bytes | os.PathLike):
+def _attributes(owner: object) -> Iterator[object]:
+    yield from held_by(owner).values()
+    for kind in type(owner).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+def _settings(dataset: object) -> Iterator[object]:
+    """Yield the data among the attributes of the user's classes of a dataset."""
+    for kind in type(dataset).__mro__:
+        if is_users(kind.__module__):
+            yield from (value for name, value in vars(kind).items() if is_data(name, value))
+
+
+def _texts(value: object, depth: int, seen: set[int], *, alone: bool = True) -> Iterator[str]:
+    """Yield the paths and short strings in nested containers, arrays, tables and objects.
+
+    Of an object that is held ``alone``, as settings are, those in its containers count: what it
+    names itself may be a log. ``seen``: addresses of objects that are not looked into again.
+    """
+    if isinstance(value, _TEXTS):
         text = os.fsdecode(value)
         if 0 < len(text) <= _LONGEST_PATH:
             yield text
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
-        flat = value.reshape(-1)
-        yield from _texts([flat[number] for number in _evenly(len(flat))], depth)
-    elif type(value).__module__.partition(".")[0] in ("pandas", "polars"):
-        yield from _texts(np.asarray(value), depth)
-    elif depth and isinstance(value, Mapping):
-        for each in islice(value.items(), 0, None, _evenly(len(value)).step):
-            yield from _texts(each, depth)
-    elif depth and isinstance(value, list | tuple | PackedStrings):
-        for number in _evenly(len(value)):
-            yield from _texts(value[number], depth - 1)
+    elif depth and (elements := _elements(value)) is not None:
+        deeper = depth if isinstance(value, Mapping) else depth - 1  # its items are tuples
+        for each in elements:
+            yield from _texts(each, deeper, seen, alone=False)
+    elif depth and id(value) not in seen and not isinstance(value, _CLOSED):
+        seen.add(id(value))
+        for each in () if has_method(value, "recognised_by") else _attributes(value):
+            if not (alone and isinstance(each, _TEXTS)):
+                yield from _texts(each, depth - 1, seen, alone=alone)
+
+
+def _elements(value: Any) -> Iterable[object] | None:
+    """Return elements from all over a container, array or table; None: it is something else."""
+    if type(value).__module__.partition(".")[0] in ("pandas", "polars"):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.names is not None:
+            return [value[name] for name in value.dtype.names]
+        value = value.reshape(-1) if value.dtype.kind in "OUST" else ()
+    if isinstance(value, Mapping):
+        return islice(value.items(), 0, None, _evenly(len(value)).step)
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)  # its own order is by chance
+    if isinstance(value, deque):
+        value = list(value)
+    if isinstance(value, list | tuple | np.ndarray | PackedStrings | SharedList):
+        return (value[number] for number in _evenly(len(value)))
+    return None
 
 
 def _evenly(length: int) -> range:

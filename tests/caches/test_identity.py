@@ -26,7 +26,7 @@ from misses import each
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from lightning_fastdata import CachedDataset
+from lightning_fastdata import CachedDataset, share
 from lightning_fastdata.caches import folders
 from lightning_fastdata.caches.folders import identity
 from lightning_fastdata.errors import DatasetError
@@ -330,6 +330,22 @@ WAYS = {
         "pairs": [("caption", f"{root}/{name}.bin") for name in NAMES * 64]
     },
     "within another": lambda root: {"parts": [Named(root=root, names=NAMES)]},
+    "a set": lambda root: {"paths": {f"{root}/{name}.bin" for name in NAMES}},
+    "a deque": lambda root: {"paths": collections.deque(f"{root}/{name}.bin" for name in NAMES)},
+    "objects": lambda root: {"items": [Part(f"{root}/{name}.bin") for name in NAMES]},
+    "objects in slots": lambda root: {"items": [InSlots(root / f"{name}.bin") for name in NAMES]},
+    "an index that is an object": lambda root: {
+        "root": str(root),
+        "ids": [1, 2, 3],
+        "index": Part({number: {"file_name": f"{name}.bin"} for number, name in enumerate(NAMES)}),
+    },
+    "an array of texts of any length": lambda root: {
+        "paths": np.array([f"{root}/{name}.bin" for name in NAMES], np.dtypes.StringDType())
+    },
+    "a column of records": lambda root: {
+        "rows": np.array([(1, f"{root}/{name}.bin") for name in NAMES], [("y", int), ("x", "U999")])
+    },
+    "a shared list": lambda root: {"paths": share([f"{root}/{name}.bin" for name in NAMES])},
 }
 
 
@@ -348,6 +364,17 @@ def test_files_that_a_dataset_names_count_by_size_and_time(tmp_path, way):
     larger = identity(Named(**held))
     os.utime(root / "b7.bin", ns=(1, 1))
     assert len({first, larger, identity(Named(**held))}) == 3
+
+
+def test_files_that_a_class_names_count(tmp_path):
+    class Its(Named):
+        paths = [str(tmp_path / "a.bin"), str(tmp_path / "b.bin")]  # noqa: RUF012
+
+    for path in Its.paths:
+        Path(path).write_bytes(b"x")
+    first = identity(Its())
+    Path(Its.paths[1]).write_bytes(b"xy")
+    assert identity(Its()) != first
 
 
 @pytest.mark.parametrize("kind", [list, lambda names: dict(enumerate(names))])
