@@ -52,7 +52,7 @@ from lightning_fastdata.randomness.seeds import (
     seed_global_generators,
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import find_instances, has_method, held
+from lightning_fastdata.tree import find_instances, has_method, held, held_by
 from lightning_fastdata.types import Batch, MapDataset, has_own_order
 
 if TYPE_CHECKING:
@@ -183,6 +183,8 @@ class CachedDataset(Dataset[Any]):
         self.optional = False
         """Whether a cache that cannot be used raises a warning only, and samples are made."""
         self._given_up = False
+        self._attributes = _attributes_of(self.dataset)
+        """What identifies each attribute, where the dataset comes to hold an open file, say."""
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
         # If time is short, those that are looked at come from all over the dataset.
@@ -477,10 +479,15 @@ class CachedDataset(Dataset[Any]):
         The fingerprint also differs if only the epoch, the states of generators or the addresses of
         tensors do: torch moves tensors when workers are spawned.
         """
-        if self._identity is None:  # a key is trusted where nothing can be compared
-            return now is None or self._state is None
         found = _identity_if_any(self.dataset)
-        return now is None if found is None else found == self._identity  # None: an open file, say
+        if found is not None and self._identity is not None:
+            return found == self._identity
+        # It holds an open file, say, or has done so. All else is compared.
+        if now is not None and self._state is not None:
+            return False
+        then, attributes = self._attributes, _attributes_of(self.dataset)
+        both = [name for name in then if then[name] and attributes.get(name)]
+        return all(then[name] == attributes[name] for name in both)
 
 
 def caches_in(dataset: object) -> list[CachedDataset]:
@@ -524,6 +531,17 @@ def _identity_if_any(dataset: object, files: Sequence[NamedFile] | None = None) 
             return identity(dataset, files)
         except DatasetError:
             return None
+
+
+def _attributes_of(dataset: object) -> dict[tuple[int, str], str | None]:
+    """Return the identity of each attribute of a dataset and of those in it; None: it has none."""
+    parts = [held_by(part) for part in datasets_in(dataset)]
+    return {
+        (number, name): _identity_if_any(value, ())
+        for number, attributes in enumerate(parts)
+        for name, value in attributes.items()
+        if not any(held_by(value) is each for each in parts)
+    }
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:

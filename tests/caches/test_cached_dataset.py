@@ -599,13 +599,15 @@ def negative(_self, index):
 
 
 class Held(Dataset):
-    def __init__(self, labels):
-        self.labels = labels
+    def __init__(self, labels, path=None):
+        self.labels, self.path, self.opened = labels, path, None
 
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
+        if self.path and not self.opened:
+            self.opened = open(self.path, "rb")  # noqa: SIM115
         return int(self.labels[index])
 
 
@@ -615,7 +617,17 @@ def writing_to_its_own_map(folder):
     return Held(labels), lambda _: labels.__setitem__(5, -1)
 
 
+def having_opened_a_file(_folder):
+    return Held(list(range(40)), __file__), lambda data: data.labels.__setitem__(5, -1)
+
+
+def having_opened_a_file_in_a_subset(_folder):
+    data = Subset(Held(list(range(40)), __file__), range(40))
+    return data, lambda data: data.dataset.labels.__setitem__(5, -1)
+
+
 CHANGES = [closing, patching, writing_to_its_own_map]
+CHANGES += [having_opened_a_file, having_opened_a_file_in_a_subset]
 
 
 @each("made", CHANGES)
