@@ -8,6 +8,7 @@ import operator
 import os
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,11 +220,17 @@ class CachedDataset(Dataset[Any]):
     def _kept(self, file: SampleFile, number: int) -> Batch:
         """Return a sample from the cache; it is made and kept if it was not there."""
         there, sample = file.read(number)
-        if not there:
+        if there:
+            return sample
+        own = _generators.get(self, ())
+        watch, before = DrawWatch(), own_states(own)
+        sample = self.dataset[number]
+        if watch.drew() or own_states(own) != before:
+            if not self._always_same:  # another one than those that were tried
+                return sample
             # The transform draws the same numbers whether the sample is made now or was kept.
-            with kept_random_state():
-                sample = self.dataset[number]
-            self._keep(file, number, sample)
+            watch.restore()
+        self._keep(file, number, sample)
         return sample
 
     def fill(self, num_workers: int = 0) -> None:
@@ -343,6 +350,7 @@ class CachedDataset(Dataset[Any]):
             except Exception as error:  # raised by the system, the cache, or a sample's dataset
                 self._go_without(error)
                 return None
+            _generators[self] = find_instances(self.dataset, GENERATOR_CLASSES)
             self._compared = True
         return self._file
 
@@ -488,6 +496,12 @@ class CachedDataset(Dataset[Any]):
         then, attributes = self._attributes, _attributes_of(self.dataset)
         both = [name for name in then if then[name] and attributes.get(name)]
         return all(then[name] == attributes[name] for name in both)
+
+
+_generators: weakref.WeakKeyDictionary[CachedDataset, tuple[Any, ...]]
+_generators = weakref.WeakKeyDictionary()
+"""Generators that the dataset of a cache holds, found as this process opened the cache. They are no
+attribute, as which they would be found twice by what keys them."""
 
 
 def caches_in(dataset: object) -> list[CachedDataset]:

@@ -643,3 +643,29 @@ def test_a_change_is_seen_wherever_it_is(folder, made):
     change(data)
     with pytest.warns(ld.FastDataWarning, match="has changed"):
         assert torch.cat(list(loader)).tolist() == [data[index] for index in range(40)]
+
+
+class DrawsRarely(Dataset):
+    """Its sixth sample is drawn, as one in the place of a file that cannot be read."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.generator.randrange(10**9) if index == 5 else index
+
+
+@each("generator", [random, random.Random(3)])
+def test_a_sample_that_was_drawn_is_not_kept(tmp_path, generator):
+    data = DrawsRarely(generator)
+    cached = ld.CachedDataset(data, tmp_path)
+    loader, plain = ld.FastDataLoader(cached, 8), ld.FastDataLoader(data, 8)
+    found = [torch.cat(list(loader)).tolist() for _ in range(3)]
+    assert found == [torch.cat(list(plain)).tolist() for _ in range(3)]
+    assert len({epoch[5] for epoch in found}) == 3
+    assert cached.stored == 39
+    kept = ld.CachedDataset(data, tmp_path, always_same=True)
+    assert kept[5] == kept[5]
