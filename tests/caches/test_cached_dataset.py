@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import textwrap
 import warnings
@@ -669,3 +670,11 @@ def test_a_sample_that_was_drawn_is_not_kept(tmp_path, generator):
     assert cached.stored == 39
     kept = ld.CachedDataset(data, tmp_path, always_same=True)
     assert kept[5] == kept[5]
+
+
+def test_a_folder_that_is_removed_meanwhile_leaves_what_was_kept(tmp_path, folder):
+    cached = ld.CachedDataset(Wide(folder), tmp_path / "cache")
+    cached.fill()
+    wanted = list(DataLoader(Wide(folder), 8))
+    shutil.rmtree(tmp_path / "cache")
+    assert alike(list(ld.FastDataLoader(cached, 8, executor="gather")), wanted)
