@@ -188,8 +188,7 @@ class CachedDataset(Dataset[Any]):
         """What identifies each attribute, where the dataset comes to hold an open file, say."""
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
-        # If time is short, those that are looked at come from all over the dataset.
-        self._files = random.Random(0).sample(files, len(files))
+        self._files = _mixed(files)
         """Files that the dataset names, as they were when the cache was made."""
         self._noticed: int | None = None
         """Id of the process that has looked for a change; None: none has."""
@@ -487,8 +486,11 @@ class CachedDataset(Dataset[Any]):
         The fingerprint also differs if only the epoch, the states of generators or the addresses of
         tensors do: torch moves tensors when workers are spawned.
         """
-        found = _identity_if_any(self.dataset)
+        files = [*named_files(self.dataset)]
+        found = _identity_if_any(self.dataset, files)
         if found is not None and self._identity is not None:
+            if found == self._identity:
+                self._files = self._files or _mixed(files)  # a copy knows none at first
             return found == self._identity
         # It holds an open file, say, or has done so. All else is compared.
         if now is not None and self._state is not None:
@@ -536,6 +538,11 @@ def rest_on_parent(dataset: object) -> None:
 def was_given_up(dataset: object) -> bool:
     """Return whether a cache of a dataset is no longer used: the data changed, or it cannot be."""
     return any(cache._given_up for cache in caches_in(dataset))
+
+
+def _mixed(files: list[NamedFile]) -> list[NamedFile]:
+    """Return files in an order of which any beginning comes from all over the dataset."""
+    return random.Random(0).sample(files, len(files))
 
 
 def _identity_if_any(dataset: object, files: Sequence[NamedFile] | None = None) -> str | None:

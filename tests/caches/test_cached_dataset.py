@@ -546,8 +546,12 @@ def test_what_has_an_order_of_its_own_is_refused_in_any_wrapper(tmp_path, ordere
             ld.CachedDataset(data, tmp_path)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_workers):
+def itself(cached):
+    return cached
+
+
+@pytest.mark.parametrize(("num_workers", "way"), [(0, itself), (2, itself), (0, copy.deepcopy)])
+def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_workers, way):
     class Numbers(Dataset):
         def __init__(self):
             self.paths = [str(tmp_path / f"{number}.npy") for number in range(40)]
@@ -561,7 +565,8 @@ def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_wor
     for number in range(40):
         np.save(tmp_path / f"{number}.npy", number)
     data = Numbers()
-    loader = ld.FastDataLoader(ld.CachedDataset(data, tmp_path), 8, num_workers=num_workers)
+    cached = way(ld.CachedDataset(data, tmp_path))
+    loader = ld.FastDataLoader(cached, 8, num_workers=num_workers)
     assert torch.cat([*loader, *loader]).tolist() == [*range(40), *range(40)]
     np.save(tmp_path / "other.npy", np.full((), 99))
     (tmp_path / "other.npy").replace(data.paths[7])
