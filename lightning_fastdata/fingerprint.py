@@ -540,7 +540,7 @@ class _Digesting(pickle.Pickler):
             self._meet(*homes)
             return id(value), self._of_code(value) if any(map(is_users, homes)) else ()
         if isinstance(value, _METHODS):
-            return tuple(map(self._of_code, _functions_of(value)))
+            return tuple(map(self._of_code, functions_of(value)))
         return (value,) if _is_plain(value) else None
 
     def _of_code(self, function: object, within: tuple[object, ...] = ()) -> object:
@@ -609,7 +609,8 @@ def _is_private(mapped: Any) -> bool:
         return False
 
 
-def _functions_of(method: Any) -> tuple[object, ...]:
+def functions_of(method: Any) -> tuple[object, ...]:
+    """Return the functions behind an attribute of a class; what is no method is returned itself."""
     if isinstance(method, property):
         return method.fget, method.fset, method.fdel
     if isinstance(method, functools.cached_property):
@@ -628,7 +629,7 @@ def _code(code: CodeType) -> int:
 def _of_member(name: str, value: object) -> tuple[object, ...]:
     """Return the value by which an attribute of a user's class is compared."""
     if isinstance(value, staticmethod | classmethod | property):
-        return name, *_functions_of(value)
+        return name, *functions_of(value)
     if isinstance(value, functools.cached_property):
         return name, held_by(value)
     own = is_users(type(value).__module__)

@@ -8,6 +8,7 @@ import operator
 import os
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ from lightning_fastdata.randomness.seeds import (
     seed_global_generators,
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import find_instances, has_method, held
+from lightning_fastdata.tree import find_instances, has_method, held, held_by
 from lightning_fastdata.types import Batch, MapDataset, has_own_order
 
 if TYPE_CHECKING:
@@ -183,10 +184,11 @@ class CachedDataset(Dataset[Any]):
         self.optional = False
         """Whether a cache that cannot be used raises a warning only, and samples are made."""
         self._given_up = False
+        self._attributes = _attributes_of(self.dataset)
+        """What identifies each attribute, where the dataset comes to hold an open file, say."""
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
-        # If time is short, those that are looked at come from all over the dataset.
-        self._files = random.Random(0).sample(files, len(files))
+        self._files = _mixed(files)
         """Files that the dataset names, as they were when the cache was made."""
         self._noticed: int | None = None
         """Id of the process that has looked for a change; None: none has."""
@@ -217,11 +219,17 @@ class CachedDataset(Dataset[Any]):
     def _kept(self, file: SampleFile, number: int) -> Batch:
         """Return a sample from the cache; it is made and kept if it was not there."""
         there, sample = file.read(number)
-        if not there:
+        if there:
+            return sample
+        own = _generators.get(self, ())
+        watch, before = DrawWatch(), own_states(own)
+        sample = self.dataset[number]
+        if watch.drew() or own_states(own) != before:
+            if not self._always_same:  # another one than those that were tried
+                return sample
             # The transform draws the same numbers whether the sample is made now or was kept.
-            with kept_random_state():
-                sample = self.dataset[number]
-            self._keep(file, number, sample)
+            watch.restore()
+        self._keep(file, number, sample)
         return sample
 
     def fill(self, num_workers: int = 0) -> None:
@@ -341,6 +349,7 @@ class CachedDataset(Dataset[Any]):
             except Exception as error:  # raised by the system, the cache, or a sample's dataset
                 self._go_without(error)
                 return None
+            _generators[self] = find_instances(self.dataset, GENERATOR_CLASSES)
             self._compared = True
         return self._file
 
@@ -477,10 +486,24 @@ class CachedDataset(Dataset[Any]):
         The fingerprint also differs if only the epoch, the states of generators or the addresses of
         tensors do: torch moves tensors when workers are spawned.
         """
-        if self._identity is None:  # a key is trusted where nothing can be compared
-            return now is None or self._state is None
-        found = _identity_if_any(self.dataset)
-        return now is None if found is None else found == self._identity  # None: an open file, say
+        files = [*named_files(self.dataset)]
+        found = _identity_if_any(self.dataset, files)
+        if found is not None and self._identity is not None:
+            if found == self._identity:
+                self._files = self._files or _mixed(files)  # a copy knows none at first
+            return found == self._identity
+        # It holds an open file, say, or has done so. All else is compared.
+        if now is not None and self._state is not None:
+            return False
+        then, attributes = self._attributes, _attributes_of(self.dataset)
+        both = [name for name in then if then[name] and attributes.get(name)]
+        return all(then[name] == attributes[name] for name in both)
+
+
+_generators: weakref.WeakKeyDictionary[CachedDataset, tuple[Any, ...]]
+_generators = weakref.WeakKeyDictionary()
+"""Generators that the dataset of a cache holds, found as this process opened the cache. They are no
+attribute, as which they would be found twice by what keys them."""
 
 
 def caches_in(dataset: object) -> list[CachedDataset]:
@@ -517,6 +540,11 @@ def was_given_up(dataset: object) -> bool:
     return any(cache._given_up for cache in caches_in(dataset))
 
 
+def _mixed(files: list[NamedFile]) -> list[NamedFile]:
+    """Return files in an order of which any beginning comes from all over the dataset."""
+    return random.Random(0).sample(files, len(files))
+
+
 def _identity_if_any(dataset: object, files: Sequence[NamedFile] | None = None) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caller decides whether a key is needed
@@ -524,6 +552,17 @@ def _identity_if_any(dataset: object, files: Sequence[NamedFile] | None = None) 
             return identity(dataset, files)
         except DatasetError:
             return None
+
+
+def _attributes_of(dataset: object) -> dict[tuple[int, str], str | None]:
+    """Return the identity of each attribute of a dataset and of those in it; None: it has none."""
+    parts = [held_by(part) for part in datasets_in(dataset)]
+    return {
+        (number, name): _identity_if_any(value, ())
+        for number, attributes in enumerate(parts)
+        for name, value in attributes.items()
+        if not any(held_by(value) is each for each in parts)
+    }
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:

@@ -24,6 +24,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -37,13 +38,22 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.fingerprint import is_data
+from lightning_fastdata.fingerprint import file_under, functions_of, is_data
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder, private_folder
 from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
 from lightning_fastdata.sources.files import PackedStrings
-from lightning_fastdata.tree import bytes_of, closed_over, has_method, held, held_by, is_users
+from lightning_fastdata.sources.shared import SharedList
+from lightning_fastdata.tree import (
+    HOLD_NOTHING,
+    bytes_of,
+    closed_over,
+    has_method,
+    held,
+    held_by,
+    is_users,
+)
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """Place of a cache: ``"disk"``, ``"ram"`` or a folder."""
@@ -56,6 +66,9 @@ _MOST_FILES: Final = 20_000
 """Most files whose size and time are read; of a longer list, this many evenly spread over it."""
 _LONGEST_PATH: Final = 1020
 _DEPTH: Final = 4
+_TEXTS: Final = (str, bytes, os.PathLike)
+_CLOSED: Final = (*HOLD_NOTHING, type, ModuleType)
+"""Classes of objects that are not looked into for names of files."""
 _FEW: Final = 16
 
 
@@ -306,11 +319,9 @@ def _is_built_in(obj: object) -> bool:
 
 
 def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
-    """Return what identifies an array mapped from a file; None: the array is in memory."""
-    owner: Any = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    if not isinstance(owner, np.memmap) or owner.filename is None:
+    """Return what identifies an array mapped from a file; None: its numbers do, as in memory."""
+    owner = file_under(array)
+    if owner is None or owner.filename is None:
         return None
     file, began = Path(owner.filename), owner.offset + array.ctypes.data - owner.ctypes.data
     status = file.stat()
@@ -334,11 +345,44 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     yield _source(obj)
     if isinstance(obj, type):
         yield obj.__mro__[1:]
-        # Methods are in the source; a value made elsewhere, such as a table or pipeline, is not.
-        yield {name: value for name, value in vars(obj).items() if is_data(name, value)}
+        # Methods are in the source; a value made elsewhere, such as a table or pipeline, is not,
+        # nor what methods hold, nor one that was put there from elsewhere.
+        yield {name: value for name, value in vars(obj).items() if _is_value(name, value)}
+        seen: set[int] = set()
+        for name, value in vars(obj).items():
+            for function in functions_of(value):
+                more = _of_method(function, obj, seen)
+                if more:
+                    yield name, more
     elif isinstance(obj, FunctionType):
         yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
         yield closed_over(obj)
+
+
+def _is_value(name: str, value: object) -> bool:
+    """Return whether an attribute of a class is data, or an object of a user's class."""
+    return is_data(name, value) or is_users(type(value).__module__)
+
+
+def _of_method(function: object, cls: type, seen: set[int]) -> list[object]:
+    """Return what a method of a class holds, and its source if that of the class has it not.
+
+    Functions that it holds count likewise: some, as those of a dataclass, have no source.
+    """
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return []
+    seen.add(id(function))
+    found: list[object] = []
+    named = *(function.__kwdefaults__ or {}).values(), *vars(function).values()
+    for each in (*(function.__defaults__ or ()), *named, *closed_over(function)):
+        if isinstance(each, FunctionType):
+            found += _of_method(each, cls, seen)
+        elif each is not cls:
+            found.append(each)
+    within = function.__qualname__.rpartition(".")[0] == cls.__qualname__
+    if not within or "__wrapped__" in vars(function):  # a wrapper has the name of what it wraps
+        found.append(_source_of_method(function))
+    return found
 
 
 def _imported_as(module: str) -> str:
@@ -393,14 +437,19 @@ def named_files(dataset: object) -> Iterator[NamedFile]:
     file in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
-    for part in datasets_in(dataset):
-        groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
+    parts = list(datasets_in(dataset))
+    seen = set(map(id, parts))
+    for part in parts:
+        held = (*_attributes(part), *_settings(part))
+        groups = [list(_texts(value, _DEPTH, seen)) for value in held]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
         names: dict[str, None] = {}
+        told: dict[str, None] = {}
         for group in groups:
             paths = _existing(group)
-            yield from _regular(paths)
+            yield from _regular([path for path in paths if path not in told])
+            told |= dict.fromkeys(paths)
             if not paths:
                 names |= dict.fromkeys(group)
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
@@ -424,23 +473,60 @@ def datasets_in(dataset: object) -> Iterator[object]:
             ]
 
 
-def _texts(value: object, depth: int) -> Iterator[str]:
-    """Yield the paths and short strings in nested containers, arrays and tables."""
-    if isinstance(value, str | bytes | os.PathLike):
+def _attributes(owner: object) -> Iterator[object]:
+    yield from held_by(owner).values()
+    for kind in type(owner).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+def _settings(dataset: object) -> Iterator[object]:
+    """Yield the data among the attributes of the user's classes of a dataset."""
+    for kind in type(dataset).__mro__:
+        if is_users(kind.__module__):
+            yield from (value for name, value in vars(kind).items() if is_data(name, value))
+
+
+def _texts(value: object, depth: int, seen: set[int], *, alone: bool = True) -> Iterator[str]:
+    """Yield the paths and short strings in nested containers, arrays, tables and objects.
+
+    Of an object that is held ``alone``, as settings are, those in its containers count: what it
+    names itself may be a log. ``seen``: addresses of objects that are not looked into again.
+    """
+    if isinstance(value, _TEXTS):
         text = os.fsdecode(value)
         if 0 < len(text) <= _LONGEST_PATH:
             yield text
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
-        flat = value.reshape(-1)
-        yield from _texts([flat[number] for number in _evenly(len(flat))], depth)
-    elif type(value).__module__.partition(".")[0] in ("pandas", "polars"):
-        yield from _texts(np.asarray(value), depth)
-    elif depth and isinstance(value, Mapping):
-        for each in islice(value.items(), 0, None, _evenly(len(value)).step):
-            yield from _texts(each, depth)
-    elif depth and isinstance(value, list | tuple | PackedStrings):
-        for number in _evenly(len(value)):
-            yield from _texts(value[number], depth - 1)
+    elif depth and (elements := _elements(value)) is not None:
+        deeper = depth if isinstance(value, Mapping) else depth - 1  # its items are tuples
+        for each in elements:
+            yield from _texts(each, deeper, seen, alone=False)
+    elif depth and id(value) not in seen and not isinstance(value, _CLOSED):
+        seen.add(id(value))
+        for each in () if has_method(value, "recognised_by") else _attributes(value):
+            if not (alone and isinstance(each, _TEXTS)):
+                yield from _texts(each, depth - 1, seen, alone=alone)
+
+
+def _elements(value: Any) -> Iterable[object] | None:
+    """Return elements from all over a container, array or table; None: it is something else."""
+    if type(value).__module__.partition(".")[0] in ("pandas", "polars"):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.names is not None:
+            return [value[name] for name in value.dtype.names]
+        value = value.reshape(-1) if value.dtype.kind in "OUST" else ()
+    if isinstance(value, Mapping):
+        return islice(value.items(), 0, None, _evenly(len(value)).step)
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)  # its own order is by chance
+    if isinstance(value, deque):
+        value = list(value)
+    if isinstance(value, list | tuple | np.ndarray | PackedStrings | SharedList):
+        return (value[number] for number in _evenly(len(value)))
+    return None
 
 
 def _evenly(length: int) -> range:

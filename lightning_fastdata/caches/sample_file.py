@@ -230,11 +230,17 @@ class SampleFile:
             return None
         offset, length, _ = entry
         if offset + length > self._first.size:
-            self._first = np.asarray(np.memmap(self._path, np.uint8, "r"))  # it has grown
+            self._first = self._map()  # it has grown
         record = self._first[offset : offset + length]
         if record.size < length:
             return None
         return record if self.form is not None else record[first_leaf_at(record[:4].tobytes()) :]
+
+    def _map(self) -> Raw:
+        # Of the open file: whoever removes the folder leaves that to those who have it open. As a
+        # plain array: each operation on a np.memmap costs microseconds more.
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            return np.asarray(np.memmap(file, np.uint8, "r"))
 
     def write(self, index: int, sample: object) -> None:
         """Keep a sample, if there is room, its form is that of the others, and it has an entry.
@@ -267,9 +273,7 @@ class SampleFile:
         """
         if self.form is None or not self._row_bytes or self.stored() < len(self._index):
             return None
-        shape = (len(self._index), self._row_bytes)
-        # As a plain array: each operation on a np.memmap costs microseconds more.
-        rows = np.asarray(np.memmap(self._path, np.uint8, "r", shape=shape))
+        rows = self._map()[: len(self._index) * self._row_bytes].reshape(len(self._index), -1)
         columns: list[NDArray[Any]] = []
         for at, leaf in leaves_of(self.form):
             kind = column_of(leaf)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import textwrap
 import warnings
@@ -545,8 +546,12 @@ def test_what_has_an_order_of_its_own_is_refused_in_any_wrapper(tmp_path, ordere
             ld.CachedDataset(data, tmp_path)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_workers):
+def itself(cached):
+    return cached
+
+
+@pytest.mark.parametrize(("num_workers", "way"), [(0, itself), (2, itself), (0, copy.deepcopy)])
+def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_workers, way):
     class Numbers(Dataset):
         def __init__(self):
             self.paths = [str(tmp_path / f"{number}.npy") for number in range(40)]
@@ -560,7 +565,8 @@ def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_wor
     for number in range(40):
         np.save(tmp_path / f"{number}.npy", number)
     data = Numbers()
-    loader = ld.FastDataLoader(ld.CachedDataset(data, tmp_path), 8, num_workers=num_workers)
+    cached = way(ld.CachedDataset(data, tmp_path))
+    loader = ld.FastDataLoader(cached, 8, num_workers=num_workers)
     assert torch.cat([*loader, *loader]).tolist() == [*range(40), *range(40)]
     np.save(tmp_path / "other.npy", np.full((), 99))
     (tmp_path / "other.npy").replace(data.paths[7])
@@ -570,3 +576,110 @@ def test_a_file_of_many_that_is_replaced_is_read_anew_and_told(tmp_path, num_wor
     with warnings.catch_warnings():
         warnings.simplefilter("error", ld.FastDataWarning)
         assert torch.cat(list(loader)).tolist() == [*range(7), 99, *range(8, 40)]
+
+
+def forty(labels, change):
+    """Return a dataset whose class closes over its labels, and what changes them."""
+
+    class Closed(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return labels[index]
+
+    return Closed(), change
+
+
+def closing(_folder):
+    labels = list(range(40))
+    return forty(labels, lambda _: labels.__setitem__(5, -1))
+
+
+def patching(_folder):
+    return forty(list(range(40)), lambda data: setattr(type(data), "__getitem__", negative))
+
+
+def negative(_self, index):
+    return -index
+
+
+class Held(Dataset):
+    def __init__(self, labels, path=None):
+        self.labels, self.path, self.opened = labels, path, None
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if self.path and not self.opened:
+            self.opened = open(self.path, "rb")  # noqa: SIM115
+        return int(self.labels[index])
+
+
+def writing_to_its_own_map(folder):
+    np.save(folder / "labels.npy", np.arange(40))
+    labels = np.load(folder / "labels.npy", mmap_mode="c")
+    return Held(labels), lambda _: labels.__setitem__(5, -1)
+
+
+def having_opened_a_file(_folder):
+    return Held(list(range(40)), __file__), lambda data: data.labels.__setitem__(5, -1)
+
+
+def having_opened_a_file_in_a_subset(_folder):
+    data = Subset(Held(list(range(40)), __file__), range(40))
+    return data, lambda data: data.dataset.labels.__setitem__(5, -1)
+
+
+CHANGES = [closing, patching, writing_to_its_own_map]
+CHANGES += [having_opened_a_file, having_opened_a_file_in_a_subset]
+
+
+@each("made", CHANGES)
+def test_a_change_is_seen_wherever_it_is(folder, made):
+    data, change = made(folder)
+    cached = ld.CachedDataset(data, folder / "cache")
+    assert cached[0] == 0
+    loader = ld.FastDataLoader(cached, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ld.FastDataWarning)
+        assert torch.cat([*loader, *loader]).tolist() == [*range(40), *range(40)]
+    assert cached.stored == 40
+    change(data)
+    with pytest.warns(ld.FastDataWarning, match="has changed"):
+        assert torch.cat(list(loader)).tolist() == [data[index] for index in range(40)]
+
+
+class DrawsRarely(Dataset):
+    """Its sixth sample is drawn, as one in the place of a file that cannot be read."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.generator.randrange(10**9) if index == 5 else index
+
+
+@each("generator", [random, random.Random(3)])
+def test_a_sample_that_was_drawn_is_not_kept(tmp_path, generator):
+    data = DrawsRarely(generator)
+    cached = ld.CachedDataset(data, tmp_path)
+    loader, plain = ld.FastDataLoader(cached, 8), ld.FastDataLoader(data, 8)
+    found = [torch.cat(list(loader)).tolist() for _ in range(3)]
+    assert found == [torch.cat(list(plain)).tolist() for _ in range(3)]
+    assert len({epoch[5] for epoch in found}) == 3
+    assert cached.stored == 39
+    kept = ld.CachedDataset(data, tmp_path, always_same=True)
+    assert kept[5] == kept[5]
+
+
+def test_a_folder_that_is_removed_meanwhile_leaves_what_was_kept(tmp_path, folder):
+    cached = ld.CachedDataset(Wide(folder), tmp_path / "cache")
+    cached.fill()
+    wanted = list(DataLoader(Wide(folder), 8))
+    shutil.rmtree(tmp_path / "cache")
+    assert alike(list(ld.FastDataLoader(cached, 8, executor="gather")), wanted)

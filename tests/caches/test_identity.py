@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import enum
 import functools
 import importlib
@@ -25,7 +26,7 @@ from misses import each
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from lightning_fastdata import CachedDataset
+from lightning_fastdata import CachedDataset, share
 from lightning_fastdata.caches import folders
 from lightning_fastdata.caches.folders import identity
 from lightning_fastdata.errors import DatasetError
@@ -187,6 +188,99 @@ def test_what_a_class_holds_counts(monkeypatch):
     assert identity(Tabled()) != first
 
 
+class Described:
+    def __init__(self, value):
+        self.value = value
+
+    def __get__(self, _owner, _type=None):
+        return self.value
+
+
+def scaling(by):
+    def decorate(method):
+        @functools.wraps(method)
+        def called(self, index):
+            return by[0] * method(self, index)
+
+        return called
+
+    return decorate
+
+
+def closed_over(by, **_):
+    class Data(Plain):
+        def __getitem__(self, index):
+            return by[0] * index
+
+    return Data
+
+
+def as_default(by, **_):
+    class Data(Plain):
+        def __getitem__(self, index, by=by):
+            return by[0] * index
+
+    return Data
+
+
+def decorated(by, **_):
+    class Data(Plain):
+        @scaling(by)
+        def __getitem__(self, index):
+            return index
+
+    return Data
+
+
+def in_a_property(by, **_):
+    class Data(Plain):
+        scale = property(lambda _: by[0])
+
+    return Data
+
+
+def in_a_descriptor(by, **_):
+    class Data(Plain):
+        scale = Described(by)
+
+    return Data
+
+
+def of_a_base(by, **_):
+    class Data(closed_over(by)):
+        pass
+
+    return Data
+
+
+def put_there(by, method):
+    class Data(Plain):
+        change = method
+
+    return Data
+
+
+HOLDERS = [closed_over, as_default, decorated, in_a_property, in_a_descriptor, of_a_base, put_there]
+
+
+@each("made", HOLDERS)
+def test_what_methods_of_a_class_hold_counts(made):
+    first = identity(made([1], method=times_two)())
+    assert identity(made([1], method=times_two)()) == first
+    assert identity(made([2], method=times_three)()) != first
+
+
+@dataclasses.dataclass
+class Settings:
+    size: int = 3
+    names: list = dataclasses.field(default_factory=list)
+
+
+def test_methods_without_a_source_are_no_obstacle():
+    assert identity(Plain(held=Settings())) == identity(Plain(held=Settings()))
+    assert identity(Plain(held=Settings())) != identity(Plain(held=Settings(names=["a"])))
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -202,6 +296,14 @@ def test_a_memory_map_counts_by_its_file_and_by_which_part_of_it(tmp_path):
     assert len({first, *(identity(Plain(held=view)) for view in views)}) == 5
     os.utime(tmp_path / "a.npy", ns=(1, 1))
     assert identity(Plain(held=opened())) != first
+
+
+def test_numbers_that_are_changed_in_a_memory_map_of_ones_own_count(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    own = np.load(tmp_path / "a.npy", mmap_mode="c")
+    first = identity(Plain(held=own))
+    own[7] = 1
+    assert identity(Plain(held=own)) != first
 
 
 class Named(Plain):
@@ -228,6 +330,22 @@ WAYS = {
         "pairs": [("caption", f"{root}/{name}.bin") for name in NAMES * 64]
     },
     "within another": lambda root: {"parts": [Named(root=root, names=NAMES)]},
+    "a set": lambda root: {"paths": {f"{root}/{name}.bin" for name in NAMES}},
+    "a deque": lambda root: {"paths": collections.deque(f"{root}/{name}.bin" for name in NAMES)},
+    "objects": lambda root: {"items": [Part(f"{root}/{name}.bin") for name in NAMES]},
+    "objects in slots": lambda root: {"items": [InSlots(root / f"{name}.bin") for name in NAMES]},
+    "an index that is an object": lambda root: {
+        "root": str(root),
+        "ids": [1, 2, 3],
+        "index": Part({number: {"file_name": f"{name}.bin"} for number, name in enumerate(NAMES)}),
+    },
+    "an array of texts of any length": lambda root: {
+        "paths": np.array([f"{root}/{name}.bin" for name in NAMES], np.dtypes.StringDType())
+    },
+    "a column of records": lambda root: {
+        "rows": np.array([(1, f"{root}/{name}.bin") for name in NAMES], [("y", int), ("x", "U999")])
+    },
+    "a shared list": lambda root: {"paths": share([f"{root}/{name}.bin" for name in NAMES])},
 }
 
 
@@ -246,6 +364,17 @@ def test_files_that_a_dataset_names_count_by_size_and_time(tmp_path, way):
     larger = identity(Named(**held))
     os.utime(root / "b7.bin", ns=(1, 1))
     assert len({first, larger, identity(Named(**held))}) == 3
+
+
+def test_files_that_a_class_names_count(tmp_path):
+    class Its(Named):
+        paths = [str(tmp_path / "a.bin"), str(tmp_path / "b.bin")]  # noqa: RUF012
+
+    for path in Its.paths:
+        Path(path).write_bytes(b"x")
+    first = identity(Its())
+    Path(Its.paths[1]).write_bytes(b"xy")
+    assert identity(Its()) != first
 
 
 @pytest.mark.parametrize("kind", [list, lambda names: dict(enumerate(names))])
