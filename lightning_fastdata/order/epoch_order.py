@@ -225,7 +225,9 @@ def _stored(dataset: Any, block: int | None) -> tuple[Ints, NDArray[np.int64] | 
     """Return the starts and positions of blocks, and whether the dataset has stated them."""
     if type(dataset) is Subset:
         starts, positions, said = _stored(dataset.dataset, block)
-        places = np.asarray(dataset.indices, np.int64).reshape(-1)
+        # Indices below 0 count from the end, as those of a list do.
+        count = len(cast("Sized", dataset.dataset))
+        places = np.asarray(dataset.indices, np.int64).reshape(-1) % max(1, count)
         if positions is not None:
             inverse = np.empty_like(positions)
             inverse[positions] = np.arange(len(positions))

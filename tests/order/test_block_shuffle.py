@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 import torch
@@ -156,7 +158,9 @@ def test_groups_are_found_through_what_stands_before_the_dataset(sizes, data):
     samples = list(range(len(groups)))
     if data.draw(st.booleans()):
         samples = data.draw(st.permutations(samples).map(lambda them: them[: len(them) // 2]))
-        whole = Subset(whole, samples)
+        ends = data.draw(st.lists(st.sampled_from([0, len(groups)]), min_size=1))
+        given = zip(samples, cycle(ends), strict=False)
+        whole = Subset(whole, [index - end for index, end in given])  # from either end
     if data.draw(st.booleans()):
         whole = Standing(whole)
     at_once = data.draw(st.integers(1, 5))
